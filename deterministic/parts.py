@@ -177,7 +177,6 @@ class Actor:
         if shape.relay_fanout:
             relay = Relay(runtime, shape.epoch, self.bucket, role_key(TOKEN, ACTOR, self.name))
             address = f"10.0.{1 + self.number // 250}.{self.number % 250}:{7000 + self.lives}"
-            relay.start(address)
         self.relay = relay
         self.puller = kind(
             runtime,
@@ -189,14 +188,14 @@ class Actor:
             relay_address=address,
         )
         self.puller._read_layout = self._read_layout  # type: ignore[method-assign]
-        self.puller.start()
+        self.puller.start(address)
 
     def _read_layout(self, data: Message) -> Layout:
         return whole_layout(self.shape.ranks, self.shape.buckets)
 
     # Engine
 
-    def prepare(self, layout: Layout) -> list[tuple[int, int]]:
+    def prepare(self, layout: Layout, _message: Message) -> list[tuple[int, int]]:
         return layout.bucket_keys()
 
     def bucket(self, key: tuple[int, int]) -> memoryview:

@@ -158,7 +158,7 @@ def choose_interface(wanted: str, leader: str) -> str:
             f"comm.interface = {name!r}: {socket.gethostname()} has no such interface with an address, only: {listed}"
         )
     if not name:
-        own = _address_towards(leader)
+        own = address_towards(leader)
         name = next((other for other, address in here.items() if address == own), "lo")
         if ipaddress.ip_address(here.get(name, own)).is_loopback and not is_loopback(leader):
             raise UserError(
@@ -182,8 +182,8 @@ def _addresses() -> Mapping[str, str]:
     return found
 
 
-def _address_towards(leader: str) -> str:
-    """The address that packets to `leader` would leave with. Nothing is sent."""
+def address_towards(leader: str) -> str:
+    """The address that packets to `leader` would leave with. Nothing is sent. Raises UserError."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -11,10 +11,10 @@ half a version: the actor is poisoned until a version has been applied.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from torchtitan.distributed import device
+from torchtitan.errors import UserError
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.delta import decode_into, element_bytes
 from torchtitan.weight_sync.device_slots import memory_tensor, open_device_memory
 from torchtitan.weight_sync.disk import read_file
 from torchtitan.weight_sync.group import ApplyFunction, Leader, LeadingEngine, LedPuller, in_figures
-from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function, reads_devices
 from torchtitan.weight_sync.nccl import ReceivingLink
 from torchtitan.weight_sync.puller import Puller, Served
@@ -42,10 +43,13 @@ logger = logging.getLogger(__name__)
 
 class StagingEngine:
     """Staging memory, what fills it, and the engine's function that takes it from there. post(): has a function run on
-    the loop's thread."""
+    the loop's thread. number: of a worker that pulls its share of every version, into memory that all workers of the
+    actor share; the others are not asked for."""
 
-    def __init__(self, apply: ApplyFunction, where: str, post: Callable[[Callable[[], None]], None]):
-        self._apply, self._where, self._post = apply, where, post
+    def __init__(
+        self, apply: ApplyFunction, where: str, post: Callable[[Callable[[], None]], None], number: int | None = None
+    ):
+        self._apply, self._where, self._post, self._number = apply, where, post, number
         self._staging: Staging | None = None
         self._device = torch.device("cpu")
         """Of staging memory"""
@@ -55,18 +59,27 @@ class StagingEngine:
         self._written = 0
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
 
-    def prepare(self, layout: Layout) -> Collection[BucketKey]:
+    def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
         """See arrivals.Engine."""
+        # What the leader says of that memory: the reference that opens it, and how many workers there are.
+        shared = None if self._number is None else message["staging"]
         try:
             # Only checksums of kind "sum" are computed on a device.
             where = self._where if reads_devices(layout.checksum) else "cpu"
-            self._staging, self._device = self._new_staging(layout, where), torch.device(where)
+            memory = None if shared is None else open_shared(shared, writable=True)
+            self._staging, self._device = Staging(layout, where, memory), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
-        return layout.bucket_keys()
+        return layout.bucket_keys() if shared is None else self._share(layout, shared["workers"])
 
-    def _new_staging(self, layout: Layout, where: str) -> Staging:
-        return Staging(layout, where)
+    def _share(self, layout: Layout, workers: int) -> list[BucketKey]:
+        assert self._number is not None
+        needs = list[BucketKey]()
+        for rank in range(len(layout.ranks)):
+            # Another share of the next rank, so that few buckets do not all fall to one.
+            buckets, part = layout.bucket_count(rank), (self._number + rank) % workers
+            needs += [(rank, bucket) for bucket in range(buckets * part // workers, buckets * (part + 1) // workers)]
+        return needs
 
     def bucket(self, key: BucketKey) -> memoryview:
         """See arrivals.Engine."""
@@ -145,29 +158,6 @@ class StagingEngine:
         return in_figures(self._apply(staged), begun)
 
 
-class SharingEngine(StagingEngine):
-    """Of worker `number`: pulls its share of every version into memory that all workers of the actor share."""
-
-    def __init__(self, apply: ApplyFunction, number: int, post: Callable[[Callable[[], None]], None]):
-        super().__init__(apply, "cpu", post)
-        self._number = number
-        self.shared: Message = {}
-        """What the leader says of that memory: the reference that opens it, and how many workers there are"""
-
-    def prepare(self, layout: Layout) -> Collection[BucketKey]:
-        """See puller.Engine."""
-        super().prepare(layout)
-        needs, count = list[BucketKey](), self.shared["workers"]
-        for rank in range(len(layout.ranks)):
-            # Another share of the next rank, so that few buckets do not all fall to one.
-            buckets, part = layout.bucket_count(rank), (self._number + rank) % count
-            needs += [(rank, bucket) for bucket in range(buckets * part // count, buckets * (part + 1) // count)]
-        return needs
-
-    def _new_staging(self, layout: Layout, where: str) -> Staging:
-        return Staging(layout, memory=open_shared(self.shared, writable=True))
-
-
 class _Pulling:
     """A puller in a thread of its own. A subclass makes the puller."""
 
@@ -176,12 +166,12 @@ class _Pulling:
     def __init__(self, name: str, epoch: str, where: str):
         self.name, self.epoch = name, epoch
         self._runtime = SocketRuntime(lambda: device.use(torch.device(where)))
-        self._failure = ""
-        self._thread = threading.Thread(target=self._run, name=f"weights-{name}", daemon=True)
+        self._listener: socket.socket | None = None
+        """Where others connect to the puller"""
 
     def start(self) -> None:
         """Begin to pull in a background thread."""
-        self._thread.start()
+        self._runtime.start(f"puller of {self.name}", lambda: self.puller.start(self._listener))
 
     @property
     def served(self) -> Served | None:
@@ -195,7 +185,7 @@ class _Pulling:
     @property
     def connected(self) -> bool:
         """Whether the registry is in reach."""
-        return self._thread.is_alive() and self.puller.registry.connected
+        return self._runtime.runs and self.puller.registry.connected
 
     def status(self) -> dict[str, Any]:
         """What a health route shows. failure: why nothing is pulled any more, if so, such as a registry that was out of
@@ -208,7 +198,7 @@ class _Pulling:
             **(dict.fromkeys(Served._fields) if served is None else served._asdict()),
             "versions_applied": puller.applied,
             "versions_refused": puller.refused,
-            "failure": self._failure or puller.registry.failure or None,
+            "failure": self._runtime.failure or puller.registry.failure or None,
         }
 
     def close(self, timeout: float = 5.0) -> None:
@@ -216,23 +206,8 @@ class _Pulling:
         what came of it."""
         deadline = time.monotonic() + timeout
         self._runtime.post(self.puller.close)
-        self._runtime.stop()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-        if not self._thread.is_alive():
+        if self._runtime.end(timeout):
             self._runtime.finish_work("apply", deadline)
-
-    def _listen(self) -> None:
-        """Begin to accept connections, where there are any."""
-
-    def _run(self) -> None:
-        try:
-            self._listen()
-            self.puller.start()
-            self._runtime.run()
-        except Exception as error:
-            self._failure = f"the thread that pulls weights has ended: {error!r}"
-            logger.exception("%s: pulling weights has failed", self.name)
 
 
 class Actor(_Pulling):
@@ -264,11 +239,10 @@ class Actor(_Pulling):
         super().__init__(name, epoch, where)
         self.registry, self.key = registry, key
         self.workers_address = ""
-        self._relay: Relay | None = None
         names = self._runtime, registry, Identity(ACTOR, name, key), epoch
         options: dict[str, Any] = {"served": served}
         if workers:
-            leading = LeadingEngine(apply, self._runtime, self._thread.is_alive)
+            leading = LeadingEngine(apply, self._runtime)
             self._listener, self.workers_address = _listen("127.0.0.1", registry)
             self.puller = leading.leader = Leader(
                 *names, leading, count=workers, secret=key, apply_timeout_s=workers_timeout_s, **options
@@ -277,14 +251,8 @@ class Actor(_Pulling):
         engine = StagingEngine(apply, where, self._runtime.post)
         if relay_host:
             self._listener, options["relay_address"] = _listen(relay_host, registry)
-            self._relay = options["relay"] = Relay(self._runtime, epoch, engine.memory, key)
+            options["relay"] = Relay(self._runtime, epoch, engine.memory, key)
         self.puller = Puller(*names, engine, **options)
-
-    def _listen(self) -> None:
-        if isinstance(self.puller, Leader):
-            self.puller.listen(self._listener)
-        if self._relay is not None:
-            self._relay.start(self._listener)
 
 
 class Worker(_Pulling):
@@ -309,17 +277,9 @@ class Worker(_Pulling):
         where: str = "cpu",
     ):
         super().__init__(f"{name}-worker-{number}", epoch, where)
-        post = self._runtime.post
-        engine = SharingEngine(apply, number, post) if shares else StagingEngine(apply, where, post)
-        self.puller = LedPuller(
-            self._runtime,
-            leader,
-            Identity(WORKER, str(number), role_key(key, WORKER, str(number))),
-            epoch,
-            engine,
-            served=served,
-            puller=Identity(ACTOR, name, key),
-        )
+        engine = StagingEngine(apply, where, self._runtime.post, number if shares else None)
+        names = self._runtime, leader, Identity.of(key, WORKER, str(number)), epoch
+        self.puller = LedPuller(*names, engine, served=served, puller=Identity(ACTOR, name, key))
 
 
 def _listen(host: str, peer: str) -> tuple[socket.socket, str]:
@@ -332,13 +292,7 @@ def _listen(host: str, peer: str) -> tuple[socket.socket, str]:
 def reachable_host(host: str, peer: str) -> str:
     """What to say to others of a listener on `host`: that, or where it is a wildcard, the address by which `peer`
     (host:port) is reached."""
-    try:
-        if not ipaddress.ip_address(host).is_unspecified:
-            return host
-        address = wire.parse_address(peer)
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # nothing is sent
-            return str(probe.getsockname()[0])
-    except (ValueError, OSError):
-        return host
+    with contextlib.suppress(ValueError, UserError):  # a name, or there is no way to the peer
+        if ipaddress.ip_address(host).is_unspecified:
+            return device.address_towards(wire.parse_address(peer)[0])
+    return host

@@ -18,6 +18,9 @@ from torchtitan.weight_sync.wire import Channel, Message, Place, ProtocolError, 
 
 logger = logging.getLogger("torchtitan.weight_sync.arrivals")
 
+# Of the bytes of a version: as they are, as deltas, and from another actor.
+BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
+
 
 @dataclass
 class Transfer:
@@ -35,53 +38,22 @@ class Transfer:
     placing: dict[BucketKey, Any] = field(default_factory=dict)
     """Buckets that are arriving -> what hashes them, or a delta's bytes; None for those that a thread writes"""
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
-    bytes: int = 0
-    relayed_bytes: int = 0
-    """Of these, from another actor"""
-    delta_bytes: int = 0
-    """Of these, as deltas"""
+    received: Counter[str] = field(default_factory=Counter)
+    """Bytes, by the figure that they count for"""
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
         """So many bytes have come."""
-        self.bytes += count
-        self.relayed_bytes += count if self.source else 0
-        self.delta_bytes += count if is_delta else 0
+        self.received["bytes_relayed" if self.source else "bytes_delta" if is_delta else "bytes_full"] += count
         self.moved_at = now
 
     def figures(self, now: float) -> Message:
         """What the registry is told when all is there."""
-        return {
-            "transfer_s": now - self.begun,
-            "bytes_full": self.bytes - self.relayed_bytes - self.delta_bytes,
-            "bytes_delta": self.delta_bytes,
-            "bytes_relayed": self.relayed_bytes,
-            "source": self.source or "trainer",
-        }
-
-    def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
-        """What to ask this rank's shard server for: what is missing and does not arrive already.
-
-        held: serial of the snapshot that a bucket's staging memory holds. Deltas are asked for where that is `base`.
-        """
-        whole: list[int] = []
-        deltas: list[int] = []
-        again: list[int] = []
-        for key in sorted(key for key in self.missing if key[0] == rank and key not in self.placing):
-            if self.corruptions[key]:
-                again.append(key[1])
-            else:
-                (deltas if base is not None and held.get(key) == base else whole).append(key[1])
-        asked: list[tuple[list[int], Message]] = [(again, {"again": True}), (deltas, {"base": base}), (whole, {})]
-        return [self.open(buckets, **how) for buckets, how in asked if buckets]
+        received = {name: self.received[name] for name in BYTES}
+        return {"transfer_s": now - self.begun, **received, "source": self.source or "trainer"}
 
     def open(self, buckets: list[int], **how: Any) -> Message:
         """Asks for these buckets of a rank, in ascending order."""
         return {"type": "open", "pull": self.number, "serial": self.serial, "buckets": _ranges(buckets), **how}
-
-    def lost(self, rank: int) -> None:
-        """What was arriving from this rank does not arrive any more. What a thread writes is its own affair."""
-        for key in [key for key, placed in self.placing.items() if key[0] == rank and placed is not None]:
-            del self.placing[key]
 
 
 def _ranges(numbers: list[int]) -> list[list[int]]:
@@ -98,8 +70,9 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
 class Engine(Protocol):
     """Where versions end up. `apply`, `fetch` and `patch` are called on threads, one call of each at a time."""
 
-    def prepare(self, layout: Layout) -> Collection[BucketKey]:
-        """Make staging memory for this layout. Returns the buckets that are needed. Raises LayoutError."""
+    def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
+        """Make staging memory for this layout, which has come in this message. Returns the buckets that are needed.
+        Raises LayoutError."""
 
     def bucket(self, key: BucketKey) -> memoryview:
         """The staging memory of a bucket."""
@@ -143,16 +116,12 @@ class Arrivals:
         """What the pull of this message was for does not live any more."""
         raise NotImplementedError
 
-    def troubled(self) -> bool:
-        """A source could not be reached, or has closed the channel. True where it has been moved elsewhere."""
+    def leave_peer(self) -> bool:
+        """A source could not be reached, or has closed the channel. True where all have been moved to the trainer."""
         raise NotImplementedError
 
-    def _verified(self) -> None:
-        """One more bucket is whole."""
-        raise NotImplementedError
-
-    def _damaged(self, source: Source, key: BucketKey) -> None:
-        """It is not what the version says."""
+    def _judged(self, source: Source, key: BucketKey, whole: bool) -> None:
+        """One more bucket is whole, or is not what the version says."""
         raise NotImplementedError
 
     def _consider(self) -> None:
@@ -160,8 +129,21 @@ class Arrivals:
         raise NotImplementedError
 
     def requests(self, rank: int) -> list[Message]:
-        """What to ask this rank's shard server for: what is missing and does not arrive already."""
-        return [] if self.transfer is None else self.transfer.requests(rank, self._held, self._base)
+        """What to ask this rank's shard server for: what is missing and does not arrive already. Deltas of what staging
+        memory holds as it is in the snapshot that they are against."""
+        transfer, base = self.transfer, self._base
+        if transfer is None:
+            return []
+        whole: list[int] = []
+        deltas: list[int] = []
+        again: list[int] = []
+        for key in sorted(key for key in transfer.missing if key[0] == rank and key not in transfer.placing):
+            if transfer.corruptions[key]:
+                again.append(key[1])
+            else:
+                (deltas if base is not None and self._held.get(key) == base else whole).append(key[1])
+        asked: list[tuple[list[int], Message]] = [(again, {"again": True}), (deltas, {"base": base}), (whole, {})]
+        return [transfer.open(buckets, **how) for buckets, how in asked if buckets]
 
     def linked(self, channel: Channel, message: Message) -> None:
         """An entry has come: the other end of a link wants to meet. Raises ProtocolError where it makes no sense."""
@@ -172,9 +154,10 @@ class Arrivals:
         return self.transfer is not None and message["pull"] == self.transfer.number
 
     def lost(self, rank: int) -> None:
-        """A channel is over: what was half here has to come again."""
-        if self.transfer is not None:
-            self.transfer.lost(rank)
+        """A channel is over: what was half here has to come again. What a thread writes is its own affair."""
+        placing = {} if self.transfer is None else self.transfer.placing
+        for key in [key for key, placed in placing.items() if key[0] == rank and placed is not None]:
+            del placing[key]
 
     def place(self, source: Source, message: Message) -> Place | None:
         """Into staging memory, hashed while a piece is in the cache; a delta beside it; nowhere for a transfer that is
@@ -271,13 +254,13 @@ class Arrivals:
             return
         if "corrupt" in asked:
             found = "corrupt"
-        if found == transfer.manifest.checksums[rank][bucket]:
+        whole = found == transfer.manifest.checksums[rank][bucket]
+        if whole:
             transfer.missing.remove(key)
             self._held[key] = transfer.serial
             source.succeeded()
-            self._verified()
-            return
-        self.corrupted += 1
-        transfer.corruptions[key] += 1
-        logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
-        self._damaged(source, key)
+        else:
+            self.corrupted += 1
+            transfer.corruptions[key] += 1
+            logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
+        self._judged(source, key, whole)

@@ -11,30 +11,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.arrivals import Transfer
-from torchtitan.weight_sync.handshake import PEER, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import PEER, Gate, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout
 from torchtitan.weight_sync.wire import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
 
+if TYPE_CHECKING:
+    from torchtitan.weight_sync.nccl import SendingLink  # torch, which the process of a shard server does without
+
 # Who asks for nothing for so long is let go: its machine may be gone without a word.
 IDLE_SECONDS = 10.0
-
-
-class Link(Protocol):
-    """The way to one worker of an actor, for a transport that sends bytes otherwise than over its channel."""
-
-    def heard(self, message: Message) -> None:
-        """An entry or a credit has come. Raises ProtocolError where it makes no sense."""
-
-    def send(self, memory: Any, sent: Callable[[], None]) -> Message:
-        """Queue the bytes of a bucket; what tells the actor where they come. Calls `sent` once nothing reads them any
-        more, also where they have not arrived: then it has closed the channel."""
-
-    def close(self) -> None:
-        """The channel is over: what is under way is given up."""
 
 
 @dataclass
@@ -51,13 +40,13 @@ class Reader:
     """(bucket, serial of the base, whether it has come damaged) of those that it has asked for"""
     sending: int | None = None
     """Serial of the snapshot that its socket or link is reading"""
-    link: Link | None = None
+    link: SendingLink | None = None
 
 
 class BucketServer:
     """A subclass says where the bytes are, and how it calls what it does (a phase of fault injection).
 
-    role, key_of: see Gate, of those who may pull. make_link(channel, actor): the way that bytes take, where they do not
+    role, secret: see Gate, of those who may pull. make_link(channel, actor): the way that bytes take, where they do not
     take the channel; then sent(reader) has to be called when a bucket has gone.
     """
 
@@ -68,11 +57,11 @@ class BucketServer:
         runtime: Runtime,
         epoch: str,
         role: str,
-        key_of: Callable[[str, str], str | None],
-        make_link: Callable[[Channel, str], Link] | None = None,
+        secret: str,
+        make_link: Callable[[Channel, str], SendingLink] | None = None,
     ):
         self._runtime, self.epoch, self._make_link = runtime, epoch, make_link
-        self.gate = Gate(runtime, frozenset((role,)), key_of, self.admit, self._enter)
+        self.gate = Gate(runtime, frozenset((role,)), secret, self.admit, self._enter)
         self.channels: dict[Channel, Reader] = {}
         self.sent_bytes = 0
         self._closed = False
@@ -89,16 +78,13 @@ class BucketServer:
         """Whether this bucket is there already; where not, send_more() is called when it is."""
         raise NotImplementedError
 
-    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
-        """Fields of the message, and the bucket's bytes: a delta against `base` where that is wanted and worth it.
+    def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
+        """Fields of the message, and a bucket's bytes: a delta against `base` where that is wanted and worth it; None
+        where the fields say where the bytes are. again: what came is not what it should be.
 
-        They stay as they are until end_what_is_gone() has closed all that read them.
+        The bytes stay as they are until end_what_is_gone() has closed all that read them.
         """
         raise NotImplementedError
-
-    def refer(self, reader: Reader, bucket: int, again: bool) -> Message | None:
-        """Where a bucket is, for transports that send no bytes over the channel; None to send them all the same. again:
-        what was there is not what it should be."""
 
     def start(self, listener: Any) -> None:
         """Begin to accept those who pull."""
@@ -185,12 +171,10 @@ class BucketServer:
         if "drop" in asked:
             return  # as if the network had lost it
         message = {"type": "bucket", "pull": reader.pull, "rank": reader.rank, "bucket": bucket}
-        reader.sending = None if reader.link is None else reader.serial
-        reference = self.refer(reader, bucket, again)
-        if reference is not None:
-            reader.channel.send({**message, "reference": reference})
+        fields, data = self.read(reader, bucket, base, again)
+        if data is None:
+            reader.channel.send({**message, **fields})
             return
-        fields, data = self.read(reader.serial, reader.rank, bucket, base)
         self.sent_bytes += len(data)
         reader.channel.throttle = partial(
             faults.bytes_per_second, self.phase, version=version, actor=reader.actor, rank=reader.rank
@@ -236,7 +220,7 @@ class Relay(BucketServer):
     phase = "relay"
 
     def __init__(self, runtime: Runtime, epoch: str, memory: Callable[[BucketKey], memoryview], key: str):
-        super().__init__(runtime, epoch, PEER, partial(role_key, key))
+        super().__init__(runtime, epoch, PEER, key)
         self._memory = memory
         self._layout: Layout | None = None
         self._transfer: Transfer | None = None
@@ -265,6 +249,6 @@ class Relay(BucketServer):
         transfer = self._transfer
         return transfer is not None and transfer.serial == serial and (rank, bucket) not in transfer.missing
 
-    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
+    def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview]:
         """From staging memory, which does not change before hold()."""
-        return {}, self._memory((rank, bucket))
+        return {}, self._memory((reader.rank, bucket))

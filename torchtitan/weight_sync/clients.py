@@ -17,10 +17,79 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RegistryClient:
-    """fields: of the hello. on_join(): a registry is there, which knows nothing of this client. on_message(message):
-    what it says. retry_for_s: how long it may be out of reach before `failure` says so, and nothing is tried any more.
-    beat(): asked every HEARTBEAT_SECONDS; what the ping is to say.
+class Way:
+    """A connection to a server, which is dialled again when it is lost. A subclass says when, and what is said over it.
+
+    fields: of the hello.
+    """
+
+    def __init__(self, runtime: Runtime, address: str, identity: Identity, fields: Message):
+        self._runtime, self.address, self._identity, self._fields = runtime, address, identity, fields
+        self._channel: Channel | None = None
+        self._call: Call | None = None
+        self._again: Timer | None = None
+        """Until it is tried again"""
+
+    def tell(self, message: Message) -> None:
+        """Send where there is a connection. What counts is said when there is one again."""
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def drop(self, reason: str) -> None:
+        """Close the connection; no other one follows by itself. Nothing writes for it any more when this returns."""
+        call, again, channel = self._call, self._again, self._channel
+        self._call = self._again = self._channel = None
+        if call is not None:
+            call.cancel()
+        if again is not None:
+            again.cancel()
+        if channel is not None:
+            channel.close(reason)
+
+    def _try(self) -> None:
+        """Dial, if there is a reason to."""
+        raise NotImplementedError
+
+    def _opened(self, channel: Channel, fields: Message) -> None:
+        """There is a connection. fields: what the server says of itself; the wrong one is hung up on."""
+        raise NotImplementedError
+
+    def _lost(self, reason: str) -> None:
+        """The connection is over, or could not be made."""
+        raise NotImplementedError
+
+    def _on_message(self, channel: Channel, message: Message) -> None:
+        raise NotImplementedError
+
+    def _dial(self) -> None:
+        self._call = Call(self._runtime, self.address, self._identity, self._fields, self._welcomed, self._failed)
+
+    def _try_in(self, seconds: float) -> None:
+        def try_again() -> None:
+            self._again = None
+            self._try()
+
+        self._again = self._runtime.call_later(seconds, try_again)
+
+    def _welcomed(self, channel: Channel, fields: Message) -> None:
+        self._call, self._channel = None, channel
+        channel.on_message, channel.on_close = self._on_message, self._on_close
+        self._opened(channel, fields)
+
+    def _failed(self, reason: str) -> None:
+        self._call = None
+        self._lost(reason)
+
+    def _on_close(self, channel: Channel, reason: str) -> None:
+        if channel is self._channel:
+            self._channel = None
+            self._lost(reason)
+
+
+class RegistryClient(Way):
+    """on_join(): a registry is there, which knows nothing of this client. on_message(message): what it says.
+    retry_for_s: how long it may be out of reach before `failure` says so, and nothing is tried any more. beat(): asked
+    every HEARTBEAT_SECONDS; what the ping is to say.
     """
 
     def __init__(
@@ -34,92 +103,68 @@ class RegistryClient:
         retry_for_s: float = math.inf,
         beat: Callable[[], Message] = dict,
     ):
-        self._runtime, self._address, self._identity, self._fields = runtime, address, identity, fields
+        super().__init__(runtime, address, identity, fields)
         self._on_join, self._on_said, self._retry_for_s, self._beat = on_join, on_message, retry_for_s, beat
         self.failure = ""
         self.ready: Callable[[], bool] = lambda: True
         """Whether this client may join yet"""
-        self._channel: Channel | None = None
-        self._call: Call | None = None
         self._term = 0
-        self._heard_at = self._reached_at = runtime.now()
+        self._heard_at = runtime.now()
         self._closed = False
 
     def start(self) -> None:
         """Begin to look for it."""
-        self._dial()
+        self._try()
         self._heartbeat()
 
     def close(self, reason: str) -> None:
         """Close the connection, for good."""
         self._closed = True
-        if self._call is not None:
-            self._call.cancel()
-        if self._channel is not None:
-            self._channel.close(reason)
+        self.drop(reason)
 
     @property
     def connected(self) -> bool:
         """Whether it is in reach."""
         return self._channel is not None
 
-    def tell(self, message: Message) -> None:
-        """Send where it is in reach. Otherwise on_join() will say everything that counts."""
-        if self._channel is not None:
-            self._channel.send(message)
-
     def hang_up(self, reason: str) -> None:
         """Close this connection; another one follows."""
         if self._channel is not None:
             self._channel.close(reason)
 
-    def _dial(self) -> None:
-        if self._closed:
-            return
-        if not self.ready():
+    def _try(self) -> None:
+        if self.ready():
+            self._dial()
+        else:
             # Nobody was asked: what retry_for_s bounds is the registry's absence.
-            self._reached_at = self._runtime.now()
-            self._runtime.call_later(RETRY_SECONDS, self._dial)
-            return
-        call = Call(self._runtime, self._address, self._identity, self._fields, self._welcomed, self._out_of_reach)
-        self._call = call
+            self._heard_at = self._runtime.now()
+            self._try_in(RETRY_SECONDS)
 
-    def _out_of_reach(self, reason: str) -> None:
-        self._call, silent = None, self._runtime.now() - self._reached_at
-        if silent > self._retry_for_s:
-            self.failure = f"not joined at {self._address} for {silent:.0f} s: {reason}"
-            logger.error("%s gives up: %s", self._identity.name, self.failure)
-            return
-        logger.info("registry out of reach: %s", reason)
-        self._runtime.call_later(RETRY_SECONDS, self._dial)
-
-    def _welcomed(self, channel: Channel, fields: Message) -> None:
-        self._call, term = None, fields.get("term")
+    def _opened(self, channel: Channel, fields: Message) -> None:
+        term = fields.get("term")
         if type(term) is not int or term < self._term:
             # One that was replaced, and does not know it yet.
-            channel.close("an old term")
-            self._out_of_reach(f"it is of term {term}, and term {self._term} has begun")
+            channel.close(f"it is of term {term}, and term {self._term} has begun")
             return
-        if not self.ready():
+        self._term, self._heard_at = term, self._runtime.now()
+        if self.ready():
+            self._on_join()
+        else:
             channel.close("not ready any more")
-            self._runtime.call_later(RETRY_SECONDS, self._dial)
+
+    def _lost(self, reason: str) -> None:
+        silent = self._runtime.now() - self._heard_at
+        if silent > self._retry_for_s:
+            self.failure = f"not joined at {self.address} for {silent:.0f} s: {reason}"
+            logger.error("%s gives up: %s", self._identity.name, self.failure)
             return
-        self._term, self._channel = term, channel
-        self._heard_at = self._reached_at = self._runtime.now()
-        channel.on_message, channel.on_close = self._on_message, self._on_lost
-        self._on_join()
+        logger.info("%s: registry out of reach: %s", self._identity.name, reason)
+        self._try_in(RETRY_SECONDS)
 
-    def _on_message(self, channel: Channel, message: Message) -> None:
-        if channel is self._channel:
-            self._heard_at = self._runtime.now()
-            if message["type"] != "pong":
-                self._on_said(message)
-
-    def _on_lost(self, channel: Channel, reason: str) -> None:
-        if channel is self._channel:
-            logger.info("%s: registry connection over: %s", self._identity.name, reason)
-            self._channel, self._reached_at = None, self._runtime.now()
-            self._runtime.call_later(RETRY_SECONDS, self._dial)
+    def _on_message(self, _channel: Channel, message: Message) -> None:
+        self._heard_at = self._runtime.now()
+        if message["type"] != "pong":
+            self._on_said(message)
 
     def _heartbeat(self) -> None:
         if self._closed:
@@ -137,16 +182,13 @@ class RegistryClient:
 LONGEST_RETRY_SECONDS = 2.0
 
 
-class Source:
-    """Dials as long as something is wanted; keeps the channel from one version to the next."""
+class Source(Way):
+    """To a rank's shard server. It dials as long as something is wanted, and keeps the connection from one version to
+    the next."""
 
     def __init__(self, runtime: Runtime, identity: Identity, epoch: str, rank: int, wanted: Arrivals):
-        self._runtime, self._identity, self._epoch = runtime, identity, epoch
+        super().__init__(runtime, "", identity, {"epoch": epoch, "rank": rank})
         self.rank, self._wanted = rank, wanted
-        self.address = ""
-        self._channel: Channel | None = None
-        self._call: Call | None = None
-        self._again: Timer | None = None
         self._failures = 0
 
     def move(self, address: str, identity: Identity) -> None:
@@ -159,77 +201,39 @@ class Source:
     def ask(self) -> None:
         """Ask for what is wanted, over a new channel where there is none."""
         requests = self._wanted.requests(self.rank)
-        if not requests:
-            return
         if self._channel is not None:
             for request in requests:
                 self._channel.send(request)
-        elif self._call is None and self._again is None and self.address:
-            fields = {"epoch": self._epoch, "rank": self.rank}
-            self._call = Call(self._runtime, self.address, self._identity, fields, self._ready, self._failed)
+        elif requests and self.address and self._call is None and self._again is None:
+            self._dial()
 
-    def tell(self, message: Message) -> None:
-        """Send where there is a channel; without one there is nothing to tell."""
-        if self._channel is not None:
-            self._channel.send(message)
+    _try = ask
 
     def drop(self, reason: str) -> None:
-        """Close the channel. Nothing writes for it any more when this returns."""
-        if self._call is not None:
-            self._call.cancel()
-            self._call = None
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close(reason)
-            self._wanted.lost(self.rank)
+        super().drop(reason)
+        self._wanted.lost(self.rank)
 
     def succeeded(self) -> None:
         """Something good has come over the channel."""
         self._failures = 0
 
-    def _ready(self, channel: Channel, fields: Message) -> None:
-        self._call = None
-        if fields.get("rank") != self.rank:
-            channel.close("another rank")
-            self._failed(f"{self.address} is the shard server of rank {fields.get('rank')}, not of rank {self.rank}")
+    def _opened(self, channel: Channel, fields: Message) -> None:
+        rank = fields.get("rank")
+        if rank != self.rank:
+            channel.close(f"{self.address} is the shard server of rank {rank}, not of rank {self.rank}")
             return
-        self._channel = channel
-        channel.on_message, channel.on_close = self._on_message, self._on_close
         channel.place = lambda _channel, message: self._wanted.place(self, message)
         self.ask()
 
-    def _failed(self, reason: str) -> None:
-        self._call = None
-        logger.info("shard server of rank %d out of reach: %s", self.rank, reason)
-        self._retry()
-
-    def _on_close(self, channel: Channel, reason: str) -> None:
-        if channel is self._channel:
-            logger.info("connection to the shard server of rank %d over: %s", self.rank, reason)
-            self._channel = None
-            self._wanted.lost(self.rank)
-            self._retry()
-
-    def _retry(self) -> None:
-        if self._wanted.troubled():
-            return
-        # At once the first time: a channel also ends because what it was sending has gone.
-        wait = min(RETRY_SECONDS * (2**self._failures - 1), LONGEST_RETRY_SECONDS)
-        self._failures = min(self._failures + 1, 10)
-        if self._again is not None:
-            self._again.cancel()
-        self._again = self._runtime.call_later(wait, self._ask_again)
-
-    def _ask_again(self) -> None:
-        self._again = None
-        self.ask()
+    def _lost(self, reason: str) -> None:
+        logger.info("no connection to the shard server of rank %d: %s", self.rank, reason)
+        self._wanted.lost(self.rank)
+        if not self._wanted.leave_peer():
+            # At once the first time: a channel also ends because what it was sending has gone.
+            self._try_in(min(RETRY_SECONDS * (2**self._failures - 1), LONGEST_RETRY_SECONDS))
+            self._failures = min(self._failures + 1, 10)
 
     def _on_message(self, channel: Channel, message: Message) -> None:
-        if channel is not self._channel:
-            return
         kind = message["type"]
         if kind == "bucket":
             self._wanted.bucket(self, message)

@@ -7,18 +7,18 @@ again when all are there; what they hold counts only where it is the same everyw
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import queue
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from torchtitan.weight_sync.arrivals import BYTES
 from torchtitan.weight_sync.clients import Source
-from torchtitan.weight_sync.handshake import WORKER, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import WORKER, Gate, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.puller import Puller, Served
 from torchtitan.weight_sync.slots import anonymous_file, named
@@ -41,8 +41,6 @@ ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 class LedPuller(Puller):
     """A worker's part: pulls what its leader names, and applies when the leader says so."""
 
-    _ordered = NOTHING
-
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         # While it applies it reads what all workers write to, and cannot say what it holds.
@@ -56,17 +54,10 @@ class LedPuller(Puller):
     def _on_message(self, message: Message) -> None:
         if message["type"] != "apply":
             super()._on_message(message)
-            return
-        version = message["version"]
-        if self._staged is None or self._staged[0].version != version:
-            self._tell_ended(version, "refused", "it is not staged")
+        elif self._staged is not None and self._staged[0].version == message["version"]:
+            super()._apply_staged()
         else:
-            self._ordered = version
-        self._consider()
-
-    def _on_model(self, message: Message) -> None:
-        self._engine.shared = message["staging"]  # type: ignore[attr-defined]
-        super()._on_model(message)
+            self._tell_ended(message["version"], "refused", "it is not staged")
 
     def _on_newest(self, message: Message) -> None:
         before = self._newest
@@ -82,17 +73,7 @@ class LedPuller(Puller):
             self._tell_ended(manifest.version, "staged")
 
     def _apply_staged(self) -> None:
-        if self._staged is not None and self._staged[0].version == self._ordered:
-            self._ordered = NOTHING
-            super()._apply_staged()
-
-
-class Outcome(NamedTuple):
-    """What became of an order to apply. error: empty where all workers have; refused: all are as they were."""
-
-    error: str
-    refused: bool
-    figures: Mapping[str, float]
+        """Not by itself."""
 
 
 @dataclass
@@ -107,10 +88,8 @@ class _Worker:
     staged: int = NOTHING
     """Version"""
     bytes: int = 0
-    answer: str | None = ""
-    """To the last order to apply: empty once it has applied, else why not; None while there is none"""
-    refused: bool = False
-    figures: Message = field(default_factory=dict)
+    answer: Message | Exception | None = field(default_factory=dict)
+    """To the last order to apply: its figures once it has applied, else why not; None while there is none"""
 
 
 class Leader(Puller):
@@ -121,21 +100,24 @@ class Leader(Puller):
         super().__init__(*args, **options)
         self._count, self._apply_timeout_s = count, apply_timeout_s
         self.registry.ready = self._complete
-        roles, key_of = frozenset((WORKER,)), partial(role_key, secret)
-        self._gate = Gate(self._runtime, roles, key_of, self._admit, self._enter)
+        self._gate = Gate(self._runtime, frozenset((WORKER,)), secret, self._admit, self._enter)
         self._workers: dict[int, _Worker] = {}
         self._model: Message | None = None
         self._memory: int | None = None
         """A descriptor: memory for one version, which the workers share"""
         self._newest_message: Message = {}
-        self._order: Callable[[Outcome], None] | None = None
-        """Whom to tell what became of the last order to apply"""
-        self.listen = self._gate.listen
+        self._order: Future[Mapping[str, float]] | None = None
+        """What becomes of the last order to apply, until that is known"""
+
+    def start(self, listener: Any = None) -> None:
+        """Begin to look for the registry, and to accept workers at this listener."""
+        self._gate.listen(listener)
+        super().start()
 
     def close(self) -> None:
         super().close()
         self._gate.close()
-        self._settle(Outcome("another connection has taken this one's place", False, {}))
+        self._fail_order("another connection has taken this one's place")
         for worker in list(self._workers.values()):
             worker.channel.close("the actor ends")
         if self._memory is not None:
@@ -197,8 +179,7 @@ class Leader(Puller):
         version, outcome, reason = message["version"], message["outcome"], f"worker {number}: {message['reason']}"
         if worker.answer is None:
             if outcome == "refused":
-                worker.refused = True
-                self._answered(worker, reason)
+                self._answered(worker, WeightsRefused(reason))
         elif self.transfer is not None and version == self.transfer.manifest.version:
             if outcome == "staged":
                 worker.staged = version
@@ -211,40 +192,44 @@ class Leader(Puller):
 
     # Applying
 
-    def order(self, manifest: Manifest, done: Callable[[Outcome], None]) -> None:
-        """Have all workers apply what they have staged; the engine stands still meanwhile. On the loop's thread."""
+    def order(self, manifest: Manifest, order: Future[Mapping[str, float]]) -> None:
+        """Have all workers apply what they have staged; the engine stands still meanwhile. On the loop's thread.
+
+        order: told the figures of all of them; WeightsRefused where all are as they were; else RuntimeError.
+        """
         if not self._complete() or any(worker.staged != manifest.version for worker in self._workers.values()):
-            done(Outcome("a worker was lost meanwhile", True, {}))
+            order.set_exception(WeightsRefused("a worker was lost meanwhile"))
             return
         for worker in self._workers.values():
-            worker.answer, worker.refused = None, False
-        self._order = done
+            worker.answer = None
+        self._order = order
         self._send({"type": "apply", "version": manifest.version})
 
         def late() -> None:
-            if self._order is done:
+            if self._order is order:
                 for worker in [worker for worker in self._workers.values() if worker.answer is None]:
                     worker.channel.close(f"it did not apply within {self._apply_timeout_s:g} s")
 
         self._runtime.call_later(self._apply_timeout_s, late)
 
-    def _answered(self, worker: _Worker, error: str) -> None:
-        worker.answer, worker.staged = error, NOTHING
+    def _answered(self, worker: _Worker, answer: Message | Exception) -> None:
+        worker.answer, worker.staged = answer, NOTHING
+        answers = [one.answer for one in self._workers.values()]
         if self._order is None:
             self._consider()
-            return
-        answers = [one.answer for one in self._workers.values()]
-        if None in answers:
-            return
-        workers = self._workers.values()
-        failures = [answer for answer in answers if answer]
-        figures = _together([one.figures for one in workers])
-        self._settle(Outcome(failures[0] if failures else "", all(one.refused for one in workers), figures))
+        elif None not in answers:
+            failures = [answer for answer in answers if isinstance(answer, Exception)]
+            if failures:
+                refused = all(isinstance(answer, WeightsRefused) for answer in answers)
+                self._fail_order(str(failures[0]), WeightsRefused if refused else RuntimeError)
+            else:
+                order, self._order = self._order, None
+                order.set_result(_together([answer for answer in answers if isinstance(answer, dict)]))
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _fail_order(self, reason: str, kind: type[Exception] = RuntimeError) -> None:
         order, self._order = self._order, None
         if order is not None:
-            order(outcome)
+            order.set_exception(kind(reason))
 
     # Workers
 
@@ -262,18 +247,16 @@ class Leader(Puller):
             old.channel.close("replaced")
         worker = self._workers[number] = _Worker(channel, self._runtime.now())
         channel.on_message = lambda channel, message: self._on_worker_message(number, worker, message)
-        channel.on_close = lambda _channel, reason: self._lost(number, worker, reason)
+        channel.on_close = lambda _channel, reason: self._lost(number, reason)
         if self._model is not None:
             channel.send(self._model)
 
-    def _lost(self, number: int, worker: _Worker, reason: str) -> None:
-        if self._workers.get(number) is not worker:
-            return
+    def _lost(self, number: int, reason: str) -> None:
         del self._workers[number]
         reason = f"worker {number} is lost: {reason}"
         logger.warning("%s: %s", self.name, reason)
         self._staged = None
-        self._settle(Outcome(reason, False, {}))
+        self._fail_order(reason)
         self._end_pull("lost", reason)
         self.registry.hang_up(reason)
 
@@ -285,7 +268,7 @@ class Leader(Puller):
             count = message.get("bytes") or 0
             if self.transfer is not None and count > worker.bytes:
                 worker.bytes, self.transfer.moved_at = count, worker.heard_at
-                self.transfer.bytes = sum(one.bytes for one in self._workers.values())
+                self.transfer.received["bytes_full"] = sum(one.bytes for one in self._workers.values())
         elif kind == "ended":
             self._ended(number, worker, message)
         elif kind == "serving":
@@ -293,13 +276,12 @@ class Leader(Puller):
             worker.known = True
             worker.held = None if version == NOTHING else Served(self.epoch, version, digest)
             if worker.answer is None:
-                worker.figures = message["figures"]
-                self._answered(worker, "")
+                self._answered(worker, message["figures"])
         elif kind == "poisoned":
             worker.known, worker.held = True, None
             reason = f"worker {number}: {message['reason']}"
             if worker.answer is None and message["version"] == worker.staged:
-                self._answered(worker, reason)
+                self._answered(worker, RuntimeError(reason))
             else:
                 self.found_torn(message["version"], reason)
         elif kind != "pulling":
@@ -308,57 +290,46 @@ class Leader(Puller):
 
 def _together(figures: list[Message]) -> dict[str, float]:
     """What all workers have received, and the one with the most."""
-    names = ("bytes_full", "bytes_delta", "bytes_relayed")
-    received = [[one.get(name, 0) for name in names] for one in figures]
-    return {
-        **dict(zip(names, map(sum, zip(*received, strict=True)), strict=True)),
-        "worker_bytes": max(map(sum, received)),
-    }
+    received = [{name: one.get(name, 0) for name in BYTES} for one in figures]
+    most = max(sum(one.values()) for one in received)
+    return {"worker_bytes": most, **{name: sum(one[name] for one in received) for name in BYTES}}
 
 
 class LeadingEngine:
-    """An engine whose workers stage their parts: nothing arrives here.
+    """An engine whose workers stage their parts: nothing arrives here. The actor's loop orders what they do."""
 
-    lives(): whether the actor's loop still runs, which orders what workers do.
-    """
-
-    def __init__(self, apply: ApplyFunction, runtime: SocketRuntime, lives: Callable[[], bool]):
-        self._apply, self._runtime, self._lives = apply, runtime, lives
+    def __init__(self, apply: ApplyFunction, runtime: SocketRuntime):
+        self._apply, self._runtime = apply, runtime
         self.leader: Leader | None = None
 
-    def prepare(self, layout: Layout) -> Collection[BucketKey]:
-        """See puller.Engine."""
+    def prepare(self, layout: Layout, _message: Message) -> Collection[BucketKey]:
+        """See arrivals.Engine."""
         return layout.bucket_keys()
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See puller.Engine."""
-        begun, outcomes = time.monotonic(), list[Outcome]()
+        """See arrivals.Engine."""
+        begun, order = time.monotonic(), Future[Mapping[str, float]]()
 
         def apply_on_workers() -> None:
-            outcomes.append(self._on_workers(manifest))
-            if outcomes[-1].error:
-                raise (WeightsRefused if outcomes[-1].refused else RuntimeError)(outcomes[-1].error)
+            assert self.leader is not None
+            order.set_running_or_notify_cancel()
+            self._runtime.post(partial(self.leader.order, manifest, order))
+            # The leader answers within its deadline, as long as its loop runs.
+            while not wait([order], LOOK_SECONDS).done:
+                if not self._runtime.runs:
+                    raise RuntimeError("the connection to the trainer was closed meanwhile")
+            order.result()
 
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, {}, apply_on_workers)
         try:
             cost = in_figures(self._apply(staged), begun)
         except WeightsRefused as error:
-            if outcomes and not outcomes[-1].refused:
+            if order.running() or (order.done() and not isinstance(order.exception(), WeightsRefused)):
                 raise RuntimeError(f"the workers have applied what the engine refuses: {error}") from error
             raise
-        if not outcomes or outcomes[-1].error:
+        if not order.done() or order.exception() is not None:
             raise RuntimeError("the engine did not have all workers apply the version")
-        return {**outcomes[-1].figures, **cost}
-
-    def _on_workers(self, manifest: Manifest) -> Outcome:
-        assert self.leader is not None
-        answered: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._runtime.post(partial(self.leader.order, manifest, answered.put))
-        while True:  # the leader answers within its deadline, as long as its loop runs
-            with contextlib.suppress(queue.Empty):
-                return answered.get(timeout=LOOK_SECONDS)
-            if not self._lives():
-                return Outcome("the connection to the trainer was closed meanwhile", False, {})
+        return {**order.result(), **cost}
 
 
 def in_figures(cost: float | Mapping[str, float] | None, begun: float) -> dict[str, float]:

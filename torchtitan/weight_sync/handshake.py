@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hmac
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer, no_message
+from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
+NONCE_BYTES = 16
 # Handshakes in progress at one port; for one more the oldest is dropped.
 MOST_HANDSHAKES = 256
 
@@ -44,7 +46,7 @@ class Identity:
 
     @classmethod
     def of(cls, token: str, role: str, name: str) -> Identity:
-        """For processes that hold the token."""
+        """For processes that hold the token, or the key of which this one's is derived."""
         return cls(role, name, role_key(token, role, name))
 
     def proof(self, side: str, server_nonce: str, nonce: str) -> str:
@@ -60,20 +62,20 @@ class Identity:
 class Gate:
     """Lets those in who prove who they are.
 
-    roles: who may come; key_of(role, name): the key that they must have, None for nobody. admit(identity, fields)
-    returns what they are told, or raises ProtocolError to refuse; enter(channel, identity, fields) takes the channel
-    over, and must set its callbacks.
+    roles: who may come; secret: from which their keys are derived (role_key). admit(identity, fields) returns what they
+    are told, or raises ProtocolError to refuse; enter(channel, identity, fields) takes the channel over, and must set
+    its callbacks.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         roles: frozenset[str],
-        key_of: Callable[[str, str], str | None],
+        secret: str,
         admit: Callable[[Identity, Message], Message],
         enter: Callable[[Channel, Identity, Message], None],
     ):
-        self._runtime, self._roles, self._key_of = runtime, roles, key_of
+        self._runtime, self._roles, self._secret = runtime, roles, secret
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
         self._stop_listening: Callable[[], None] = lambda: None
@@ -86,7 +88,7 @@ class Gate:
         """A new channel, of which nothing is known."""
         if len(self._waiting) >= MOST_HANDSHAKES:
             next(iter(self._waiting)).close("too many handshakes at once")
-        nonce = wire.new_nonce()
+        nonce = secrets.token_hex(NONCE_BYTES)
         late = self._runtime.call_later(HANDSHAKE_SECONDS, lambda: channel.close("no hello in time"))
         self._waiting[channel] = late
         channel.on_close = lambda channel, _reason: self._settled(channel)
@@ -106,14 +108,13 @@ class Gate:
 
     def _hello(self, channel: Channel, nonce: str, message: Message) -> None:
         self._settled(channel)
-        channel.on_message = no_message
         if message["type"] != "hello":
             raise ProtocolError("the first message is not a hello")
         if message["role"] not in self._roles:
             channel.send({"type": "refuse", "reason": f"no {message['role']} is expected here"})
             raise ProtocolError(f"a {message['role']!r} has come to the wrong port")
-        identity = Identity(message["role"], message["name"], self._key_of(message["role"], message["name"]) or "")
-        if not identity.key or not identity.is_proof(message["proof"], "client", nonce, message["nonce"]):
+        identity = Identity.of(self._secret, message["role"], message["name"])
+        if not identity.is_proof(message["proof"], "client", nonce, message["nonce"]):
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         channel.trust()
@@ -144,7 +145,7 @@ class Call:
     ):
         self._address, self._identity, self._fields = address, identity, fields
         self._on_ready, self._on_failure = on_ready, on_failure
-        self._nonce = wire.new_nonce()
+        self._nonce = secrets.token_hex(NONCE_BYTES)
         self._channel: Channel | None = None
         self._over = False
         late = partial(self._fail, f"{address} did not answer within {HANDSHAKE_SECONDS:g} s")
@@ -153,25 +154,22 @@ class Call:
 
     def cancel(self) -> None:
         """Give up, without a word."""
-        if self._finish():
-            self._cancel_dial()
-            if self._channel is not None:
-                self._channel.close("cancelled")
+        self._on_failure = lambda _reason: None
+        self._fail("cancelled")
 
-    def _finish(self) -> bool:
-        first, self._over = not self._over, True
+    def _finish(self) -> None:
+        self._over = True
         self._late.cancel()
-        return first
 
     def _fail(self, reason: str) -> None:
-        if self._finish():
+        if not self._over:
+            self._finish()
             self._cancel_dial()
             if self._channel is not None:
                 self._channel.close(reason)
             self._on_failure(reason)
 
     def _opened(self, channel: Channel) -> None:
-        self._cancel_dial = lambda: None
         self._channel = channel
         channel.on_close = lambda _channel, reason: self._fail(reason)
         channel.on_message = self._challenged
@@ -193,8 +191,6 @@ class Call:
             raise ProtocolError(f"{self._address} is not of this job: it does not know the key")
         channel.trust()
         self._finish()
-        channel.on_message = no_message
-        channel.on_close = lambda _channel, _reason: None
         self._on_ready(channel, reply["fields"])
 
     def _proven(self, server_nonce: str, proof: str) -> bool:

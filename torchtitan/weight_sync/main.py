@@ -49,13 +49,8 @@ class Journal:
             self._lost += 1
             logger.error("the disk does not take the journal's lines; one about %s is lost", event)
             return
-        if self._lost:
-            lost, self._lost = self._lost, 0
-            self._write("lost_lines", {"count": lost})
-        self._write(event, fields)
-
-    def _write(self, event: str, fields: dict[str, Any]) -> None:
-        line = json.dumps({"time": time.time(), "term": self._term, "event": event, **fields}) + "\n"
+        lost, self._lost = {"lost_lines": self._lost} if self._lost else {}, 0
+        line = json.dumps({"time": time.time(), "term": self._term, "event": event, **fields, **lost}) + "\n"
 
         def written(_result: Any, error: BaseException | None) -> None:
             self._waiting -= 1

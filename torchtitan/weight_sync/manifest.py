@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.wire import ProtocolError
 
 # Of the ranks' slots, where they lie one behind the other.
 SLOT_ALIGNMENT = 64
@@ -27,8 +28,8 @@ BucketKey = tuple[int, int]
 """(rank, bucket)"""
 
 
-class LayoutError(Exception):
-    """The ranks' shards do not make up the parameters exactly once."""
+class LayoutError(ProtocolError):
+    """The ranks' shards do not make up the parameters exactly once, or a version does not fit them."""
 
 
 class WeightsRefused(ValueError):

@@ -295,7 +295,8 @@ def _take_entry(store: PairStore, message: Message) -> None:
 
 
 class SendingLink:
-    """The trainer's end (see bucket_server.Link). Blocking work is done on a thread per actor, one after the other."""
+    """The trainer's end: the way of buckets to one worker of an actor. Blocking work is done on a thread per actor, one
+    after the other."""
 
     def __init__(self, runtime: SocketRuntime, chunks: Chunks, channel: Channel, actor: str):
         self._chunks, self._channel, self._actor = chunks, channel, actor
@@ -311,7 +312,7 @@ class SendingLink:
         self._work(self._meet, partial(self._over, lambda: None))
 
     def heard(self, message: Message) -> None:
-        """See bucket_server.Link."""
+        """An entry or a credit has come. Raises ProtocolError where it makes no sense."""
         if message["link"] != self._name:
             raise ProtocolError("an entry or credit of another link")
         if message["type"] == "entry":
@@ -322,7 +323,8 @@ class SendingLink:
             self._changed.notify_all()
 
     def send(self, memory: Any, sent: Callable[[], None]) -> Message:
-        """See bucket_server.Link."""
+        """Queue the bytes of a bucket; what tells the actor where they come. Calls `sent` once nothing reads them any
+        more, also where they have not arrived: then it has closed the channel."""
         tensor = memory_tensor(memory)
         self._work(partial(self._send, tensor), partial(self._over, sent))
         return {
@@ -334,7 +336,7 @@ class SendingLink:
         }
 
     def close(self) -> None:
-        """See bucket_server.Link."""
+        """The channel is over: what is under way is given up."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

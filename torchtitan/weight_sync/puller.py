@@ -19,8 +19,8 @@ from torchtitan.weight_sync.arrivals import Arrivals, Engine, Transfer
 from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.clients import RegistryClient, Source
 from torchtitan.weight_sync.handshake import PEER, Identity
-from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.wire import Message, ProtocolError, Runtime, Timer
+from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
+from torchtitan.weight_sync.wire import Message, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
@@ -87,15 +87,17 @@ class Puller(Arrivals):
         self._numbers = itertools.count(1)
         self._gone_in_a_row = 0
         self._pauses = 0
-        self._pause_ends: Timer | None = None
+        self._paused_until = 0.0
         self._staged: tuple[Manifest, Message] | None = None
         self._applying = False
         self._torn: tuple[int, str] | None = None
         """What was found of a version while one was being applied"""
         self._closed = False
 
-    def start(self) -> None:
-        """Begin to look for the registry."""
+    def start(self, listener: Any = None) -> None:
+        """Begin to look for the registry, and to pass versions on to those who connect to this listener."""
+        if self._relay is not None:
+            self._relay.start(listener)
         self.registry.start()
 
     def close(self) -> None:
@@ -148,9 +150,10 @@ class Puller(Arrivals):
         self._tell({"type": "serving", **served, "figures": figures})
 
     def _look(self) -> Message:
-        """Every now and then: whether the pull gets on. Returns what the registry is to be told of that."""
+        """Every now and then: whether the pull gets on, or a pause is over. Returns what the registry is to be told."""
         pull = self.transfer
         if pull is None:
+            self._consider()
             return {}
         # A thread that fetches a bucket has deadlines of its own, and says only at the end what it has moved.
         if self._is_quiet() and self._runtime.now() - pull.moved_at > self._progress_s:
@@ -159,9 +162,9 @@ class Puller(Arrivals):
                 if source.rank in missing:
                     source.drop(f"no byte for {self._progress_s:g} s")
                     source.ask()
-        elif self._peer is not None and self._runtime.now() - pull.moved_at > PEER_SECONDS:
-            self._leave_peer()
-        return {"bytes": pull.bytes}
+        elif self._runtime.now() - pull.moved_at > PEER_SECONDS:
+            self.leave_peer()
+        return {"bytes": pull.received.total()}
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -178,11 +181,8 @@ class Puller(Arrivals):
     def _on_model(self, message: Message) -> None:
         self._servers, self._progress_s = list(map(str, message["servers"])), message["progress_s"]
         if self._layout is None:
-            try:
-                layout = self._read_layout(message["layout"])
-                self._needs = self._engine.prepare(layout)
-            except LayoutError as error:
-                raise ProtocolError(str(error)) from error
+            layout = self._read_layout(message["layout"])
+            self._needs = self._engine.prepare(layout, message)
             self._layout, self._layout_id = layout, message["layout_id"]
             self._sources = self._new_sources(len(layout.ranks))
         elif message["layout_id"] != self._layout_id:
@@ -203,32 +203,25 @@ class Puller(Arrivals):
         for source, address in zip(self._sources, self._servers, strict=False):
             source.move(address if peer is None else str(peer["address"]), identity)
 
-    def _leave_peer(self) -> None:
-        """The other actor does not have it, or not in time: go on at the trainer."""
+    def leave_peer(self) -> bool:
+        """Another actor does not have it, or not in time: go on at the trainer. False where none is the source."""
+        if self._peer is None:
+            return False
         self._peer = None
         if self.transfer is not None:
             self.transfer.source = ""
         self._move_sources()
-
-    def troubled(self) -> bool:
-        """Another actor is given up for the trainer."""
-        if self._peer is None:
-            return False
-        self._leave_peer()
         return True
 
     def _on_newest(self, message: Message) -> None:
         if self._layout is None:
             raise ProtocolError("a version came before the layout")
-        try:
-            manifest = Manifest.from_json(message)
-            manifest.check_fits(self._layout, self._layout_id)
-        except LayoutError as error:
-            raise ProtocolError(str(error)) from error
+        manifest = Manifest.from_json(message)
+        manifest.check_fits(self._layout, self._layout_id)
         if manifest.epoch != self.epoch:
             raise ProtocolError(f"a version of epoch {manifest.epoch}")
         if self._newest is None or self._newest[0] != message["newest"]:
-            self._end_pause()
+            self._paused_until = 0.0
         self._newest = message["newest"], manifest
         self._offered_peer = message.get("source")
         self._on_live(message)
@@ -252,8 +245,8 @@ class Puller(Arrivals):
             self._begin(*newest)
 
     def _may_begin(self, manifest: Manifest) -> bool:
-        busy = self._closed or self.transfer is not None or self._applying or self._pause_ends is not None
-        if busy or self._is_pinned() or not self._is_quiet():
+        busy = self._closed or self.transfer is not None or self._applying or not self._is_quiet()
+        if busy or self._is_pinned() or self._runtime.now() < self._paused_until:
             return False
         served = Served(manifest.epoch, manifest.version, manifest.digest)
         return served != self.serving and (self._gone_in_a_row < SLOW_AFTER or self._room)
@@ -267,7 +260,7 @@ class Puller(Arrivals):
 
     def _begin(self, serial: int, manifest: Manifest) -> None:
         assert self._layout is not None
-        if "drop" in faults.at("pull", version=manifest.version, actor=self.name):
+        if not self._survives("pull", manifest.version):
             return
         now, missing = self._runtime.now(), set(self._needs)
         transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
@@ -298,50 +291,31 @@ class Puller(Arrivals):
 
     def _pause(self) -> None:
         """After a version that could not be had: it is tried again later, something newer at once."""
-        self._end_pause()
-        seconds = min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
+        self._paused_until = self._runtime.now() + min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
         self._pauses += 1
-
-        def go_on() -> None:
-            self._pause_ends = None
-            self._consider()
-
-        self._pause_ends = self._runtime.call_later(seconds, go_on)
-
-    def _end_pause(self) -> None:
-        if self._pause_ends is not None:
-            self._pause_ends.cancel()
-            self._pause_ends = None
 
     # Buckets (see Arrivals)
 
     def gone(self, message: Message) -> None:
         """The registry says the same to all; a shard server may be the first."""
-        if self.transfer is not None and self.is_current(message):
-            if self._peer is not None:
-                self._leave_peer()
-                return
+        if self.is_current(message) and not self.leave_peer():
             self._end_pull("gone", "the snapshot is gone")
             # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
             self._pause()
 
-    def _verified(self) -> None:
-        if self._relay is not None:
-            self._relay.send_more()
-        pull = self.transfer
-        if pull is not None and not pull.missing:
-            self._staged_whole(pull)
-
-    def _damaged(self, source: Source, key: BucketKey) -> None:
+    def _judged(self, source: Source, key: BucketKey, whole: bool) -> None:
         pull, (rank, bucket) = self.transfer, key
         assert pull is not None
-        if pull.corruptions[key] >= MOST_CORRUPTIONS:
+        if whole:
+            if self._relay is not None:
+                self._relay.send_more()
+            if not pull.missing:
+                self._staged_whole(pull)
+        elif pull.corruptions[key] >= MOST_CORRUPTIONS:
             self.refused += 1
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
             self._pause()
-        elif self._peer is not None:
-            self._leave_peer()
-        else:
+        elif not self.leave_peer():
             source.tell(pull.open([bucket], again=True))
 
     # Engine

@@ -6,8 +6,6 @@ newest version and the lanes. A new registry (term) hears the same again from ev
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +13,7 @@ from typing import Any
 
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.disk import Catalogue
-from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Gate, Identity
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, merge_layouts
 from torchtitan.weight_sync.registry_state import Actor, Gathering, Lanes, Rank, Settings, relay_sources
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
@@ -52,16 +50,13 @@ class Registry:
         """Serial -> version of what lives"""
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
-        self._gate = Gate(
-            runtime, frozenset((RANK, ACTOR, TRAINER)), partial(role_key, token), self._admit, self._enter
-        )
+        self._gate = Gate(runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter)
         self._token = token
         self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s, settings.delta)
         self._ranks: dict[int, Rank] = {}
         self.actors: dict[str, Actor] = {}
         self._trainer: Channel | None = None
         self._layouts: dict[int, Message] = {}
-        self._layout_hashes: dict[int, str] = {}
         self._model: Message = {}
         """What actors are told of the layout, once it is known"""
         self._gathering: dict[int, Gathering] = {}
@@ -88,7 +83,8 @@ class Registry:
         if fields.get("epoch") != self.epoch:
             raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
         if identity.role == RANK:
-            self._rank_of(identity)
+            if identity.name not in map(str, range(self.settings.world_size)):
+                raise ProtocolError(f"no rank {identity.name!r} among {self.settings.world_size}")
             wire.parse_data_address(str(fields.get("address")))
         if identity.role == ACTOR:
             if fields.get("address"):
@@ -98,15 +94,9 @@ class Registry:
                 raise ProtocolError(f"{identity.name} was given up: {known.reason}")
         return {"term": self.term}
 
-    def _rank_of(self, identity: Identity) -> int:
-        rank = int(identity.name) if identity.name.isascii() and identity.name.isdigit() else -1
-        if not 0 <= rank < self.settings.world_size:
-            raise ProtocolError(f"no rank {identity.name!r} among {self.settings.world_size}")
-        return rank
-
     def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
         if identity.role == RANK:
-            self._rank_entered(channel, self._rank_of(identity), fields)
+            self._rank_entered(channel, int(identity.name), fields)
         elif identity.role == ACTOR:
             self._actor_entered(channel, identity.name, fields)
         else:
@@ -126,23 +116,19 @@ class Registry:
                 logger.warning("the shard server of rank %d says nothing", rank)
                 server.channel.close("silent")
         for name, actor in list(self.actors.items()):
-            if now - actor.heard_at > SILENCE_SECONDS and actor.channel is not None:
+            if actor.channel is None:
+                if now - actor.heard_at > FORGET_SECONDS:
+                    del self.actors[name]
+            elif now - actor.heard_at > SILENCE_SECONDS:
                 actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
             elif actor.has_applied_for(now) > self.settings.apply_timeout_s:
-                actor.applies_since = None
-                if actor.channel is not None:
-                    actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
-            elif now - actor.heard_at > FORGET_SECONDS:
-                del self.actors[name]
+                actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
         for serial, gathering in list(self._gathering.items()):
             if now - gathering.since > self.settings.snapshot_timeout_s:
                 missing = [rank for rank in range(self.settings.world_size) if rank not in gathering.checksums]
                 self._drop(serial, gathering.version, f"rank {missing} did not snapshot it in time")
-        late = self.lanes.expire(now)
-        for name in late:
+        for name in self.lanes.expire(now):
             self._lost_lane(name)
-        if late:
-            self._changed()
 
     # Ranks
 
@@ -154,16 +140,15 @@ class Registry:
         channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
         channel.send(self._live())
 
-    def _on_rank_lost(self, rank: int, channel: Channel, reason: str) -> None:
-        if self._ranks[rank].channel is channel:
-            # Its address remains: an actor that dials it sees for itself.
-            logger.warning("shard server of rank %d lost: %s", rank, reason)
-            self._write("server_lost", {"rank": rank, "reason": reason})
-            self._ranks[rank].heard_at = float("inf")
-            for gathering in self._gathering.values():
-                # The next one computes anew, and what it reports counts.
-                gathering.checksums.pop(rank, None)
-            self._changed()
+    def _on_rank_lost(self, rank: int, _channel: Channel, reason: str) -> None:
+        # Its address remains: an actor that dials it sees for itself.
+        logger.warning("shard server of rank %d lost: %s", rank, reason)
+        self._write("server_lost", {"rank": rank, "reason": reason})
+        self._ranks[rank].heard_at = float("inf")
+        for gathering in self._gathering.values():
+            # The next one computes anew, and what it reports counts.
+            gathering.checksums.pop(rank, None)
+        self._changed()
 
     def _on_rank_message(self, rank: int, channel: Channel, message: Message) -> None:
         self._ranks[rank].heard_at = self._runtime.now()
@@ -181,13 +166,9 @@ class Registry:
             raise ProtocolError(f"a shard server does not send {kind!r}")
 
     def _on_layout(self, rank: int, layout: Message) -> None:
-        found = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
-        if self._layout_hashes.setdefault(rank, found) != found:
+        if self._layouts.setdefault(rank, layout) != layout:
             raise ProtocolError(f"rank {rank} reports another layout than before")
-        if self._model or self._failure:
-            return
-        self._layouts[rank] = layout
-        if len(self._layouts) < self.settings.world_size:
+        if self._model or self._failure or len(self._layouts) < self.settings.world_size:
             return
         try:
             whole = self._merge([self._layouts[number] for number in range(self.settings.world_size)])
@@ -197,7 +178,6 @@ class Registry:
             self._write("failure", {"reason": self._failure})
             self._changed()
             return
-        self._layouts.clear()
         about = {"layout_id": whole.layout_id(), "layout": Encoded(whole.to_json())}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
         self._model = {"type": "model", **about, "servers": servers, "progress_s": self.settings.progress_timeout_s}
@@ -239,8 +219,7 @@ class Registry:
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # In one message: what an actor is pulling may live on as a lane.
         self._told = live = self._live()
-        key_of = partial(role_key, self._token, ACTOR)
-        sources = relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, key_of)
+        sources = relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, self._token)
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.channel.send({**live, **self._newest_message, "source": sources.get(name)})
@@ -281,12 +260,15 @@ class Registry:
     def _actor_channels(self) -> list[Channel]:
         return [actor.channel for actor in self.actors.values() if actor.channel is not None]
 
+    def _channels(self) -> list[Channel]:
+        return [*(server.channel for server in self._ranks.values()), *self._actor_channels()]
+
     def _changed(self) -> None:
         """Tell what lives, where that is something new, and the trainer soon of everything."""
         live = self._live()
         if live != self._told:
             self._told = live
-            for channel in [*(server.channel for server in self._ranks.values()), *self._actor_channels()]:
+            for channel in self._channels():
                 channel.send(live)
         if self._trainer is not None and not self._status_due:
             self._status_due = True
@@ -303,7 +285,7 @@ class Registry:
             actor = self.actors[name] = Actor(None, instance, address, 0.0, evictions=evictions)
             self.lanes.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
-        actor.state, actor.version, actor.digest = "JOINING", -1, ""
+        actor.state, actor.version = "JOINING", -1
         channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
         self._write("join", {"actor": name, "instance": instance})
         if self._model:
@@ -311,10 +293,8 @@ class Registry:
         channel.send({**self._live(), **self._newest_message})
         self._changed()
 
-    def _on_actor_lost(self, name: str, channel: Channel, reason: str) -> None:
-        actor = self.actors.get(name)
-        if actor is None or actor.channel is not channel:
-            return
+    def _on_actor_lost(self, name: str, _channel: Channel, reason: str) -> None:
+        actor = self.actors[name]
         actor.channel = actor.applies_since = None
         phase = actor.state
         if phase != "GIVEN_UP":
@@ -332,6 +312,7 @@ class Registry:
             actor.state = "GIVEN_UP"
             actor.reason = f"it could not finish a version within {self.settings.lease_s:g} s, {count} times in a row"
             actor.channel.close(actor.reason)
+        self._changed()
 
     def _on_actor_message(self, name: str, channel: Channel, message: Message) -> None:
         actor, now, kind = self.actors[name], self._runtime.now(), message["type"]
@@ -375,7 +356,7 @@ class Registry:
         if newest is not None and claim[0] >= newest.version and claim != (newest.version, newest.digest):
             raise ProtocolError(f"{name} serves version {message['version']} of other bytes than were published")
         actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
-        actor.version, actor.digest, actor.figures = message["version"], message["digest"], message["figures"]
+        actor.version, actor.figures = message["version"], message["figures"]
         actor.pinned = actor.version == self._pinned
         # Without figures it only says again what it has.
         event = "applied" if actor.figures else "serves"
@@ -400,9 +381,8 @@ class Registry:
     def _pinned(self) -> int | None:
         return self._pin.get("pinned")
 
-    def _on_trainer_lost(self, channel: Channel, _reason: str) -> None:
-        if self._trainer is channel:
-            self._trainer = None
+    def _on_trainer_lost(self, _channel: Channel, _reason: str) -> None:
+        self._trainer = None
 
     def _tell_trainer(self) -> None:
         self._status_due = False
@@ -424,6 +404,5 @@ class Registry:
     def close(self) -> None:
         """Close every connection."""
         self._gate.close()
-        servers = [server.channel for server in self._ranks.values()]
-        for channel in [*servers, *self._actor_channels(), *([self._trainer] if self._trainer is not None else [])]:
+        for channel in [*self._channels(), *filter(None, [self._trainer])]:
             channel.close("the registry ends")

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchtitan.weight_sync.handshake import PEER, role_key
+from torchtitan.weight_sync.handshake import ACTOR, PEER, role_key
 from torchtitan.weight_sync.wire import Channel, Message
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ class Actor:
     heard_at: float
     state: str = "JOINING"
     version: int = -1
-    digest: str = ""
     pinned: bool = False
     reason: str = ""
     evictions: int = 0
@@ -97,7 +96,7 @@ class Actor:
 
     def status(self) -> Message:
         """What the trainer is told."""
-        shown = ("state", "version", "digest", "serves", "pinned", "reason", "figures", "evictions", "failures")
+        shown = ("state", "version", "serves", "pinned", "reason", "figures", "evictions", "failures")
         return {name: getattr(self, name) for name in shown}
 
 
@@ -112,21 +111,19 @@ class Gathering:
     """Of the disk transport: what each rank has written"""
 
 
-def relay_sources(
-    actors: Mapping[str, Actor], slow: Container[str], fanout: int, key_of: Callable[[str], str]
-) -> dict[str, Message]:
+def relay_sources(actors: Mapping[str, Actor], slow: Container[str], fanout: int, token: str) -> dict[str, Message]:
     """Actor -> the other actor that it pulls from, and by which key; those that pull from the trainer are left out. The
     fast ones come first.
 
-    fanout: how many pull from the trainer, and from each actor that passes versions on; 0: nobody does. key_of(name):
-    that actor's own key (see bucket_server.Relay).
+    fanout: how many pull from the trainer, and from each actor that passes versions on; 0: nobody does. token: from
+    which actors' own keys are derived, and from those the keys of who pulls from them (see bucket_server.Relay).
     """
     able = [name for name, actor in actors.items() if actor.channel is not None and actor.address and name not in slow]
     able.sort(key=lambda name: (actors[name].speed_class, name))
     found: dict[str, Message] = {}
     for number, child in enumerate(able[fanout:] if fanout else []):
         parent = able[number // fanout]
-        key = role_key(key_of(parent), PEER, child)
+        key = role_key(role_key(token, ACTOR, parent), PEER, child)
         found[child] = {"name": parent, "address": actors[parent].address, "key": key}
     return found
 

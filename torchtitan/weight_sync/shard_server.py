@@ -8,16 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.bucket_server import BucketServer, Link, Reader
+from torchtitan.weight_sync.bucket_server import BucketServer, Reader
 from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.delta import Deltas, element_bytes, encode
-from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity
 from torchtitan.weight_sync.manifest import Layout, checksum_function
 from torchtitan.weight_sync.slots import LiveSlots, Words
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime
+
+if TYPE_CHECKING:
+    from torchtitan.weight_sync.nccl import SendingLink
 
 logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 
@@ -29,8 +32,6 @@ LONGEST_WRITE_SECONDS = 600.0
 
 class Slots(Protocol):
     """A rank's slots; see slots.py."""
-
-    count: int
 
     @property
     def state_words(self) -> Words:
@@ -68,10 +69,10 @@ class ShardServer(BucketServer):
         address: str,
         lease_s: float,
         refer: Callable[[int, int, int], Message] | None = None,
-        make_link: Callable[[Channel, str], Link] | None = None,
+        make_link: Callable[[Channel, str], SendingLink] | None = None,
         persist: Callable[[int, int, memoryview, Callable[[], None]], Message] | None = None,
     ):
-        super().__init__(runtime, epoch, ACTOR, partial(role_key, token), make_link)
+        super().__init__(runtime, epoch, ACTOR, token, make_link)
         self.rank, self._slots, self._layout = rank, slots, layout
         self._lease_s, self._refer, self._persist = lease_s, refer, persist
         self._bucket_seconds = LONGEST_BUCKET_SECONDS + LONGEST_SECONDS_PER_BYTE * layout.bucket_bytes
@@ -81,9 +82,8 @@ class ShardServer(BucketServer):
         self._checksum = checksum_function(layout.checksum)
         self._snapped: dict[int, Message] = {}
         """Serial -> what the registry is told of a snapshot"""
-        self._hashing: int | None = None
         self._due: float | None = None
-        """When the thread at the snapshot must have got on"""
+        """When the thread that is at a snapshot must have got on; None where it has nothing to do"""
         self._told_failed = 0
         fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_registry_message)
@@ -127,10 +127,9 @@ class ShardServer(BucketServer):
                 self._told_failed = serial
                 self.registry.tell({"type": "failed", "serial": serial, "version": version})
         waiting = [serial for serial in filled if serial not in self._snapped]
-        if waiting and self._hashing is None:
+        if waiting and self._due is None:
             serial = self._next_to_hash(waiting)
             index, version = filled[serial]
-            self._hashing = serial
             self.live.hold(serial)
             self._moved(self._bucket_seconds)
             self._runtime.work("checksums", partial(self._take, index, serial, version), partial(self._taken, serial))
@@ -164,7 +163,7 @@ class ShardServer(BucketServer):
         if error is not None:
             # Ends the process: a new one computes everything anew, this one would hold the slot for ever.
             raise RuntimeError("the checksums of a snapshot could not be computed") from error
-        self._hashing = self._due = None
+        self._due = None
         self._snapped[serial] = message
         self._tell_snapped(serial)
         self.live.let_go(serial)
@@ -206,8 +205,13 @@ class ShardServer(BucketServer):
         """A snapshot is there as a whole; a delta is made when it is asked for."""
         return base is None or self.deltas.is_made(serial, base, bucket)
 
-    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
-        """From the slot, where there is no delta."""
+    def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
+        """From the slot, or a delta; or the actor is told where it is: in the slot, in a file, or on its link."""
+        serial, index = reader.serial, self.live.filled()[reader.serial][0]
+        if reader.link is not None:
+            return {"reference": self._send_over(reader.link, reader, bucket)}, None
+        if self._refer is not None and not (again and isinstance(self._slots.slot(index), memoryview)):
+            return {"reference": self._refer(index, *self._layout.bucket_range(0, bucket))}, None
         delta = None if base is None else self.deltas.get(serial, base, bucket)
         return ({}, self._bucket(serial, bucket)) if delta is None else ({"base": base}, delta)
 
@@ -215,18 +219,8 @@ class ShardServer(BucketServer):
         start, end = self._layout.bucket_range(0, bucket)
         return self._slots.slot(self.live.filled()[serial][0])[start:end]
 
-    def refer(self, reader: Reader, bucket: int, again: bool) -> Message | None:
-        """In a slot, a file, or what comes over its link."""
-        serial = reader.serial
-        if reader.link is not None:
-            return self._send_over(reader.link, reader, bucket)
-        index = self.live.filled()[serial][0]
-        if self._refer is None or (again and isinstance(self._slots.slot(index), memoryview)):
-            return None
-        return self._refer(index, *self._layout.bucket_range(0, bucket))
-
-    def _send_over(self, link: Link, reader: Reader, bucket: int) -> Message:
-        serial = reader.serial
+    def _send_over(self, link: SendingLink, reader: Reader, bucket: int) -> Message:
+        serial = reader.sending = reader.serial
 
         def sent() -> None:
             self.live.let_go(serial)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import secrets
 import struct
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -104,11 +103,6 @@ def encode(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def new_nonce() -> str:
-    """A fresh challenge."""
-    return secrets.token_hex(16)
-
-
 def as_bytes(text: str) -> bytes:
     """For a proof. JSON can hold half a surrogate pair, which plain UTF-8 refuses."""
     return text.encode("utf-8", "surrogatepass")
@@ -197,7 +191,7 @@ class Channel:
     """
 
     def __init__(self) -> None:
-        self.on_message: Callable[[Channel, Message], None] = no_message
+        self.on_message: Callable[[Channel, Message], None] = _no_message
         self.on_close: Callable[[Channel, str], None] = lambda _channel, _reason: None
         self.place: Callable[[Channel, Message], Place | None] = _no_payload
         self.closed = False
@@ -219,7 +213,7 @@ class Channel:
         raise NotImplementedError
 
 
-def no_message(_channel: Channel, _message: Message) -> None:
+def _no_message(_channel: Channel, _message: Message) -> None:
     """For a channel on which nothing may arrive yet."""
     raise ProtocolError("a message came before the handshake was over")
 

@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.delenv(name)
     listed = {name: [SimpleNamespace(family=socket.AF_INET, address=one)] for name, one in HERE.items()}
     monkeypatch.setattr(device.psutil, "net_if_addrs", lambda: listed)
-    return lambda own: monkeypatch.setattr(device, "_address_towards", lambda leader: own)
+    return lambda own: monkeypatch.setattr(device, "address_towards", lambda leader: own)
 
 
 def test_gloo_takes_the_way_to_rank_0_and_nccl_its_own(machine: Callable[[str], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,13 @@ from torchtitan.weight_sync import group
 from torchtitan.weight_sync.actor import Actor, reachable_host
 from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.bucket_server import Relay
-from torchtitan.weight_sync.group import LeadingEngine, Outcome, in_figures
+from torchtitan.weight_sync.group import LeadingEngine, in_figures
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.staging import StagedVersion
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")
-DONE, REFUSED, TORN = Outcome("", False, {"bytes_full": 7}), Outcome("not now", True, {}), Outcome("half", False, {})
+DONE, REFUSED, TORN = {"bytes_full": 7}, WeightsRefused("not now"), RuntimeError("half")
+Outcome = dict[str, int] | Exception
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_others_are_told_an_address_that_they_reach(host: str, peer: str, told: 
 def test_a_thread_that_fails_says_so() -> None:
     actor = Actor("127.0.0.1:9", "a", "e", "k", lambda _staged: None, relay_host="127.0.0.1")
     assert actor.status()["failure"] is None and actor.status()["state"] == "JOINING" and not actor.connected
-    actor.puller.start = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    actor.puller.start = lambda _listener: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     actor.start()
     until(lambda: actor.status()["failure"])
     assert "ZeroDivisionError" in str(actor.status()["failure"])
@@ -55,9 +57,16 @@ def test_engines_may_say_what_an_apply_has_cost(cost: Any, found: dict[str, floa
 
 def engine(apply: Callable[[StagedVersion], Any], outcome: Outcome | None, lives: bool = True) -> LeadingEngine:
     """Of workers whose leader answers so, or never."""
-    runtime: Any = SimpleNamespace(post=lambda function: function())
-    made = LeadingEngine(apply, runtime, lambda: lives)
-    leader: Any = SimpleNamespace(order=lambda _manifest, done: done(outcome) if outcome is not None else None)
+    runtime: Any = SimpleNamespace(post=lambda function: function(), runs=lives)
+    made = LeadingEngine(apply, runtime)
+
+    def settle(_manifest: Manifest, order: Future[Any]) -> None:
+        if isinstance(outcome, Exception):
+            order.set_exception(outcome)
+        elif outcome is not None:
+            order.set_result(outcome)
+
+    leader: Any = SimpleNamespace(order=settle)
     made.leader = leader
     return made
 
@@ -119,6 +128,7 @@ def test_a_relay_has_what_is_verified_of_one_snapshot() -> None:
     assert [relay.buckets(rank) for rank in (-1, 0, 1, 2)] == [None, 3, 3, None]
     asked = [(5, 0, 0), (5, 1, 1), (5, 0, 1), (4, 0, 0), (6, 0, 0)]
     assert [relay.has(*one, None) for one in asked] == [True, True, False, False, False]
-    assert relay.read(5, 0, 0, 4) == ({}, b"bytes")
+    reader: Any = SimpleNamespace(rank=0)
+    assert relay.read(reader, 0, 4, False) == ({}, b"bytes")
     relay.hold(None, None)
     assert relay.version(5) is None and relay.buckets(0) is None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from deterministic.machine import Machine, Process
 from torchtitan.weight_sync import handshake
-from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Call, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Call, Gate, Identity
 from torchtitan.weight_sync.wire import Channel, Message
 
 
@@ -20,7 +18,7 @@ class Port:
         self.entered: list[Identity] = []
         admit = lambda _identity, _fields: {"term": 1}  # noqa: E731
         roles, runtime = frozenset((ACTOR, RANK)), self.process.runtime
-        self.gate = Gate(runtime, roles, partial(role_key, token), admit, self.enter)
+        self.gate = Gate(runtime, roles, token, admit, self.enter)
         self.process.runtime.listen("server", self.gate.accept)
 
     def enter(self, _channel: Channel, identity: Identity, _fields: Message) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ class Server:
         self.channels: list[Channel] = []
         self.process = Process(machine, address)
         admit = lambda _identity, _fields: fields  # noqa: E731
-        self.gate = Gate(self.process.runtime, frozenset((role,)), partial(role_key, TOKEN), admit, self._enter)
+        self.gate = Gate(self.process.runtime, frozenset((role,)), TOKEN, admit, self._enter)
         self.process.runtime.listen(address, self.gate.accept)
 
     def _enter(self, channel: Channel, _identity: Identity, _fields: Message) -> None:
@@ -86,7 +85,7 @@ class World:
         """The registry says what lives."""
         self.registry.say("live", **{"newest": newest, "lanes": [], "room": True, "dropped": [], **fields})
 
-    def prepare(self, layout: Layout) -> list[BucketKey]:
+    def prepare(self, layout: Layout, _message: Message) -> list[BucketKey]:
         return layout.bucket_keys() if self.needs is None else self.needs
 
     def bucket(self, key: tuple[int, int]) -> memoryview:
@@ -174,6 +173,25 @@ def test_a_connection_that_is_reset_with_the_last_bucket_costs_no_transfer(monke
     assert world.applied == [3] and world.server.count("open") == 1
 
 
+def test_a_connection_that_is_reset_when_a_pause_ends_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, resets = World(), [False, True]
+
+    def at(phase: str, **_where: Any) -> frozenset[str]:
+        if phase == "pull" and resets.pop(0):
+            raise ConnectionResetError("fault injection")
+        return frozenset()
+
+    monkeypatch.setattr(faults, "at", at)
+    world.newest(1, 0)
+    world.server.say("gone", pull=1)
+    world.run(2.0)
+    assert not resets and len(world.registry.channels) == 2
+    for bucket in range(BUCKETS):
+        world.send(0, bucket)
+    world.run(0.1)
+    assert world.applied == [0]
+
+
 def test_worker_that_needs_nothing_applies_at_once() -> None:
     world = World(needs=[])
     world.newest(1, 0)
@@ -258,18 +276,18 @@ def test_what_a_shard_server_calls_gone_is_not_asked_for_at_once_again() -> None
     assert world.registry.count("ended") == 0
     world.server.say("gone", pull=1)
     assert world.registry.last("ended")["outcome"] == "gone" and world.puller.state == "JOINING"
-    world.run(0.5)
+    world.run(0.8)
     assert world.server.count("open") == 1
-    world.run(0.6)
+    world.run(0.8)
     assert world.server.last("open")["pull"] == 2
     # Something newer is, and pauses grow.
     world.server.say("gone", pull=2)
     world.newest(2, 1)
     assert world.server.last("open")["serial"] == 2
     world.server.say("gone", pull=3)
-    world.run(3.5)
+    world.run(3.8)
     assert world.server.count("open") == 3
-    world.run(1.0)
+    world.run(0.8)
     assert world.server.count("open") == 4
 
 

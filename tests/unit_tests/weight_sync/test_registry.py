@@ -172,7 +172,7 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     assert first.last("status")["actors"]["a"]["state"] == "APPLYING"
     actor.say("serving", version=0, digest=world.digest, figures={"transfer_s": 1.0})
     shown = first.last("status")["actors"]["a"]
-    assert (shown["state"], shown["version"], shown["digest"], shown["serves"]) == ("READY", 0, world.digest, True)
+    assert (shown["state"], shown["version"], shown["serves"]) == ("READY", 0, True)
     assert shown["figures"] == {"transfer_s": 1.0} and world.events("applied")[-1]["actor"] == "a"
     # What happens at once is one message.
     count = first.count("status")
@@ -325,14 +325,15 @@ def test_who_passes_versions_on() -> None:
 
     actors = {"new": actor(None), "late": actor(90.0), "b": actor(1.1), "a": actor(1.0), "at once": actor(0.0)}
     others = {"gone": actor(0.1, channel=None), "mute": actor(0.1, address=""), "slow": actor(0.1)}
-    sources = relay_sources({**actors, **others}, {"slow"}, 2, lambda name: f"key of {name}")
+    sources = relay_sources({**actors, **others}, {"slow"}, 2, TOKEN)
     assert {child: source["name"] for child, source in sources.items()} == {
         "b": "at once",
         "late": "at once",
         "new": "a",
     }
-    assert sources["new"] == {"name": "a", "address": "10.0.0.1:1", "key": role_key("key of a", PEER, "new")}
-    assert relay_sources(actors, (), 0, str) == {}
+    key = role_key(role_key(TOKEN, ACTOR, "a"), PEER, "new")
+    assert sources["new"] == {"name": "a", "address": "10.0.0.1:1", "key": key}
+    assert relay_sources(actors, (), 0, TOKEN) == {}
 
 
 @pytest.mark.parametrize("relay", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.weight_sync.bucket_server import IDLE_SECONDS
-from torchtitan.weight_sync.handshake import ACTOR, RANK, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, RANK, Gate, Identity
 from torchtitan.weight_sync.shard_server import LONGEST_BUCKET_SECONDS
 from torchtitan.weight_sync.wire import Channel, Message
 
@@ -29,7 +28,7 @@ class World:
         self.channel: Channel | None = None
         self.registry = Process(self.machine, REGISTRY)
         admit = lambda _identity, _fields: {"term": 1}  # noqa: E731
-        gate = Gate(self.registry.runtime, frozenset((RANK,)), partial(role_key, TOKEN), admit, self._enter)
+        gate = Gate(self.registry.runtime, frozenset((RANK,)), TOKEN, admit, self._enter)
         self.registry.runtime.listen(REGISTRY, gate.accept)
         self.rank = Rank(self.machine, Shape(ranks=1, buckets=BUCKETS, slots=4, lease_s=lease_s), 0)
         self.rank.serve()

@@ -10,14 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan.weight_sync import sockets, wire
-from torchtitan.weight_sync.handshake import ACTOR, Call, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, Call, Gate, Identity
 from torchtitan.weight_sync.sockets import SocketRuntime
 
 
@@ -101,7 +100,7 @@ def test_work_that_has_begun_is_waited_for_at_the_end() -> None:
 def gate_at(listener: socket.socket) -> Iterator[threading.Thread]:
     """A port that lets actors in who know their key; no one does."""
     runtime = SocketRuntime()
-    gate = Gate(runtime, frozenset((ACTOR,)), partial(role_key, "secret"), lambda *_: {}, lambda *_: pytest.fail("in"))
+    gate = Gate(runtime, frozenset((ACTOR,)), "secret", lambda *_: {}, lambda *_: pytest.fail("in"))
     runtime.listen(listener, gate.accept)
     thread = threading.Thread(target=runtime.run)
     thread.start()
