@@ -63,7 +63,6 @@ class BucketServer:
         self._runtime, self.epoch, self._make_link = runtime, epoch, make_link
         self.gate = Gate(runtime, frozenset((role,)), secret, self.admit, self._enter)
         self.channels: dict[Channel, Reader] = {}
-        self.sent_bytes = 0
         self._closed = False
 
     def buckets(self, rank: int) -> int | None:
@@ -175,7 +174,6 @@ class BucketServer:
         if data is None:
             reader.channel.send({**message, **fields})
             return
-        self.sent_bytes += len(data)
         reader.channel.throttle = partial(
             faults.bytes_per_second, self.phase, version=version, actor=reader.actor, rank=reader.rank
         )

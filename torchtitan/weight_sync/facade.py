@@ -237,10 +237,9 @@ class WeightSync:
     def _snapshot(self, take: Callable[[], bool]) -> bool:
         self._check_alive()
         begun = time.perf_counter()
-        snapshotted = take()
-        if snapshotted:
-            self._snapshot_s += self.publisher.snapshot_seconds
-        self._stall_s += time.perf_counter() - begun
+        snapshotted, seconds = take(), time.perf_counter() - begun
+        self._snapshot_s += seconds if snapshotted else 0.0
+        self._stall_s += seconds
         return snapshotted
 
     @property

@@ -24,7 +24,7 @@ from torchtitan.weight_sync.puller import Puller, Served
 from torchtitan.weight_sync.slots import anonymous_file, named
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import StagedVersion
-from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Message, ProtocolError
+from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.group")
 
@@ -105,7 +105,6 @@ class Leader(Puller):
         self._model: Message | None = None
         self._memory: int | None = None
         """A descriptor: memory for one version, which the workers share"""
-        self._newest_message: Message = {}
         self._order: Future[Mapping[str, float]] | None = None
         """What becomes of the last order to apply, until that is known"""
 
@@ -157,10 +156,6 @@ class Leader(Puller):
         # Only workers pull.
         return []
 
-    def _on_newest(self, message: Message) -> None:
-        super()._on_newest(message)
-        self._newest_message = {name: value for name, value in message.items() if name not in ("source", "pinned")}
-
     # Pulling
 
     def _may_begin(self, manifest: Manifest) -> bool:
@@ -173,7 +168,9 @@ class Leader(Puller):
         if self.transfer is not None:
             for worker in self._workers.values():
                 worker.staged, worker.bytes = NOTHING, 0
-            self._send({**self._newest_message, "lanes": [], "room": True})
+            live = {"newest": serial, "lanes": [], "room": True, "base": self._base, "dropped": []}
+            checksums = Encoded(manifest.checksums)
+            self._send({"type": "newest", **live, **vars(manifest), "checksums": checksums})
 
     def _ended(self, number: int, worker: _Worker, message: Message) -> None:
         version, outcome, reason = message["version"], message["outcome"], f"worker {number}: {message['reason']}"

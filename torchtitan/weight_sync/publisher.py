@@ -204,7 +204,6 @@ class Publisher:
         self._waiter.start()
         self.doorbell, self.server_bell = socket.socketpair()
         self.doorbell.setblocking(False)
-        self.snapshot_seconds = 0.0
         self.snapshots: deque[Snapshot] = deque(maxlen=MOST_SNAPSHOTS)
         """Those that were reached lately, for whoever takes them out"""
 
@@ -213,7 +212,6 @@ class Publisher:
 
         Raises RuntimeError without a reservation.
         """
-        begun = time.perf_counter()
         index = self._writer.begin(version, serial)
         under_way = index, version, time.time()
         faults.at("snapshot", version=version, rank=self.rank)
@@ -223,7 +221,6 @@ class Publisher:
             self._finish(*under_way)
         else:
             self._under_way.put((self._fence, under_way))
-        self.snapshot_seconds = time.perf_counter() - begun
 
     def fence(self) -> None:
         """Right before parameters change: what the device is given from now on waits for the last snapshot.

@@ -5,6 +5,7 @@ Only the trainer's optimizer, the engines' memory and the parent that starts pro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -142,7 +143,8 @@ class Job:
         """Of registry, shard servers and the trainer's network: while they last, versions may be late"""
         self.strangers: list[Actor] = []
         """Actors of an earlier launch, which do not know that it is over"""
-        self.reads = 0
+        self.reads: Counter[Rank] = Counter()
+        """Bytes that a rank's sockets were given, half of a payload at a time"""
         self.restarting = 0
         """Actors that are about to be started again"""
         self._superseded: dict[tuple[int, int], float] = {}
@@ -238,7 +240,7 @@ class Job:
             return
         index = next(index for index, memory in enumerate(rank.slots.memory) if memory is payload.obj)
         view = SlotView.unpack(rank.slots.words[index])
-        self.reads += 1
+        self.reads[rank] += len(payload) // 2
         for actor in self.strangers:
             if channel.peer.process is actor.process:
                 raise Violation(f"bytes of epoch {self.shape.epoch} go to {actor.name} of epoch {actor.epoch}")
