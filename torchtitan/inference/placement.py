@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchtitan.config.derived import shard_degree, shares_devices
+from torchtitan.config.derived import shares_devices
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host
@@ -122,10 +122,7 @@ def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) ->
     args = read_shape(config)
     if args is None:
         return None
-    tensor = config.parallelism.tensor_parallel_degree
-    shard = shard_degree(config, ranks) * config.parallelism.context_parallel_degree
-    memory = estimate_memory(config, args, shard, tensor, ranks)
-    return engine_memory(config, args, device_bytes, beside_generation(config, memory))
+    return engine_memory(config, args, device_bytes, beside_generation(config, estimate_memory(config, args, ranks)))
 
 
 def check_fits(config: JobConfig, memory: EngineMemory) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan.config.derived import ON_DEVICE, has_reference, is_colocated, trains_on_gpu, trains_only_adapters
+from torchtitan.config.derived import (
+    ON_DEVICE,
+    has_reference,
+    is_colocated,
+    shard_degree,
+    trains_on_gpu,
+    trains_only_adapters,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_teacher_shape, trained_parameters
@@ -64,9 +71,10 @@ def version_bytes(config: JobConfig, args: ModelArgs) -> int:
     return sum(trained_parameters(config, args)) * BYTES[config.inference.dtype]
 
 
-def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int, ranks: int) -> MemoryEstimate:
+def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEstimate:
     """See MemoryEstimate for the reasoning."""
-    training = config.training
+    training, tensor = config.training, config.parallelism.tensor_parallel_degree
+    shard = shard_degree(config, ranks) * config.parallelism.context_parallel_degree
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     own, adapters = trained_parameters(config, args)
     trained = -(-(own + adapters) // (shard * tensor))

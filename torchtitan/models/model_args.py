@@ -460,8 +460,9 @@ def read_model_args(directory: str | Path) -> ModelArgs:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; a checkpoint directory needs a config.json")
+    config = read_json(path)
     try:
-        args = ModelArgs.from_hf_config(read_json(path))
+        args = ModelArgs.from_hf_config(config)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
     generation = directory / "generation_config.json"
@@ -474,9 +475,9 @@ def read_model_args(directory: str | Path) -> ModelArgs:
 def read_json(path: Path) -> dict[str, Any]:
     """A file of a checkpoint directory that holds a JSON object. Raises UserError."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path.name} is not readable JSON: {error}") from error
+        raise UserError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path.name} is not a JSON object")
+        raise UserError(f"{path} is not a JSON object")
     return value

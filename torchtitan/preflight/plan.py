@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchtitan.config.derived import (
     global_batch_size,
     group_size,
@@ -93,90 +91,42 @@ def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[s
     return [f"step time at most: {both:,.1f} s, {parts} ({assumed})"]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The figures of a job. Those that need the model's shape are None while that is not known."""
-
-    ranks: int
-    replicate: int
-    shard: int
-    context: int
-    tensor: int
-    batch: int
-    """Completions per batch"""
-    groups: int
-    max_tokens: int
-    """Upper bound of prompt and completion tokens per batch"""
-    max_generated_tokens: int
-    parameters: int | None = None
-    version_bytes: int | None = None
-    """Bytes of one version as the actors get it: all weights, or adapters"""
-    memory: MemoryEstimate | None = None
-
-
-def make_plan(config: JobConfig, ranks: int) -> Plan:
-    """The figures of `config` on that many ranks.
-
-    Raises:
-        UserError: the model's shape cannot be read.
-    """
-    parallelism = config.parallelism
-    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
-    shard, context = shard_degree(config, ranks), parallelism.context_parallel_degree
-    batch = global_batch_size(config, ranks)
-    args = read_shape(config)
-    parameters = None if args is None else args.num_parameters()
-    return Plan(
-        ranks=ranks,
-        replicate=replicate,
-        shard=shard,
-        context=context,
-        tensor=tensor,
-        batch=batch,
-        groups=batch // group_size(config),
-        max_tokens=batch * config.training.seq_len,
-        max_generated_tokens=batch * config.rollout.max_completion_tokens,
-        parameters=parameters,
-        version_bytes=None if args is None else version_bytes(config, args),
-        memory=None if args is None else estimate_memory(config, args, shard * context, tensor, ranks),
-    )
-
-
-def describe_plan(config: JobConfig, world_size: int) -> str:
+def describe_plan(config: JobConfig, ranks: int) -> str:
     """The resolved configuration as TOML, and under it the plan as TOML comments: the whole loads as a config file.
 
     Raises:
         UserError: the model's shape cannot be read.
     """
-    plan = make_plan(config, world_size)
-    context = f"{plan.context} context × " if plan.context > 1 else ""
+    parallelism, args = config.parallelism, read_shape(config)
+    batch, each = global_batch_size(config, ranks), group_size(config)
+    tokens, generated = batch * config.training.seq_len, batch * config.rollout.max_completion_tokens
+    context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
     lines = [
         *(f"WARNING: {said}" for said in (without_masters(config), differing_nccl(config)) if said),
         f"device: {_device(config)}",
-        f"ranks: {plan.ranks}",
-        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {context}{plan.tensor} tensor parallel"
-        f"{_experts(config)}",
-        f"actors: {_actors(config, world_size)}",
-        f"batch: {plan.groups} groups × {group_size(config)} = {plan.batch} completions, "
+        f"ranks: {ranks}",
+        f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {shard_degree(config, ranks)} shard × "
+        f"{context}{parallelism.tensor_parallel_degree} tensor parallel{_experts(config)}",
+        f"actors: {_actors(config, ranks)}",
+        f"batch: {batch // each} groups × {each} = {batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
-        f"tokens per step: at most {plan.max_tokens:,}, of which at most {plan.max_generated_tokens:,} are generated",
+        f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated",
     ]
-    args = read_shape(config)
-    if args is None or plan.parameters is None or plan.version_bytes is None or plan.memory is None:
+    if args is None:
         lines.append(f"model: not known before {config.model.hf_assets_path} is made; no byte figures")
     else:
-        memory = plan.memory
+        memory, version = estimate_memory(config, args, ranks), version_bytes(config, args)
         lines += [
-            f"model: {plan.parameters:,} parameters",
-            f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
-            *_weight_sync(config, memory, plan.version_bytes),
+            f"model: {args.num_parameters():,} parameters",
+            f"bytes per weight version: {version:,} ({_size(version)}, {config.inference.dtype})",
+            *_weight_sync(config, memory, version),
             f"memory estimate per rank: {_total(config, memory)}",
             *(f"  {part}: {_size(size)}{_where(config, part)}" for part, size in vars(memory).items()),
         ]
         if trains_on_gpu():
-            lines += describe_step_time(config, args, world_size)
+            lines += describe_step_time(config, args, ranks)
         if is_colocated(config) or shares_devices(config):
-            lines += _describe_shared(config, world_size, memory)
+            lines += _describe_shared(config, ranks, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.config.derived import environment_name, learns_from_rewards
@@ -135,48 +134,27 @@ def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float 
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Route:
-    """How a kind of server is asked for log-probs of given tokens."""
-
-    request: Callable[[list[int]], tuple[str, dict[str, Any]]]
-    """Tokens -> path and body"""
-    read: Callable[[list[int], Any], list[float]]
-    """Tokens and answer -> log-probs at temperature 1 of all tokens but the first; raises where it is no such answer"""
-
-
-def _ask_vllm(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
+def _question(backend: str, token_ids: list[int]) -> tuple[str, dict[str, Any]]:
+    """Path and body by which a server of distill.teacher_backend is asked for the log-probs of these tokens."""
+    if backend == "embedded":
+        return "/v1/score", {"token_ids": token_ids}
+    if backend == "sglang":
+        call = SGLANG.score(token_ids)
+        return call.path, call.body
     return "/v1/completions", {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
-def _read_vllm(token_ids: list[int], answer: Any) -> list[float]:
-    rows = answer["choices"][0]["prompt_logprobs"]
-    return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
-
-
-def _ask_sglang(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
-    call = SGLANG.score(token_ids)
-    return call.path, dict(call.body)
-
-
-def _read_sglang(token_ids: list[int], answer: Any) -> list[float]:
-    return [float(row[0]) for row in answer["meta_info"]["input_token_logprobs"][1:]]
-
-
-def _ask_embedded(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
-    return "/v1/score", {"token_ids": token_ids}
-
-
-def _read_embedded(token_ids: list[int], answer: Any) -> list[float]:
-    return [float(value) for value in answer["log_probs"]]
-
-
-ROUTES = {
-    "vllm": Route(_ask_vllm, _read_vllm),
-    "sglang": Route(_ask_sglang, _read_sglang),
-    "embedded": Route(_ask_embedded, _read_embedded),
-}
-"""The keys of distill.teacher_backend"""
+def _read_answer(backend: str, token_ids: list[int], answer: Any) -> list[float]:
+    """Log-probs at temperature 1 of all tokens but the first. Raises KeyError, IndexError, TypeError or ValueError
+    where it is no such answer."""
+    if backend == "embedded":
+        values = answer["log_probs"]
+    elif backend == "sglang":
+        values = [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
+    else:
+        rows = answer["choices"][0]["prompt_logprobs"]
+        values = [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+    return [float(value) for value in values]
 
 
 class Teacher:
@@ -184,7 +162,7 @@ class Teacher:
     asyncio loop. The server's token, where it asks for one, is in TORCHTITAN_TEACHER_TOKEN."""
 
     def __init__(self, config: Distill):
-        self._config, self._route = config, ROUTES[config.teacher_backend]
+        self._config = config
         self._client = JsonClient(config.teacher_url, os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
         self._free = asyncio.Semaphore(CONCURRENT)
 
@@ -201,14 +179,14 @@ class Teacher:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of all tokens but the first. Raises UserError where the server gives none in three attempts."""
-        path, body = self._route.request(token_ids)
+        path, body = _question(self._config.teacher_backend, token_ids)
         problem = ""
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(attempt * PAUSE_S)
             try:
                 async with self._free:
                     answer = await self._client.call("score", "POST", path, self._config.teacher_timeout_s, body)
-                log_probs = self._route.read(token_ids, answer)
+                log_probs = _read_answer(self._config.teacher_backend, token_ids, answer)
                 if len(log_probs) == len(token_ids) - 1:
                     return log_probs
                 problem = f"{len(log_probs)} log-probs came for {len(token_ids)} tokens"

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from torchtitan.errors import UserError
+from torchtitan.models.model_args import read_json
 
 # Around what is spelled like a token and is text: characters that no text has (noncharacters of a private plane).
 SHIELD = ("\U0010fffe", "\U0010ffff")
@@ -43,15 +44,7 @@ class _GenerationBlock(Extension):
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} must hold a JSON object, found {type(data).__name__}")
-    return data
+    return read_json(path) if path.is_file() else {}
 
 
 def _token_text(value: Any) -> str | None:

@@ -117,7 +117,7 @@ def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
     config.inference.sleep_level, config.inference.offload_optimizer = 1, True
-    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    memory = estimate_memory(config, QWEN_7B, 8)
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters)
     text = describe_plan(config, 8)
     assert "actors: 2 × vllm (colocate, tensor parallel 4, bfloat16) on the ranks" in text
@@ -163,7 +163,7 @@ def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pyte
     config.inference.mode, config.inference.num_actors = "server", 2
     assert "engine per GPU" not in describe_plan(config, 8)
     config.inference.sleep_level, config.grpo.async_weight_update = 2, False
-    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    memory = estimate_memory(config, QWEN_7B, 8)
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
     text = describe_plan(config, 8)
     assert "actors: 2 × vllm (server, bfloat16) on the ranks' GPUs, every step waits for them" in text
@@ -200,7 +200,7 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     config.inference.mode = "server"
     assert memory_beside_trainer(config) is None
     config.inference.sleep_level, config.grpo.async_weight_update = 1, False
-    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    memory = estimate_memory(config, QWEN_7B, 8)
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
     assert memory_beside_trainer(config) == (engine.kv_cache / GIB, engine.utilization(80 * GIB))
     monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 12 * GIB)
@@ -213,7 +213,7 @@ def test_logits_are_bounded_by_the_heads_budget(monkeypatch: pytest.MonkeyPatch)
 
     def logits() -> int:
         # Without FSDP2, whose units may take more at a moment at which there are no logits.
-        return estimate_memory(config, QWEN_7B, shard=1, tensor=1, ranks=1).logits
+        return estimate_memory(config, QWEN_7B, 1).logits
 
     assert logits() == 36 * 2**20
     config.model.logprob_head_budget_mb = 100

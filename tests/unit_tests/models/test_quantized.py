@@ -40,11 +40,12 @@ from torchtitan.inference.versions import BaseWeights
 from torchtitan.models import adapter_math
 from torchtitan.models.adapter_math import BASE_BITS, LEVELS, dequantize, is_factor, is_quantized, quantize, rounded
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.costs import estimate_memory, version_bytes
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy, save_adapter
 from torchtitan.models.lora import QuantizedLinear, adapters_off, base_parameters, merged_weight
 from torchtitan.models.parallelize import build_policy
-from torchtitan.preflight.plan import make_plan
+from torchtitan.models.shape import read_args
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
@@ -467,19 +468,19 @@ def test_configuration(
 def test_plan(checkpoint: Path) -> None:
     config = config_of(str(checkpoint), {"lora.base_bits": 4, "lora.target_modules": ["q_proj", "down_proj"]})
     config.training.dtype = "bfloat16"
-    policy, plan = build_policy(config, ALONE), make_plan(config, 1)
-    assert plan.memory is not None
-    assert plan.memory.parameters == sum(parameter.nbytes for parameter in policy.parameters())
+    args = read_args(checkpoint)
+    policy, memory = build_policy(config, ALONE), estimate_memory(config, args, 1)
+    assert memory.parameters == sum(parameter.nbytes for parameter in policy.parameters())
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    assert (plan.memory.gradients, plan.memory.optimizer) == (4 * trained, 8 * trained)
-    assert plan.version_bytes == 4 * trained
+    assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
+    assert version_bytes(config, args) == 4 * trained
     config.lora.modules_to_save, config.training.dtype = ["v_proj", "norm", "input_layernorm", "lm_head"], "float32"
-    policy, plan = build_policy(config, ALONE), make_plan(config, 1)
+    policy, memory = build_policy(config, ALONE), estimate_memory(config, args, 1)
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    assert plan.memory is not None and plan.version_bytes == 4 * trained
-    assert plan.memory.parameters == sum(parameter.nbytes for parameter in policy.parameters())
+    assert version_bytes(config, args) == 4 * trained
+    assert memory.parameters == sum(parameter.nbytes for parameter in policy.parameters())
     # One up- or down-projection at a time is there in fp32.
-    assert plan.memory.gathered == 4 * 192 * 64
+    assert memory.gathered == 4 * 192 * 64
 
 
 def test_packed_lengths_do_not_matter(checkpoint: Path) -> None:

@@ -115,7 +115,7 @@ def test_experts_are_gathered_from_their_own_ranks_alone() -> None:
         3.04e9, rel=1e-2
     )
     args, config = find_flavor("qwen3_moe", "235B-A22B"), JobConfig()
-    together = estimate_memory(config, args, 8, 1, 8).gathered
+    together = estimate_memory(config, args, 8).gathered
     config.parallelism.expert_parallel_degree = 2
     # Two layers are held at a time, then with half of their experts.
-    assert together - estimate_memory(config, args, 8, 1, 8).gathered == 128 * 3 * 4096 * 1536 * 4
+    assert together - estimate_memory(config, args, 8).gathered == 128 * 3 * 4096 * 1536 * 4

@@ -11,14 +11,22 @@ from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config import derived
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.models.costs import MemoryEstimate, estimate_memory
+from torchtitan.models.shape import read_shape
 from torchtitan.preflight.__main__ import main
-from torchtitan.preflight.plan import describe_plan, make_plan
+from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import load_config
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+def estimate(config: JobConfig, ranks: int = 1) -> MemoryEstimate:
+    args = read_shape(config)
+    assert args is not None
+    return estimate_memory(config, args, ranks)
 
 
 def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,15 +43,14 @@ def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixtu
 
 def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
     config = load_config([*write_config(), "--inference.dtype", "bfloat16", "--weight_sync.num_slots", "4"])
-    plan = make_plan(config, 1)
     # Per layer: q 32×16, k and v 16×16 each, o 16×32, two head norms of 8, three 16×24 matrices, two norms of 16.
     layer = 512 + 2 * 256 + 512 + 16 + 3 * 384 + 32
     parameters = 2 * layer + 50 * 16 + 16
-    assert plan.parameters == parameters
-    assert (plan.batch, plan.groups, plan.max_tokens, plan.max_generated_tokens) == (32, 4, 2048, 1024)
-    assert plan.version_bytes == 2 * parameters
-    memory = plan.memory
-    assert memory is not None
+    text = describe_plan(config, 1)
+    assert f"model: {parameters:,} parameters\n# bytes per weight version: {2 * parameters:,} (" in text
+    assert "batch: 4 groups × 8 = 32 completions" in text
+    assert "tokens per step: at most 2,048, of which at most 1,024 are generated" in text
+    memory = estimate(config)
     assert (memory.parameters, memory.gradients, memory.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
     assert (memory.slots, memory.gathered) == (4 * 2 * parameters, 0)
     assert memory.logits == 4 * 4 * 256 * 50
@@ -54,7 +61,7 @@ def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
 def test_a_teacher_that_is_not_there_is_named_by_its_own_key(write_config: WriteConfig) -> None:
     config = load_config([*write_config(), "--job.stage", "distill", "--distill.teacher", "nowhere", "--dry-run"])
     with pytest.raises(UserError, match='^distill.teacher = "nowhere": there is no config.json in it'):
-        make_plan(config, 1)
+        describe_plan(config, 1)
 
 
 def test_plan_over_ranks(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,15 +69,12 @@ def test_plan_over_ranks(write_config: WriteConfig, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "8")
     words = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_replicate_degree", "2"]
     config = load_config([*arguments, *words, "--training.global_batch_size=-1", "--training.local_batch_size=16"])
-    plan, alone = make_plan(config, 8), make_plan(replace(config, parallelism=JobConfig().parallelism), 1)
-    assert (plan.replicate, plan.shard, plan.tensor, plan.batch) == (2, 2, 2, 64)
-    assert plan.memory is not None and alone.memory is not None
-    assert plan.memory.parameters * 4 == pytest.approx(alone.memory.parameters, rel=1e-3)
-    assert plan.version_bytes == alone.version_bytes
+    memory, alone = estimate(config, 8), estimate(replace(config, parallelism=JobConfig().parallelism))
+    assert memory.parameters * 4 == pytest.approx(alone.parameters, rel=1e-3)
     config.parallelism.fsdp_reduce_gradients = "optimizer_step"
-    once = make_plan(config, 8).memory
-    assert once is not None and plan.parameters is not None
-    assert once.gradients == plan.memory.gradients + 4 * (plan.parameters // 2)
+    args = read_shape(config)
+    assert args is not None
+    assert estimate(config, 8).gradients == memory.gradients + 4 * (args.num_parameters() // 2)
     text = describe_plan(config, 8)
     assert "# ranks: 8\n# mesh: 2 replicate × 2 shard × 2 tensor parallel" in text
     assert "tokens per step: at most 4,096, of which at most 2,048 are generated" in text

@@ -156,7 +156,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         plain.apply_chat_template(MESSAGES)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match="not readable JSON"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):

@@ -15,10 +15,10 @@ from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import MemoryEstimate
+from torchtitan.models.costs import MemoryEstimate, estimate_memory
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
-from torchtitan.preflight.plan import make_plan
+from torchtitan.models.shape import read_shape
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.policy_trainer import PolicyTrainer, Reference, ReferencePolicy, build_reference
 
@@ -95,9 +95,9 @@ def test_follows_as_an_average_in_float64_does(config: JobConfig, offload: bool)
 
 
 def estimate(config: JobConfig) -> MemoryEstimate:
-    memory = make_plan(config, 1).memory
-    assert memory is not None
-    return memory
+    args = read_shape(config)
+    assert args is not None
+    return estimate_memory(config, args, 1)
 
 
 @pytest.mark.parametrize("offload", [False, True])
