@@ -32,7 +32,7 @@ check() { WORLD_SIZE="$ngpu" "$PYTHON" -m torchtitan.preflight "$@" "${arguments
 
 for argument in "$@"; do
     if [[ "$argument" == --help || "$argument" == -h || "$argument" == --dry-run ]]; then
-        check --describe
+        check
         exit
     fi
 done

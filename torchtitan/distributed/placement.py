@@ -4,7 +4,6 @@ and where the part of a tensor that a rank holds lies in the whole tensor."""
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from typing_extensions import TypeIs
 
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.device import device, ensure_process_group
-from torchtitan.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,21 +41,10 @@ class ParallelDims:
     cp: int = 1
     """Ranks that share each pack"""
 
-    def __post_init__(self) -> None:
-        # What to change instead, preflight/validate.py has said.
-        degrees = self.dp_replicate, self.dp_shard, self.cp, self.tp
-        if math.prod(degrees) != self.world_size or math.prod(degrees[1:]) % self.ep:
-            product = "{} replicate × {} shard × {} context × {} tensor parallel".format(*degrees)
-            raise ConfigError(
-                [f"parallelism: {product}, experts over {self.ep}, does not fit the {self.world_size} ranks"]
-            )
-
     @classmethod
     def from_config(cls, parallelism: Parallelism, world_size: int, rank: int | None = None) -> ParallelDims:
-        """Fill in the shard degree where it is -1; without a rank, take the one that torchrun set.
-
-        Raises ConfigError where the degrees do not fit the world size.
-        """
+        """Fill in the shard degree where it is -1; without a rank, take the one that torchrun set. That the degrees fit
+        the world size preflight/validate.py has seen to."""
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
         shard, context = parallelism.data_parallel_shard_degree, parallelism.context_parallel_degree

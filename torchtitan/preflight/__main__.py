@@ -1,7 +1,7 @@
 """Check a configuration without starting anything: exit code 0, or 2 with all problems in one message.
 
     python -m torchtitan.preflight --job.config_file train_configs/debug_cpu.toml --training.steps 10
-    python -m torchtitan.preflight --describe …         prints the plan as well (as --dry-run does)
+    python -m torchtitan.preflight --dry-run …          prints the plan as well
     python -m torchtitan.preflight --missing-assets …   prints the directory of the debug checkpoint if it must be made
     python -m torchtitan.preflight --servers 8 …        prints how an inference node with 8 GPUs serves this run, a
                                                         line each: engine, GPUs of each server, its agent's options
@@ -23,7 +23,7 @@ from torchtitan.preflight.validate import validated
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    mode = argv[0] if argv and argv[0] in ("--describe", "--missing-assets", "--servers") else ""
+    mode = argv[0] if argv and argv[0] in ("--missing-assets", "--servers") else ""
     gpus = 0
     if mode == "--servers":
         gpus = int(argv[1]) if argv[1:] and argv[1].isdigit() else 0
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     draft, dry_run = read_command_line(argv[2 if gpus else 1 if mode else 0 :])
     try:
         config = validated(draft, planning=bool(mode) or dry_run)
-        if mode == "--describe" or dry_run:
+        if dry_run:
             print(describe_plan(config, world_size()))
         elif mode == "--missing-assets" and is_missing_debug_checkpoint(config):
             print(config.model.hf_assets_path)

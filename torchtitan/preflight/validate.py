@@ -262,10 +262,10 @@ def _check_rollout(check: Check) -> None:
     config, rollout, evaluation = check.config, check.config.rollout, check.config.eval
     if not rollout.replay:
         _check_dataset(check, "rollout.dataset", rollout.dataset)
-    if evaluation.enable and evaluation.dataset:
+    if evaluation.dataset:
         _check_dataset(check, "eval.dataset", evaluation.dataset)
         text = "must not be the prompts of training (rollout.dataset, same split)"
-        check.refuse("eval.dataset", _evaluates_training_data(config), text)
+        check.refuse("eval.dataset", evaluation.enable and _evaluates_training_data(config), text)
     without = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
     own = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())

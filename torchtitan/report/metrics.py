@@ -51,7 +51,7 @@ class MetricsLogger:
     With resumed_step, rows of later steps (from the life of the run that was interrupted) are cut off first.
 
     Raises:
-        UserError: wandb is asked for and not installed.
+        UserError: wandb is asked for and cannot start.
     """
 
     def __init__(self, config: JobConfig, run_dir: str | Path, resumed_step: int | None = None):
@@ -199,13 +199,8 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def _start_wandb(config: JobConfig, run_dir: Path) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            "metrics.enable_wandb = true needs the package wandb: EXTRAS=wandb in front of ./run_grpo.sh installs it "
-            "(from a checkout: pip install -e '.[wandb]'), or set metrics.enable_wandb = false"
-        ) from error
+    import wandb
+
     try:
         return wandb.init(
             project=config.job.name,

@@ -133,11 +133,9 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(f"reading {path} needs pyarrow: EXTRAS=data in front of ./run_grpo.sh installs it") from error
+    import pyarrow
+    from pyarrow import parquet
+
     try:
         return parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
@@ -145,14 +143,8 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _load_hugging_face(dataset: str, split: str) -> list[Row]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"rollout.dataset or eval.dataset = {dataset!r} is neither built in nor a .jsonl or .parquet file, and "
-            "loading it by its Hugging Face name needs the package datasets: EXTRAS=data in front of ./run_grpo.sh "
-            "installs it"
-        ) from error
+    import datasets
+
     name, _, subset = dataset.partition(":")
     try:
         loaded = datasets.load_dataset(name, subset or None, split=split)

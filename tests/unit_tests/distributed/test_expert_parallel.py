@@ -14,7 +14,6 @@ from tests.mixtures import make_mixture
 from tests.unit_tests.distributed.test_parallel import Layout, _config, _reference, check_layouts
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
-from torchtitan.errors import ConfigError
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
@@ -148,8 +147,3 @@ def test_layouts_of_experts_agree(world_size: int, family: str, layouts: list[La
         scratch=str(tmp_path),
     )
     check_layouts(ranks, layouts, loss, entropy, norm)
-
-
-def test_degrees_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="experts over 4, does not fit the 6 ranks"):
-        ParallelDims(1, 6, 1, 6, ep=4)

@@ -366,6 +366,14 @@ def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
         load_config([*arguments, "--rollout.dataset_split", "test"])
 
 
+def test_packages_that_are_missing_are_named(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.preflight.validate.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        load_config([*write_config(), "--rollout.dataset", "openai/gsm8k", "--metrics.enable_wandb"])
+    told = [re.findall(r"EXTRAS=(\w+)", problem) for problem in caught.value.problems]
+    assert told == [["data"], ["wandb"]]
+
+
 REWARDS = """
 raise SystemExit("nobody may run this to check a configuration")
 from os.path import join as joined

@@ -119,10 +119,6 @@ class ColocatedPool:
         state = "starting" if self._version is None else "ready"
         return {replica_name(number): state for number in range(len(self._loads))}
 
-    def serving_version(self) -> int | None:
-        """The version that the replicas hold, as of the last round."""
-        return self._version
-
     async def start(self) -> None:
         """The engines start with the trainer's ranks."""
 
