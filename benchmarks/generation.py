@@ -108,8 +108,12 @@ def main() -> None:
         model = make_model(directory)
         prompts = torch.randint(1, 64, (arguments.prompts, arguments.prompt_length))
         engine = Engine(load_policy(directory), sequences, arguments.prompt_length + arguments.new_tokens)
-        token, pinned = secrets.token_urlsafe(16), ("--cores", cores[-1]) if cores else ()
-        process, url = common.embedded_server(directory, directory, token, "--max-sequences", sequences, *pinned)
+        token = secrets.token_urlsafe(16)
+        if cores:
+            os.sched_setaffinity(0, {cores[-1]})  # of the engine, which inherits it
+        process, url = common.embedded_server(directory, directory, token, "--max-sequences", sequences)
+        if cores:
+            os.sched_setaffinity(0, {cores[0]})
         loop = asyncio.new_event_loop()
         handler = EmbeddedClient(url, token)
 
