@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan.config.job_config import GRPO, JobConfig, WeightSync
+from torchtitan.config.job_config import GRPO, JobConfig, Parallelism, WeightSync
 from torchtitan.config.values import show
 from torchtitan.utils.machine import count_gpus, gpus_of_driver, hides_gpus
 
@@ -101,12 +101,12 @@ def global_batch_size(config: JobConfig, ranks: int) -> int:
     return config.training.local_batch_size * max(1, ranks // ranks_per_pack(config))
 
 
-def shard_degree(config: JobConfig, ranks: int) -> int:
+def shard_degree(parallelism: Parallelism, ranks: int) -> int:
     """Ranks that share one copy of the policy, besides context and tensor parallelism."""
-    parallelism = config.parallelism
-    degree = parallelism.data_parallel_shard_degree
-    copies = parallelism.data_parallel_replicate_degree * ranks_per_pack(config)
-    return degree if degree != -1 else max(1, ranks // copies)
+    if parallelism.data_parallel_shard_degree != -1:
+        return parallelism.data_parallel_shard_degree
+    pack = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    return max(1, ranks // (parallelism.data_parallel_replicate_degree * pack))
 
 
 def has_engines(config: JobConfig) -> bool:

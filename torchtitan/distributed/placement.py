@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import TypeIs
 
+from torchtitan.config.derived import shard_degree
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.device import device, ensure_process_group
 
@@ -47,10 +48,8 @@ class ParallelDims:
         the world size preflight/validate.py has seen to."""
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
-        shard, context = parallelism.data_parallel_shard_degree, parallelism.context_parallel_degree
-        if shard == -1:
-            shard = world_size // (replicate * context * tensor)
-        return cls(replicate, shard, tensor, world_size, rank, parallelism.expert_parallel_degree, context)
+        experts, context = parallelism.expert_parallel_degree, parallelism.context_parallel_degree
+        return cls(replicate, shard_degree(parallelism, world_size), tensor, world_size, rank, experts, context)
 
     @property
     def dp_size(self) -> int:

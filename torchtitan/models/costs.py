@@ -74,7 +74,7 @@ def version_bytes(config: JobConfig, args: ModelArgs) -> int:
 def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEstimate:
     """See MemoryEstimate for the reasoning."""
     training, tensor = config.training, config.parallelism.tensor_parallel_degree
-    shard = shard_degree(config, ranks) * config.parallelism.context_parallel_degree
+    shard = shard_degree(config.parallelism, ranks) * config.parallelism.context_parallel_degree
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     own, adapters = trained_parameters(config, args)
     trained = -(-(own + adapters) // (shard * tensor))

@@ -167,7 +167,7 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
                 text = f"this model ties lm_head and embed_tokens, which share one weight, so {tied[0]} cannot be one"
                 check.refuse(f"lora.{key}", True, text)
         present = {*args.projection_shapes(), "lm_head", "embed_tokens"}
-        absent = [name for name in lora.target_modules if name not in present]
+        absent = [name for name in lora.target_modules if name in TARGETS and name not in present]
         text = f"{args.family} has no {', '.join(absent)}; it has {', '.join(sorted(present))}"
         check.refuse("lora.target_modules", absent, text)
         quantized = quantized_projections(config, args).items()
@@ -192,7 +192,7 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
         return
     text = f"must be 0: the routers of {args.family} have no bias"
     check.refuse("training.expert_bias_rate", config.training.expert_bias_rate > 0 and not experts.bias, text)
-    ranks = shard_degree(config, check.ranks) * ranks_per_pack(config)
+    ranks = shard_degree(config.parallelism, check.ranks) * ranks_per_pack(config)
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
     check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × context × tensor parallelism")
     rest = ranks // degree

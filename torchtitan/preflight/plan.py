@@ -105,7 +105,7 @@ def describe_plan(config: JobConfig, ranks: int) -> str:
         *(f"WARNING: {said}" for said in (without_masters(config), differing_nccl(config)) if said),
         f"device: {_device(config)}",
         f"ranks: {ranks}",
-        f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {shard_degree(config, ranks)} shard × "
+        f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {shard_degree(parallelism, ranks)} shard × "
         f"{context}{parallelism.tensor_parallel_degree} tensor parallel{_experts(config)}",
         f"actors: {_actors(config, ranks)}",
         f"batch: {batch // each} groups × {each} = {batch} completions, "

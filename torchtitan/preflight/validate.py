@@ -7,7 +7,6 @@ makes a missing debug checkpoint, and only small files are read.
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import shlex
@@ -344,18 +343,11 @@ def _check_environment(check: Check) -> None:
     check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
 
 
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
-
-
 def _check_weight_sync(check: Check) -> None:
     config, sync, refuse = check.config, check.config.weight_sync, check.refuse
     limit = config.comm.train_timeout_seconds
-    no_address = not sync.host.strip() or _is_wildcard(sync.host)
-    refuse("weight_sync.host", no_address, "must be one address by which this machine is reached")
+    text = "must be one address by which this machine is reached"
+    refuse("weight_sync.host", sync.host.strip() in ("", "0.0.0.0", "::"), text)
     text = f"weight_sync.transport {sync.transport} does not have that, only tcp does"
     for key, asked in (("delta", sync.delta), ("relay", sync.relay)):
         refuse(f"weight_sync.{key}", asked and sync.transport != "tcp", text)
