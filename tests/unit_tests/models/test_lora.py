@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ from torchtitan.models.lora import (
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape import trained_parameters
-from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import collect
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import build_reference
@@ -380,7 +377,7 @@ def test_bfloat16_carries_alpha_and_merges(untied: Path) -> None:
     assert figures["adapter_applied_norm"] == pytest.approx(figures["adapter_norm"], rel=0.01)
 
 
-# The reference, and the configuration
+# The reference
 
 
 def test_reference_is_the_base_model(untied: Path) -> None:
@@ -399,33 +396,3 @@ def test_reference_is_the_base_model(untied: Path) -> None:
     second = build_reference(config, ALONE, policy)
     assert second.policy is not policy and second.policy.lora is None
     assert config.lora.rank == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"lora.target_modules": ["q_proj", "v_porj"]}, "lora.target_modules.*nearest: v_proj"),
-        ({"lora.target_modules": []}, "at least one of"),
-        ({"lora.target_modules": ["q_proj", "q_proj"]}, "named once"),
-        ({"lora.modules_to_save": ["q_proj"]}, "is in lora.target_modules"),
-        ({"lora.modules_to_save": ["lm_head"]}, "ties lm_head"),
-        ({"lora.modules_to_save": ["norm"], "training.dtype": "bfloat16"}, "training.dtype = float32"),
-        ({"lora.dropout": 0.1, "parallelism.tensor_parallel_degree": 2}, "lora.dropout"),
-        ({"lora.adapter_path": "nowhere"}, "no adapter_config.json"),
-        ({"grpo.kl_coefficient": 0.1, "grpo.reference_ema_decay": 0.9}, "grpo.reference_ema_decay"),
-        ({}, None),
-    ],
-)
-def test_configuration(tmp_path: Path, changes: dict[str, Any], said: str | None, tiny_checkpoint: Any) -> None:
-    directory = tmp_path / "checkpoint"
-    shutil.copytree(tiny_checkpoint("qwen3", True), directory)
-    (directory / "tokenizer.json").touch()
-    config = config_of(str(directory), {"lora.target_modules": ["q_proj"]} | changes)
-    texts = [problem.text for problem in validate(config)]
-    about = [text for text in texts if "lora" in text or "reference_ema" in text]
-    if said is None:
-        assert not about
-        return
-    assert any(re.search(said, text) for text in about), texts
-    config.lora = Lora()
-    assert not [problem.text for problem in validate(config) if "lora" in problem.text]

@@ -132,6 +132,15 @@ oops | 'oops' belongs to no
 --model.hf_assets_path assets/debug_arithmetic | assets/debug_arithmetic | make_debug_checkpoint.py
 --parallelism.data_parallel_shard_degree 2 | data_parallel_shard_degree = 2 | 1 rank
 --parallelism.tensor_parallel_degree 2 | must divide 1 rank
+--lora.rank 3 --lora.target_modules q_proj v_porj | lora.target_modules | nearest: v_proj
+--lora.rank 3 --lora.target_modules | lora.target_modules = [] | at least one of
+--lora.rank 3 --lora.target_modules q_proj q_proj | lora.target_modules | named once
+--lora.rank 3 --lora.modules_to_save q_proj | lora.modules_to_save | is in lora.target_modules
+--lora.rank 3 --lora.modules_to_save lm_head | lora.modules_to_save | ties lm_head
+--lora.rank 3 --lora.modules_to_save norm --training.dtype bfloat16 | lora.modules_to_save | training.dtype = float32
+--lora.rank 3 --lora.adapter_path nowhere | lora.adapter_path = "nowhere" | no adapter_config.json
+--lora.rank 3 --grpo.kl_coefficient 0.1 --grpo.reference_ema_decay 0.9 | grpo.reference_ema_decay | lora.rank
+--lora.base_bits 4 | lora.base_bits = 4 | lora.rank = 0
 --inference.health_timeout_s 1 | health_timeout_s = 1.0 | health_interval_s
 """
 # What stands in the file, at its top where it begins with a key -> what the message must contain.
@@ -238,6 +247,12 @@ def test_a_config_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(
             "parallelism.",
         ),
         (2, ["--parallelism.data_parallel_shard_degree", "0"], "parallelism."),
+        (2, ["--parallelism.tensor_parallel_degree=2", "--lora.rank=4", "--lora.dropout=0.1"], "lora.dropout = 0.1"),
+        (
+            2,
+            ["--parallelism.tensor_parallel_degree=2", "--lora.rank=4", "--lora.base_bits=4"],
+            "lora.base_bits = 4 .*tensor_parallel_degree > 1",
+        ),
     ],
 )
 def test_layouts(
@@ -351,6 +366,8 @@ def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: 
             load_config(arguments)
         load_config([*arguments, "--rollout.replay", "run"])
         load_config([*arguments, "--inference.servers", "http://127.0.0.1:8000"])
+    with pytest.raises(ConfigError, match="lora.base_bits = 4 .*random"):
+        load_config([*arguments, "--rollout.replay", "run", "--lora.rank", "4", "--lora.base_bits", "4"])
     Path("checkpoint/tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="no tokenizer.json"):
         load_config([*arguments, "--rollout.replay", "run", "--eval.enable", "false"])
