@@ -59,13 +59,8 @@ def make_checkpoint(directory: Path, family: str, tied: bool, **overrides: objec
     if family == "qwen3":
         shape["head_dim"] = 32  # Qwen3's head size is not hidden size / heads
     shape.update(rope_parameters=rope, **overrides)
-    classes = {
-        "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }
-    config_class, model_class = classes[family]
-    model = model_class(config_class(**shape))
+    config = transformers.AutoConfig.for_model(family.replace("llama3", "llama"), **shape)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(FAMILIES.index(family) * 2 + tied)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -18,81 +18,71 @@ COMMON: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-# By family: what transformers calls it, and its own switches, none of them at its default. One layer is dense where a
-# family can have that.
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {"head_dim": 32, "num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1]},
-    ),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
-    "glm4_moe": (
-        "Glm4Moe",
-        {
-            "head_dim": 32,
-            "n_routed_experts": 8,
-            "moe_intermediate_size": 48,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.7,
-            "first_k_dense_replace": 1,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+# By family: its own switches, none of them at its default. One layer is dense where a family can have that.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "glm4_moe": {
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "mscale": 0.9,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 32,
         },
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 40,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 20,
-            "n_routed_experts": 8,
-            "moe_intermediate_size": 48,
-            "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.7,
-            "first_k_dense_replace": 1,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 40.0,
-                "mscale": 0.9,
-                "mscale_all_dim": 0.7,
-                "original_max_position_embeddings": 32,
-            },
+    },
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "sliding_window": 9,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
         },
-    ),
-    "gpt_oss": (
-        "GptOss",
-        {
-            "head_dim": 32,
-            "num_local_experts": 8,
-            "sliding_window": 9,
-            "swiglu_limit": 1.5,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "truncate": False,
-                "original_max_position_embeddings": 32,
-            },
-        },
-    ),
-    "minimax_m2": (
-        "MiniMaxM2",
-        {
-            "head_dim": 32,
-            "num_local_experts": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-        },
-    ),
+    },
+    "minimax_m2": {
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
 }
 
 
@@ -100,9 +90,8 @@ def make_mixture(directory: Path, family: str, seed: int = 0, **overrides: Any) 
     """Write a checkpoint whose weights are large enough for logits of several units; norms and biases are random."""
     import transformers
 
-    name, switches = MIXTURES[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **switches, **overrides})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **MIXTURES[family], **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -16,19 +16,18 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
+from tests.policies import make_debug_checkpoint
 from tests.processes import started_by
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.rollouts import Rollouts, make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import WeightSync
 
 EPOCH, TOKEN = "1-test", "secret-of-the-test"
@@ -46,18 +45,25 @@ class Run:
     def publish(self) -> None:
         self.sync.commit(self.version, 0 if self.sync.reserve() else 1)
 
-    def step(self) -> Batch:
+    def next_batch(self) -> Batch:
         deadline = time.monotonic() + PATIENCE_S
         while (batch := self.call(self.flow.next_batch, self.version, 0.1)) is None:
             assert time.monotonic() < deadline, "no batch came"
             if self.sync.owed is not None:
                 self.sync.snapshot_owed(self.version)
         self.batches.append(batch)
+        return batch
+
+    def train(self) -> None:
         self.sync.fence()
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 parameter.mul_(1.001)
         self.version += 1
+
+    def step(self) -> Batch:
+        batch = self.next_batch()
+        self.train()
         self.publish()
         self.call(self.flow.set_version, self.version)
         return batch
@@ -69,7 +75,7 @@ class Run:
             self.step()
 
     def events(self, kind: str, actor: str) -> list[dict[str, Any]]:
-        log = EventLog(self.run_dir / "events.jsonl").read()
+        log = read_json_lines(self.run_dir / "events.jsonl")
         return [event for event in log if event["kind"] == kind and event["actor"] == actor]
 
     def process_of(self, actor: str) -> psutil.Process:
@@ -79,10 +85,7 @@ class Run:
 def make_config(directory: Path) -> tuple[JobConfig, Decoder]:
     """A small job, and its policy, whose checkpoint is in `directory`."""
     torch.set_num_threads(1)
-    policy = Decoder(debug_model_args())
-    policy.initialize_weights(0)
-    export_policy(policy, directory)
-    write_tokenizer(directory)
+    policy = make_debug_checkpoint(directory)
     config = JobConfig()
     config.model.hf_assets_path = str(directory)
     config.training.seq_len, config.rollout.max_completion_tokens = 32, 12

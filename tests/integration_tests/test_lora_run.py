@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.policies import make_debug_checkpoint
 from tests.processes import Processes
-from tests.runs import RUN_SECONDS, Run
+from tests.runs import BRIEF, RUN_SECONDS, Run
 from torchtitan.config.job_config import Lora
-from torchtitan.models.decoder import Decoder
-from torchtitan.models.hf_checkpoint import export_policy, load_adapter, load_policy
+from torchtitan.models.hf_checkpoint import load_adapter, load_policy
 from torchtitan.models.lora import add_adapters
-from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]
 
@@ -28,33 +27,18 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, *options
         "--lora.rank", str(SETTINGS.rank),
         "--lora.alpha", str(SETTINGS.alpha),
         "--training.steps", str(steps),
-        "--training.global_batch_size", "64",
         "--grpo.kl_coefficient", "0.01",
-        "--grpo.num_minibatches", "1",
         "--optimizer.lr", "2e-3",
-        "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
-        "--eval.enable", "false",
-        "--inference.num_actors", "1",
-        "--inference.threads_per_actor", "1",
-        "--checkpoint.last_save_in_hf", "true",
-        *options,
+        *BRIEF, *options,
     )  # fmt: skip
     made.end()
     return made
 
 
-def make_checkpoint(directory: Path) -> Decoder:
-    policy = Decoder(debug_model_args())
-    policy.initialize_weights(0)
-    export_policy(policy, directory)
-    write_tokenizer(directory)
-    return policy
-
-
 def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> None:
     """In blocking mode: every step waits for the actor, which stays awake."""
     checkpoint = tmp_path / "checkpoint"
-    make_checkpoint(checkpoint)
+    make_debug_checkpoint(checkpoint)
     options = ("--lora.base_bits", "4", "--grpo.async_weight_update", "false")
     run_dir = run(processes, checkpoint, tmp_path, 4, *options).folder
     resumed = run(processes, checkpoint, tmp_path, 12, *options, "--checkpoint.resume", str(run_dir))
@@ -77,7 +61,7 @@ def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> N
 
 def test_a_run_with_adapters(processes: Processes, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    policy = make_checkpoint(checkpoint)
+    policy = make_debug_checkpoint(checkpoint)
     made = run(processes, checkpoint, tmp_path, 4)
     run_dir, rows = made.folder, made.steps()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.policies import make_debug_checkpoint
 from tests.processes import Processes
-from tests.runs import RUN_SECONDS, Run
-from torchtitan.models.decoder import Decoder
-from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
+from tests.runs import BRIEF, RUN_SECONDS, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]
 
@@ -21,16 +19,9 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: i
         processes, "debug_cpu_moe", checkpoint, dump,
         "--parallelism.expert_parallel_degree", str(max(1, ranks)),
         "--training.steps", str(steps),
-        "--training.global_batch_size", "64",
-        "--grpo.num_minibatches", "1",
         "--grpo.routing_replay", "true",
         "--optimizer.lr", "1e-3",
-        "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
-        "--eval.enable", "false",
-        "--inference.num_actors", "1",
-        "--inference.threads_per_actor", "1",
-        "--checkpoint.last_save_in_hf", "true",
-        *options,
+        *BRIEF, *options,
         ranks=ranks,
     )  # fmt: skip
     made.end()
@@ -39,10 +30,7 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: i
 
 def test_experts_over_two_ranks_learn_and_one_rank_goes_on(processes: Processes, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    policy = Decoder(debug_model_args(mixture=True))
-    policy.initialize_weights(0)
-    export_policy(policy, checkpoint)
-    write_tokenizer(checkpoint)
+    make_debug_checkpoint(checkpoint, mixture=True)
     first = run(processes, checkpoint, tmp_path, 6, 2)
     resumed = run(processes, checkpoint, tmp_path, 12, 0, "--checkpoint.resume", str(first.folder))
     rows = resumed.steps()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from tests.integration_tests.test_actors import Run, make_config, running
 from tests.integration_tests.test_agent import check, engine_of, foreign_config
@@ -33,17 +31,10 @@ class SleepingRun(Run):
     while_asleep: Callable[[], None] = staticmethod(lambda: None)
 
     def step(self) -> Batch:
-        deadline = time.monotonic() + PATIENCE_S
-        while (batch := self.call(self.flow.next_batch, self.version, 0.1)) is None:
-            assert time.monotonic() < deadline, "no batch came"
-        self.batches.append(batch)
+        batch = self.next_batch()
         self.call(self.pool.sleep, timeout_s=PATIENCE_S)
         self.while_asleep()
-        self.sync.fence()
-        with torch.no_grad():
-            for parameter in self.policy.parameters():
-                parameter.mul_(1.001)
-        self.version += 1
+        self.train()
         self.call(self.pool.wake, "weights", timeout_s=PATIENCE_S)
         self.publish()
         self.sync.wait_until_applied(self.version, 30)

@@ -24,10 +24,12 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.parallelize import build_policy
+from torchtitan.models.shape import read_args
 
 # Odd and even totals, for one data-parallel rank and for two and four.
 LENGTHS = [5, 9, 3, 12, 8, 4, 6, 2]
 TEMPERATURE = 0.7
+REFERENCE = "reference.safetensors"
 # Sizes that no layout divides: 54 norm weights over 4 ranks, 131 tokens over 2, 45 rows of a half MLP over 2.
 UNEVEN = {"vocab_size": 131, "hidden_size": 54, "intermediate_size": 90, "head_dim": 16}
 
@@ -239,21 +241,8 @@ def _reference(directory: Path, path: Path) -> tuple[float, float, float]:
 )
 def test_layouts_agree(world_size: int, family: str, tied: bool, layouts: list[Layout], tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "checkpoint", family, tied, **UNEVEN)
-    reference = tmp_path / "reference.safetensors"
-    loss, entropy, norm = _reference(directory, reference)
-    assert abs(loss) > 0.01 and norm > 0.1
-    ranks = run_distributed(
-        "tests.unit_tests.distributed.test_parallel:compare_layouts",
-        world_size,
-        directory=str(directory),
-        layouts=layouts,
-        reference=str(reference),
-        scratch=str(tmp_path),
-    )
-    expected = load_file(reference)
-    expected_names = [name.removeprefix("after.") for name in expected if name != "logits"]
-    rounding = forward_rounding(hf_checkpoint.read_model_args(directory), expected["logits"].abs().max().item())
-    check_layouts(ranks, layouts, loss, entropy, norm, rounding)
+    ranks = check_layouts("distributed.test_parallel:compare_layouts", world_size, directory, layouts, tmp_path)
+    expected_names = [name.removeprefix("after.") for name in load_file(tmp_path / REFERENCE) if name != "logits"]
     for row in (row for rank in ranks for row in rank):
         assert row["files"] > 3 and sorted(row["names"]) == sorted(expected_names)
         # Every rank reads what it holds and no more.
@@ -261,14 +250,22 @@ def test_layouts_agree(world_size: int, family: str, tied: bool, layouts: list[L
 
 
 def check_layouts(
-    ranks: list[list[dict[str, Any]]],
-    layouts: list[Layout],
-    loss: float,
-    entropy: float,
-    norm: float,
-    rounding: float = 1e-5,
-) -> None:
-    """What `compare_layouts` gave on every rank is what one rank has; rounding: of a logit."""
+    function: str, world_size: int, directory: Path, layouts: list[Layout], scratch: Path
+) -> list[list[dict[str, Any]]]:
+    """What the function of a unit test gives for every layout on every rank, after it was compared with one rank's."""
+    reference = scratch / REFERENCE
+    loss, entropy, norm = _reference(directory, reference)
+    assert abs(loss) > 0.01 and norm > 0.1
+    ranks = run_distributed(
+        f"tests.unit_tests.{function}",
+        world_size,
+        directory=str(directory),
+        layouts=layouts,
+        reference=str(reference),
+        scratch=str(scratch),
+    )
+    largest = load_file(reference)["logits"].abs().max().item()
+    rounding = forward_rounding(read_args(directory), largest)
     for number, layout in enumerate(layouts):
         rows = [rank[number] for rank in ranks]
         for row in rows:
@@ -280,6 +277,7 @@ def check_layouts(
             assert row["logits_error"] < rounding and row["parameter_error"] < 1e-5, message
             assert row["export_equal"], message
         assert len({(row["loss"], row["norm"]) for row in rows}) == 1, "ranks disagree"
+    return ranks
 
 
 def test_mixed_precision_and_offload_on_one_rank(tmp_path: Path) -> None:

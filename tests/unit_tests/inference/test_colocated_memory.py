@@ -111,11 +111,17 @@ def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
     assert engine_memory(config, QWEN_7B, None, 0).kv_cache == 1.5 * GIB
 
 
-def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    """Of eight ranks with GPUs of 80 GiB."""
     monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    return config
+
+
+def test_plan_shows_both_halves_of_a_step(config: JobConfig) -> None:
     config.inference.sleep_level, config.inference.offload_optimizer = 1, True
     memory = estimate_memory(config, QWEN_7B, 8)
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters)
@@ -129,12 +135,8 @@ def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("sleep_level", [0, 1])
-def test_plan_leaves_room_for_a_reference(monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
+def test_plan_leaves_room_for_a_reference(config: JobConfig, monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
-    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    config = colocated_config()
-    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
     config.inference.sleep_level = sleep_level
 
     def planned() -> tuple[float, float, str]:
@@ -155,11 +157,7 @@ def test_plan_leaves_room_for_a_reference(monkeypatch: pytest.MonkeyPatch, sleep
     assert f"#   reference: {share:.2f} GiB of host memory\n" in offloaded[2]
 
 
-def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    config = colocated_config()
-    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+def test_plan_counts_servers_that_sleep_like_colocated_engines(config: JobConfig) -> None:
     config.inference.mode, config.inference.num_actors = "server", 2
     assert "engine per GPU" not in describe_plan(config, 8)
     config.inference.sleep_level, config.grpo.async_weight_update = 2, False
@@ -171,10 +169,8 @@ def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pyte
     assert f"while training: {(memory.total - memory.slots) / GIB:.2f} GiB, the engine asleep" in text
 
 
-def test_plan_says_what_is_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_says_what_is_in_host_memory(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
-    config = colocated_config()
-    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
     config.inference.mode, config.inference.sleep_level = "server", 0
     share = QWEN_7B.num_parameters() * 4 / 8 / GIB
 

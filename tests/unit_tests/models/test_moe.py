@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.mixtures import MIXTURES, make_mixture
+from tests.policies import check_named_as_files
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.attention import PackedLayout
@@ -16,7 +17,6 @@ from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.model_args import MISSING, read_model_args
 from torchtitan.models.moe import grouped_linear, grouped_outer, places_of
-from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank
 
 LENGTHS = [37, 5, 70]
 
@@ -86,16 +86,7 @@ def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_
 
 
 def test_a_version_is_named_as_the_files_and_copies_no_stack(mixture: Path) -> None:
-    policy = load_policy(mixture)
-    sent, files = synced_parameters(policy), load_file(mixture / "model.safetensors")
-    assert sent.keys() == files.keys()
-    layout = plan_rank(placed_parameters(sent), 0, "float32", 1 << 20)
-    assert {entry.name: entry.shape for entry in layout.parameters} == {n: tuple(t.shape) for n, t in files.items()}
-    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0]]).now()
-    for shard, tensor in zip(layout.ranks[0], local, strict=True):
-        assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
-    memory = {one.untyped_storage().data_ptr() for one in [*policy.parameters(), *policy.buffers()]}
-    assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory
+    check_named_as_files(load_policy(mixture), mixture)
 
 
 def test_the_engine_samples_with_the_trainers_numbers(mixture: Path, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed_launcher import run_distributed
+from tests.policies import check_named_as_files
 from tests.tiny_models import make_tiny
-from tests.unit_tests.distributed.test_parallel import Layout, _reference, check_layouts
+from tests.unit_tests.distributed.test_parallel import Layout, check_layouts
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
@@ -24,7 +24,6 @@ from torchtitan.models.shape import ForeignArgs, read_args, read_shape
 from torchtitan.models.transformers_policy import TransformersPolicy, check_packing
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model
-from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank
 
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
 # Layer norms with biases, multipliers of logits, windows, sinks, latent attention, stacked experts.
@@ -119,34 +118,17 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, 
 
 
 def test_versions_are_named_as_files_and_copy_no_stack(foreign: Path) -> None:
-    policy, files = load_foreign(foreign), load_file(foreign / "model.safetensors")
-    sent = synced_parameters(policy)
-    assert sent.keys() == files.keys()
-    layout = plan_rank(placed_parameters(sent), 0, "float32", 1 << 20)
-    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0]]).now()
-    for shard, tensor in zip(layout.ranks[0], local, strict=True):
-        assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
-    memory = {one.untyped_storage().data_ptr() for one in [*policy.parameters(), *policy.buffers()]}
-    assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory
+    check_named_as_files(load_foreign(foreign), foreign)
 
 
 @pytest.mark.slow
 def test_ranks_agree_with_one(tmp_path: Path) -> None:
-    directory, reference = make_foreign("olmoe", tmp_path / "checkpoint"), tmp_path / "reference.safetensors"
+    directory = make_foreign("olmoe", tmp_path / "checkpoint")
     layouts: list[Layout] = [
         {"name": "fsdp, recomputed", "activation_checkpoint.mode": "full"},
         {"name": "replicas", "parallelism.data_parallel_replicate_degree": 2},
     ]
-    one = _reference(directory, reference)
-    ranks = run_distributed(
-        "tests.unit_tests.distributed.test_expert_parallel:compare",
-        2,
-        directory=str(directory),
-        layouts=layouts,
-        reference=str(reference),
-        scratch=str(tmp_path),
-    )
-    check_layouts(ranks, layouts, *one)
+    check_layouts("distributed.test_expert_parallel:compare", 2, directory, layouts, tmp_path)
 
 
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
