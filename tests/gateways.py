@@ -19,7 +19,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Branch, SamplingParameters
 from torchtitan.rollout.gateway.process import Door, Gateway
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 MAX_CALLS = 16
 
@@ -52,7 +52,7 @@ class Behind:
         return await self.gateway.open(name, own, shares=shares, many=many)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in EventLog(self.run_dir / "events.jsonl").read() if event["kind"] == kind]
+        return [event for event in read_json_lines(self.run_dir / "events.jsonl") if event["kind"] == kind]
 
     def sampled(self, record: Path) -> list[tuple[list[int], list[int]]]:
         """(prompt, tokens) of all that recording actors have sampled."""

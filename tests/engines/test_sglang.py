@@ -310,7 +310,7 @@ def kill_in_an_update(run: psutil.Process, log: Path) -> None:
     agent = started_by(run, "torchtitan.inference.agent")[0]
     server = started_by(agent, "torchtitan.inference.sglang.serve")[0]
     port = re.findall(r"listening on port (\d+)", log.read_text())[-1]
-    address = f"http://127.0.0.1:{port}/weights"
+    address = f"http://127.0.0.1:{port}/health"
     ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {agent.environ()[TOKEN_VARIABLE]}"})
     parts = server.children(recursive=True)
     for _ in range(10):

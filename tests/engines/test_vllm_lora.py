@@ -18,7 +18,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.vllm.engine import ENGINE
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
     events = EventLog(tmp_path / "events.jsonl")
 
     def of(kind: str) -> list[dict[str, Any]]:
-        return [event for event in events.read() if event["kind"] == kind]
+        return [event for event in read_json_lines(events.path) if event["kind"] == kind]
 
     def leave_out(adapters: bool) -> None:
         if adapters:

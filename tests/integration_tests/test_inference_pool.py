@@ -25,7 +25,7 @@ from torchtitan.inference import actor_parts
 from torchtitan.inference.client import base_url
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 VERSION = 7  # the fake takes the registry's port for its version
 
@@ -79,7 +79,7 @@ async def running(config: JobConfig, run_dir: Path, joined: bool = True) -> Asyn
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in EventLog(run_dir / "events.jsonl").read() if event["kind"] == kind]
+    return [event for event in read_json_lines(run_dir / "events.jsonl") if event["kind"] == kind]
 
 
 def process_ids(pool: InferencePool) -> dict[str, int]:

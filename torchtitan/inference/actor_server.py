@@ -164,7 +164,6 @@ class ActorServer(abc.ABC):
             web.post("/sleep", self._sleep),
             web.post("/wake", self._wake),
             web.post("/weights/connect", self._connect),
-            web.get("/weights", self._show_weights),
             web.get("/health", self._health),
         ]
 
@@ -251,9 +250,6 @@ class ActorServer(abc.ABC):
 
     async def _health(self, _request: web.Request) -> web.Response:
         return answer(self.state())
-
-    async def _show_weights(self, _request: web.Request) -> web.Response:
-        return answer({"weights": self.state()["weights"]})
 
 
 def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:

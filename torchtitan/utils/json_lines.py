@@ -186,10 +186,6 @@ class EventLog:
             file.write({"time": round(time.time(), 3), "kind": kind, **fields})
         events_logger.log(level, "%s %s", kind, " ".join(f"{name}={value}" for name, value in fields.items()))
 
-    def read(self) -> list[dict[str, Any]]:
-        """All events so far, oldest first; a line cut off by a kill is left out."""
-        return read_json_lines(self.path)
-
 
 Span = tuple[str, float, float]
 

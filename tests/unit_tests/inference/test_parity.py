@@ -26,7 +26,7 @@ from torchtitan.inference.types import (
     VersionSpan,
 )
 from torchtitan.trainer import mismatch
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 IDS = [2, 3, 4, 5]
 
@@ -114,7 +114,7 @@ def run(
             await pool.close()
 
     asyncio.run(work())
-    return events.read()
+    return read_json_lines(events.path)
 
 
 def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -239,8 +239,8 @@ def test_who_cannot_be_asked_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         unable.able = Capabilities("vllm", "0.9.0")
         busy.fails = True
         pool.answers.expect(0, IDS, truth(0))
-        log = EventLog(tmp_path / "events.jsonl")
-        await eventually(lambda: len(of(log.read(), "weights_not_verified")) == 2)
+        log = tmp_path / "events.jsonl"
+        await eventually(lambda: len(of(read_json_lines(log), "weights_not_verified")) == 2)
         assert pool.actors == {"actor-0": "ready", "actor-1": "ready"}
 
     events = run(tmp_path, make_config(), scenario)

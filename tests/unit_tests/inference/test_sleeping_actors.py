@@ -27,7 +27,7 @@ from torchtitan.inference.types import (
     Tag,
     VersionSpan,
 )
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 ASLEEP, READY = "asleep", "ready"
 
@@ -359,4 +359,8 @@ def test_a_process_whose_order_to_sleep_takes_too_long_has_no_successor_before_t
         supervision.cancel()
 
     asyncio.run(work())
-    assert [event["kind"] for event in events.read()][:3] == ["actor_ready", "actor_stays_awake", "actor_evicted"]
+    assert [event["kind"] for event in read_json_lines(events.path)][:3] == [
+        "actor_ready",
+        "actor_stays_awake",
+        "actor_evicted",
+    ]

@@ -14,7 +14,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.worker_process import LOGGED_BYTES, CallFailed
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 HERE = "tests.unit_tests.rollout.environment_examples"
 
@@ -47,7 +47,7 @@ def run(
 
 
 def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in EventLog(tmp_path / "events.jsonl").read() if event["kind"] == kind]
+    return [event for event in read_json_lines(tmp_path / "events.jsonl") if event["kind"] == kind]
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -20,7 +20,7 @@ from torchtitan.rollout.rollouts import BackgroundLoop
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer.controller import Controller, Kind
 from torchtitan.trainer.job import Job
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
 
 
@@ -116,7 +116,7 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     ):
         asyncio.run(controller._note_evictions(actors))
     assert parts.redone == [("a", "no byte within 5 s")] * 2
-    told = [(event["kind"], event["actor"]) for event in controller.events.read()]
+    told = [(event["kind"], event["actor"]) for event in read_json_lines(controller.events.path)]
     assert told == [("actor_evicted_from_sync", actor) for actor in ("a", "b", "a")]
 
 

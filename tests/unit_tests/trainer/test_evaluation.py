@@ -17,7 +17,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, is_pinned, pass_at_k
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 EPOCH, VERSION = "e1-aa", 7
 PROMPTS = [Prompt(index, f"p{index}", [1, 2, index], {}) for index in range(3)]
@@ -132,7 +132,7 @@ def test_other_versions_are_redone_with_the_same_seed(tmp_path: Path) -> None:
 def test_missing_is_an_event_and_no_figure(tmp_path: Path, actors: Actors, settings: dict, reason: str) -> None:
     evaluator = make(tmp_path, actors, **settings)
     assert evaluate(evaluator) is None
-    (event,) = evaluator.events.read()
+    (event,) = read_json_lines(evaluator.events.path)
     assert event["kind"] == "evaluation_missing" and reason in event["reason"] and event["version"] == VERSION
     assert len(actors.calls) <= MAX_ROUNDS
 
@@ -152,7 +152,7 @@ def test_what_takes_too_long_is_cancelled(tmp_path: Path) -> None:
     actors = Actors(delay=60.0)
     evaluator = make(tmp_path, actors, timeout_s=0.2)
     assert evaluate(evaluator) is None
-    assert "not done within 0" in evaluator.events.read()[0]["reason"] and actors.cancelled == 4
+    assert "not done within 0" in read_json_lines(evaluator.events.path)[0]["reason"] and actors.cancelled == 4
 
 
 def test_unjudged_samples_are_left_out(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.derived import reward_weights
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.isolation import isolation_command
@@ -45,7 +46,7 @@ class RewardPool:
         """Raises UserError for an unknown function, or where rewards.isolate cannot be had."""
         rewards = config.rewards
         self.functions = list(rewards.functions)
-        self._weights = dict(zip(self.functions, rewards.weights or [1.0] * len(self.functions), strict=True))
+        self._weights = reward_weights(config)
         self._all_functions = list(dict.fromkeys([*self.functions, *extra_functions]))
         self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
