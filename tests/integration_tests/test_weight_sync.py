@@ -125,8 +125,7 @@ class Served:
 def test_blocking_mode_serves_every_version(tmp_path: Path) -> None:
     engines = {"a": Served(), "b": Served()}
     with running_job(tmp_path) as job:
-        for name, engine in engines.items():
-            job.actor(name, engine)
+        actors = [job.actor(name, engine) for name, engine in engines.items()]
         for _ in range(20):
             assert job.step() == "published"
             outcome = job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=2)
@@ -136,7 +135,7 @@ def test_blocking_mode_serves_every_version(tmp_path: Path) -> None:
         assert figures["time/sync_stall_s"] > figures["time/snapshot_s"] > 0
         assert figures["weight_sync/a/pause_s"] == 0.001
         digests = {record["digest"] for record in job.journal("publish")}
-        assert {actor.digest for actor in job.sync.actors().values()} <= digests
+        assert {actor.status()["digest"] for actor in actors} <= digests
         (first, *_) = (record["figures"] for record in job.journal("applied", at_least=40))
         assert first["bytes_full"] > 0 and first["source"] == "trainer"
     assert all(engine.versions == list(range(20)) for engine in engines.values())

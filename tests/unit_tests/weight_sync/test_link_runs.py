@@ -17,6 +17,7 @@ from deterministic.machine import Machine, SimRuntime, Violation
 from deterministic.parts import Slots
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts
+from torchtitan.weight_sync.bucket_server import Reader
 from torchtitan.weight_sync.puller import Puller
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.wire import Channel, Message
@@ -77,8 +78,11 @@ class LinkedServer(ShardServer):
         named |= {"refer": None, "make_link": partial(SimLink, runtime, slots)}
         super().__init__(runtime, slots, *arguments, **named)
 
-    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> Any:
-        raise Violation(f"bucket {bucket} goes over the channel, though it has a link")
+    def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
+        message, data = super().read(reader, bucket, base, again)
+        if data is not None:
+            raise Violation(f"bucket {bucket} goes over the channel, though it has a link")
+        return message, data
 
 
 class LinkedEngine:
