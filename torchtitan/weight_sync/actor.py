@@ -60,7 +60,7 @@ class StagingEngine:
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
 
     def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
-        """See arrivals.Engine."""
+        """See transfer.Engine."""
         # What the leader says of that memory: the reference that opens it, and how many workers there are.
         shared = None if self._number is None else message["staging"]
         try:
@@ -82,7 +82,7 @@ class StagingEngine:
         return needs
 
     def bucket(self, key: BucketKey) -> memoryview:
-        """See arrivals.Engine."""
+        """See transfer.Engine."""
         self._written += 1
         return self.memory(key)
 
@@ -94,7 +94,7 @@ class StagingEngine:
         return area
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
-        """See arrivals.Engine."""
+        """See transfer.Engine."""
         assert self._staging is not None
         self._written += 1
         target = self._staging.bucket(key)
@@ -143,14 +143,14 @@ class StagingEngine:
             raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:
-        """See arrivals.Engine."""
+        """See transfer.Engine."""
         assert self._staging is not None
         target = self.bucket(key)
         decode_into(target, delta, element_bytes(self._staging.layout))
         return checksum_function(self._staging.layout.checksum)(target)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See arrivals.Engine."""
+        """See transfer.Engine."""
         staging, written, begun = self._staging, self._written, time.monotonic()
         assert staging is not None
         proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)

@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.handshake import PEER, Gate, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout
+from torchtitan.weight_sync.transfer import Transfer
 from torchtitan.weight_sync.wire import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torchtitan.weight_sync.handshake import Call, Identity
 from torchtitan.weight_sync.wire import RETRY_SECONDS, SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime, Timer
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.arrivals import Arrivals
+    from torchtitan.weight_sync.puller import Puller
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Source(Way):
     """To a rank's shard server. It dials as long as something is wanted, and keeps the connection from one version to
     the next."""
 
-    def __init__(self, runtime: Runtime, identity: Identity, epoch: str, rank: int, wanted: Arrivals):
+    def __init__(self, runtime: Runtime, identity: Identity, epoch: str, rank: int, wanted: Puller):
         super().__init__(runtime, "", identity, {"epoch": epoch, "rank": rank})
         self.rank, self._wanted = rank, wanted
         self._failures = 0

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.arrivals import BYTES
 from torchtitan.weight_sync.clients import Source
 from torchtitan.weight_sync.handshake import WORKER, Gate, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused
@@ -24,6 +23,7 @@ from torchtitan.weight_sync.puller import Puller, Served
 from torchtitan.weight_sync.slots import anonymous_file, named
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.transfer import BYTES
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.group")
@@ -300,11 +300,11 @@ class LeadingEngine:
         self.leader: Leader | None = None
 
     def prepare(self, layout: Layout, _message: Message) -> Collection[BucketKey]:
-        """See arrivals.Engine."""
+        """See transfer.Engine."""
         return layout.bucket_keys()
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See arrivals.Engine."""
+        """See transfer.Engine."""
         begun, order = time.monotonic(), Future[Mapping[str, float]]()
 
         def apply_on_workers() -> None:

@@ -10,17 +10,19 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import xxhash
+
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.arrivals import Arrivals, Engine, Transfer
 from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.clients import RegistryClient, Source
 from torchtitan.weight_sync.handshake import PEER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.wire import Message, ProtocolError, Runtime
+from torchtitan.weight_sync.transfer import Engine, Transfer
+from torchtitan.weight_sync.wire import Channel, Message, Place, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
@@ -43,7 +45,7 @@ class Served(NamedTuple):
     digest: str
 
 
-class Puller(Arrivals):
+class Puller:
     """registry: `host:port`. served: what the engine holds already.
     relay: passes versions on to other actors, which reach it at relay_address. puller: who it is to shard servers, if
     somebody else."""
@@ -61,7 +63,7 @@ class Puller(Arrivals):
         relay_address: str = "",
         puller: Identity | None = None,
     ):
-        super().__init__(runtime, engine, identity.name)
+        self._runtime, self._engine, self.name = runtime, engine, identity.name
         self._identity, self.epoch = puller or identity, epoch
         self._progress_s = math.inf
         """A pull that moved no byte for so long asks again over new channels"""
@@ -72,11 +74,21 @@ class Puller(Arrivals):
         ways = self._joined, self._on_message, GIVE_UP_SECONDS, self._look
         self.registry = RegistryClient(runtime, registry, identity, fields, *ways)
         self._tell = self.registry.tell
+        self._layout: Layout | None = None
         self._layout_id = ""
         self._needs: Collection[BucketKey] = ()
         self._sources: list[Source] = []
         self._servers: list[str] = []
         self._relay = relay
+        self.transfer: Transfer | None = None
+        """The one that buckets may arrive for"""
+        self._base: int | None = None
+        """The snapshot that deltas may be taken against"""
+        self._held: dict[BucketKey, int] = {}
+        """Serial of the snapshot that a bucket's staging memory holds, verified"""
+        self._writers = 0
+        """Pieces of work that may still write to staging memory"""
+        self.corrupted = 0
         self._peer: Message | None = None
         """The actor that this transfer comes from, None for the trainer"""
         self._offered_peer: Message | None = None
@@ -294,7 +306,7 @@ class Puller(Arrivals):
         self._paused_until = self._runtime.now() + min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
         self._pauses += 1
 
-    # Buckets (see Arrivals)
+    # Buckets: what sources call
 
     def gone(self, message: Message) -> None:
         """The registry says the same to all; a shard server may be the first."""
@@ -303,15 +315,131 @@ class Puller(Arrivals):
             # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
             self._pause()
 
-    def _judged(self, source: Source, key: BucketKey, whole: bool) -> None:
+    def requests(self, rank: int) -> list[Message]:
+        """What to ask this rank's shard server for."""
+        return [] if self.transfer is None else self.transfer.requests(rank, self._held, self._base)
+
+    def linked(self, channel: Channel, message: Message) -> None:
+        """An entry has come: the other end of a link wants to meet. Raises ProtocolError where it makes no sense."""
+        self._engine.linked(channel, message)
+
+    def is_current(self, message: Message) -> bool:
+        """Whether a message belongs to the transfer."""
+        return self.transfer is not None and message["pull"] == self.transfer.number
+
+    def lost(self, rank: int) -> None:
+        """A channel is over: what was half here has to come again. What a thread writes is its own affair."""
+        placing = {} if self.transfer is None else self.transfer.placing
+        for key in [key for key, placed in placing.items() if key[0] == rank and placed is not None]:
+            del placing[key]
+
+    def place(self, source: Source, message: Message) -> Place | None:
+        """Into staging memory, hashed while a piece is in the cache; a delta beside it; nowhere for a transfer that is
+        over. One that ends while bytes arrive for it closes their channel."""
+        transfer = self.transfer
+        if transfer is None or not self.is_current(message):
+            return None
+        key, now = self._checked_key(source, message, transfer), self._runtime.now
+        if "base" in message:
+            base = self._held.get(key)
+            if base is None or message["base"] != base or message["bytes"] >= self._bucket_bytes(key):
+                raise ProtocolError(f"a delta of bucket {key[1]} of rank {key[0]} that was not asked for")
+            delta = memoryview(bytearray(message["bytes"]))
+            transfer.placing[key] = delta
+            return delta, lambda piece: transfer.count(len(piece), True, now())
+        # Of kind xxh3: checksums of another kind are those of memory that references lead to.
+        hasher = xxhash.xxh3_128()
+        transfer.placing[key] = hasher
+        self._held.pop(key, None)
+
+        def take(piece: memoryview) -> None:
+            transfer.count(len(piece), False, now())
+            hasher.update(piece)
+
+        return self._engine.bucket(key), take
+
+    def _checked_key(self, source: Source, message: Message, transfer: Transfer) -> BucketKey:
+        key = message["rank"], message["bucket"]
+        if message["rank"] != source.rank:
+            raise ProtocolError(f"a bucket of rank {message['rank']} came from rank {source.rank}")
+        if key not in transfer.missing or key in transfer.placing:
+            # Verified bytes are never written again: what is applied is what was checked.
+            raise ProtocolError(f"bucket {key[1]} of rank {key[0]} was sent twice, or not asked for")
+        return key
+
+    def bucket(self, source: Source, message: Message) -> None:
+        """Verify it, or what becomes of the reference or the delta."""
+        transfer = self.transfer
+        if transfer is None or not self.is_current(message):
+            if "link" in message.get("reference", ()):
+                # It is on its way all the same, and would be taken for the next one.
+                source.drop("a bucket of a pull that is over")
+                source.ask()
+            return
+        key = message["rank"], message["bucket"]
+        version = transfer.manifest.version
+        asked = faults.at("receive", version=version, actor=self.name, rank=key[0], bucket=key[1])
+        if "reference" in message:
+            if "drop" in asked:
+                return
+            self._checked_key(source, message, transfer)
+            fetch = partial(self._engine.fetch, key, message["reference"])
+            self._work(source, key, fetch, self._bucket_bytes(key), asked)
+        elif (placed := transfer.placing.get(key)) is None:
+            raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
+        elif "base" in message:
+            self._work(source, key, partial(self._engine.patch, key, placed), 0, asked)
+        else:
+            del transfer.placing[key]
+            self._judge(source, key, placed.hexdigest(), asked)
+
+    def _work(self, source: Source, key: BucketKey, function: Callable[[], str], count: int, asked: Any) -> None:
+        """Have a thread write the bucket, of which `count` bytes then have come."""
+        transfer = self.transfer
+        assert transfer is not None
+        self._held.pop(key, None)
+        transfer.placing[key] = None
+        self._writers += 1
+
+        def written(found: str, error: BaseException | None) -> None:
+            self._writers -= 1
+            if transfer is not self.transfer:
+                self._consider()
+                return
+            del transfer.placing[key]
+            if isinstance(error, ConnectionError):
+                source.tell(transfer.open([key[1]], again=True))
+                return
+            transfer.count(count, False, self._runtime.now())
+            self._judge(source, key, found if error is None else repr(error), asked)
+
+        self._runtime.work("fetch", function, written)
+
+    def _bucket_bytes(self, key: BucketKey) -> int:
+        assert self._layout is not None
+        start, end = self._layout.bucket_range(*key)
+        return end - start
+
+    def _judge(self, source: Source, key: BucketKey, found: str, asked: Any) -> None:
         pull, (rank, bucket) = self.transfer, key
         assert pull is not None
-        if whole:
+        if "drop" in asked:
+            return
+        if "corrupt" in asked:
+            found = "corrupt"
+        if found == pull.manifest.checksums[rank][bucket]:
+            pull.missing.remove(key)
+            self._held[key] = pull.serial
+            source.succeeded()
             if self._relay is not None:
                 self._relay.send_more()
             if not pull.missing:
                 self._staged_whole(pull)
-        elif pull.corruptions[key] >= MOST_CORRUPTIONS:
+            return
+        self.corrupted += 1
+        pull.corruptions[key] += 1
+        logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
+        if pull.corruptions[key] >= MOST_CORRUPTIONS:
             self.refused += 1
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
             self._pause()

@@ -26,9 +26,9 @@ from simulator.rollouts import Engine, Work
 from simulator.scenario import Scenario, slowest_of
 from simulator.world import World
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.arrivals import Arrivals
 from torchtitan.weight_sync.clients import Source
 from torchtitan.weight_sync.manifest import BucketKey
+from torchtitan.weight_sync.puller import Puller
 from torchtitan.weight_sync.registry import STATUS_SECONDS
 
 SMALL: dict[str, Any] = {
@@ -270,13 +270,13 @@ def test_relay_bounds_the_trainers_egress_and_delta_shrinks_it() -> None:
 
 def test_a_broken_protocol_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors take damaged buckets for whole ones."""
-    settle = Arrivals._judge
+    settle = Puller._judge
 
-    def believe(self: Arrivals, source: Source, key: BucketKey, _found: str, asked: Any) -> None:
+    def believe(self: Puller, source: Source, key: BucketKey, _found: str, asked: Any) -> None:
         assert self.transfer is not None
         settle(self, source, key, self.transfer.manifest.checksums[key[0]][key[1]], asked)
 
-    monkeypatch.setattr(Arrivals, "_judge", believe)
+    monkeypatch.setattr(Puller, "_judge", believe)
     with pytest.raises(Violation, match="torn"):
         simulate(small(corruption_probability=0.5))
 

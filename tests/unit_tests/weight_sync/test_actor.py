@@ -15,11 +15,11 @@ from deterministic.parts import whole_layout
 from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import group
 from torchtitan.weight_sync.actor import Actor, reachable_host
-from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.group import LeadingEngine, in_figures
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.transfer import Transfer
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")
 DONE, REFUSED, TORN = {"bytes_full": 7}, WeightsRefused("not now"), RuntimeError("half")

@@ -11,7 +11,6 @@ import pytest
 
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Job, Parts
-from torchtitan.weight_sync.arrivals import Arrivals
 from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.handshake import Call
 from torchtitan.weight_sync.puller import Puller
@@ -108,7 +107,7 @@ def test_actor_that_stays_with_a_silent_registry_is_noticed(monkeypatch: pytest.
 
 
 def test_stale_carrier_that_is_heard_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arrivals, "is_current", lambda self, _message: self.transfer is not None)
+    monkeypatch.setattr(Puller, "is_current", lambda self, _message: self.transfer is not None)
     runs_until_found(runs.run_references, Parts())
 
 
