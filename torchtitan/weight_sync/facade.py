@@ -300,13 +300,11 @@ class WeightSync:
         }
         return SyncOutcome(applied, missing)
 
-    def pin(self, version: int, timeout: float = 5.0) -> frozenset[str]:
-        """Actors that serve `version` keep it until unpin(), for an evaluation. Returns them. Rank 0 only."""
-        if self.watcher is None:
-            return frozenset()
-        self.watcher.pin(version)
-        self.watcher.wait_for(lambda status: status.get("pinned") == version, timeout)
-        return frozenset(name for name, actor in self._actors().items() if actor["pinned"])
+    def pin(self, version: int, timeout: float = 5.0) -> None:
+        """Actors that serve `version` keep it until unpin(), for an evaluation. Rank 0 only."""
+        if self.watcher is not None:
+            self.watcher.pin(version)
+            self.watcher.wait_for(lambda status: status.get("pinned") == version, timeout)
 
     def unpin(self) -> None:
         """The evaluation is over. Does not wait."""

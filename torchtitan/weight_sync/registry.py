@@ -52,7 +52,7 @@ class Registry:
         self._write, self._beat = write, beat
         self._gate = Gate(runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter)
         self._token = token
-        self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s, settings.delta)
+        self.lanes = Lanes(settings)
         self._ranks: dict[int, Rank] = {}
         self.actors: dict[str, Actor] = {}
         self._trainer: Channel | None = None

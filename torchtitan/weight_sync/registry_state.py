@@ -23,10 +23,13 @@ class Settings:
 
     world_size: int
     lanes: int = 1
+    """At a time"""
     lease_s: float = 60.0
+    """The longest life of a lane"""
     relay_fanout: int = 0
     """Actors that pull from the trainer, and from each actor that passes versions on; 0: all pull from the trainer"""
     progress_timeout_s: float = 5.0
+    """A pull that moves nothing for so long does not keep its lane"""
     apply_timeout_s: float = 10.0
     snapshot_timeout_s: float = 60.0
     delta: bool = False
@@ -140,13 +143,9 @@ class Pull:
 
 @dataclass
 class Lanes:
-    """limit: lanes at a time; lease_s: the longest life of one; progress_s: a pull that moves nothing for so long does
-    not keep its lane; keeps_base: whether there is a base."""
+    """Of published snapshots: which live, who pulls them, and who has one that deltas may be taken against."""
 
-    limit: int
-    lease_s: float
-    progress_s: float
-    keeps_base: bool = False
+    settings: Settings
     newest: int | None = None
     lanes: dict[int, float] = field(default_factory=dict)
     """Serial -> since when it is no longer the newest"""
@@ -160,7 +159,7 @@ class Lanes:
     @property
     def room(self) -> bool:
         """Whether another lane may begin."""
-        return len(self.lanes) < self.limit
+        return len(self.lanes) < self.settings.lanes
 
     def lives(self, serial: int) -> bool:
         """Whether this snapshot may be read."""
@@ -206,7 +205,8 @@ class Lanes:
             since = self.lanes.get(pull.serial)
             if since is None:
                 continue
-            if now - since > self.lease_s or now - max(since, pull.moved_at) > self.progress_s:
+            stands_still = now - max(since, pull.moved_at) > self.settings.progress_timeout_s
+            if stands_still or now - since > self.settings.lease_s:
                 late.append(actor)
                 del self.pulls[actor]
                 self.lost[actor] = self.lost.get(actor, 0) + 1
@@ -231,7 +231,7 @@ class Lanes:
 
     def _choose_base(self, there: Iterable[int | None]) -> None:
         """Of these, the one that most actors hold; of equals the newest."""
-        if self.keeps_base:
+        if self.settings.delta:
             held = Counter(self.holds.values())
             known = [serial for serial in there if serial is not None and serial != self.newest and held[serial]]
             self.base = max(known, key=lambda serial: (held[serial], serial), default=None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan.weight_sync.registry_state import Lanes
+from torchtitan.weight_sync.registry_state import Lanes, Settings
 from torchtitan.weight_sync.slots import LiveSlots, SlotState, SlotView, SlotWriter
 
 
 def lanes_with(*pulls: str, limit: int = 1) -> Lanes:
     """Snapshot 1 is the newest, and being pulled by these."""
-    lanes = Lanes(limit, lease_s=10.0, progress_s=3.0)
+    lanes = Lanes(Settings(1, limit, lease_s=10.0, progress_timeout_s=3.0))
     lanes.publish(1, 0.0)
     for actor in pulls:
         lanes.begin(actor, 1, 0.0)
@@ -66,7 +66,7 @@ def test_newest_has_no_deadline() -> None:
 
 
 def test_new_registry_hears_of_pulls_before_it_has_published() -> None:
-    lanes = Lanes(1, 10.0, 3.0)
+    lanes = Lanes(Settings(1, lease_s=10.0, progress_timeout_s=3.0))
     lanes.begin("slow", 5, 0.0)
     lanes.begin("other", 4, 0.0)
     lanes.publish(5, 0.1)
@@ -125,7 +125,7 @@ def test_lane_expires_where_no_registry_says_so() -> None:
 
 
 def test_base_is_what_most_actors_hold() -> None:
-    lanes = Lanes(1, lease_s=60.0, progress_s=5.0, keeps_base=True)
+    lanes = Lanes(Settings(1, delta=True))
     lanes.publish(1, 0.0)
     for actor in ("a", "b", "slow"):
         lanes.begin(actor, 1, 0.0)
