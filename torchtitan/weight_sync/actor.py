@@ -46,11 +46,13 @@ class StagingEngine:
     the loop's thread. number: of a worker that pulls its share of every version, into memory that all workers of the
     actor share; the others are not asked for."""
 
+    _staging: Staging
+    """From prepare() on"""
+
     def __init__(
         self, apply: ApplyFunction, where: str, post: Callable[[Callable[[], None]], None], number: int | None = None
     ):
         self._apply, self._where, self._post, self._number = apply, where, post, number
-        self._staging: Staging | None = None
         self._device = torch.device("cpu")
         """Of staging memory"""
         self._shared = NamedMemory(lambda memory: memoryview(open_shared(memory)))
@@ -62,23 +64,21 @@ class StagingEngine:
     def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
         """See transfer.Engine."""
         # What the leader says of that memory: the reference that opens it, and how many workers there are.
-        shared = None if self._number is None else message["staging"]
+        shared: Message = {} if self._number is None else message["staging"]
         try:
             # Only checksums of kind "sum" are computed on a device.
             where = self._where if reads_devices(layout.checksum) else "cpu"
-            memory = None if shared is None else open_shared(shared, writable=True)
+            memory = open_shared(shared, writable=True) if shared else None
             self._staging, self._device = Staging(layout, where, memory), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
-        return layout.bucket_keys() if shared is None else self._share(layout, shared["workers"])
-
-    def _share(self, layout: Layout, workers: int) -> list[BucketKey]:
-        assert self._number is not None
-        needs = list[BucketKey]()
+        if self._number is None:
+            return layout.bucket_keys()
+        needs, count = list[BucketKey](), shared["workers"]
         for rank in range(len(layout.ranks)):
             # Another share of the next rank, so that few buckets do not all fall to one.
-            buckets, part = layout.bucket_count(rank), (self._number + rank) % workers
-            needs += [(rank, bucket) for bucket in range(buckets * part // workers, buckets * (part + 1) // workers)]
+            buckets, part = layout.bucket_count(rank), (self._number + rank) % count
+            needs += [(rank, bucket) for bucket in range(buckets * part // count, buckets * (part + 1) // count)]
         return needs
 
     def bucket(self, key: BucketKey) -> memoryview:
@@ -88,14 +88,12 @@ class StagingEngine:
 
     def memory(self, key: BucketKey) -> memoryview:
         """A bucket of staging memory, to be read."""
-        assert self._staging is not None
         area = self._staging.bucket(key)
         assert isinstance(area, memoryview)
         return area
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
         """See transfer.Engine."""
-        assert self._staging is not None
         self._written += 1
         target = self._staging.bucket(key)
         self.copy(reference, target)
@@ -144,7 +142,6 @@ class StagingEngine:
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:
         """See transfer.Engine."""
-        assert self._staging is not None
         target = self.bucket(key)
         decode_into(target, delta, element_bytes(self._staging.layout))
         return checksum_function(self._staging.layout.checksum)(target)
@@ -152,7 +149,6 @@ class StagingEngine:
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See transfer.Engine."""
         staging, written, begun = self._staging, self._written, time.monotonic()
-        assert staging is not None
         proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
         return in_figures(self._apply(staged), begun)

@@ -16,7 +16,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -119,8 +118,7 @@ class ActorStatus(NamedTuple):
     """How often its connection was lost, or it was given up"""
 
 
-@dataclass(frozen=True)
-class SyncOutcome:
+class SyncOutcome(NamedTuple):
     """Who has applied a version, and who has not and why."""
 
     applied: frozenset[str]

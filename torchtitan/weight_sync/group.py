@@ -295,9 +295,10 @@ def _together(figures: list[Message]) -> dict[str, float]:
 class LeadingEngine:
     """An engine whose workers stage their parts: nothing arrives here. The actor's loop orders what they do."""
 
+    leader: Leader
+
     def __init__(self, apply: ApplyFunction, runtime: SocketRuntime):
         self._apply, self._runtime = apply, runtime
-        self.leader: Leader | None = None
 
     def prepare(self, layout: Layout, _message: Message) -> Collection[BucketKey]:
         """See transfer.Engine."""
@@ -308,7 +309,6 @@ class LeadingEngine:
         begun, order = time.monotonic(), Future[Mapping[str, float]]()
 
         def apply_on_workers() -> None:
-            assert self.leader is not None
             order.set_running_or_notify_cancel()
             self._runtime.post(partial(self.leader.order, manifest, order))
             # The leader answers within its deadline, as long as its loop runs.

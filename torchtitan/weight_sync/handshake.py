@@ -10,9 +10,8 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer
@@ -36,8 +35,7 @@ def role_key(token: str, role: str, name: str) -> str:
     return hmac.digest(token.encode(), wire.as_bytes(f"{role}/{name}"), "sha256").hex()
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """Who this process is to the others. key: role_key of the two."""
 
     role: str

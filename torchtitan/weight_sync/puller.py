@@ -146,7 +146,7 @@ class Puller:
         if self.poisoned:
             self._tell({"type": "poisoned", "version": -1, "reason": "a version could not be applied whole"})
         elif self.serving is not None and self.serving.epoch == self.epoch:
-            self._tell_serving({})
+            self._tell_serving(self.serving, {})
         if self.transfer is not None:
             self._tell_pulling(self.transfer)
 
@@ -156,10 +156,8 @@ class Puller:
     def _tell_ended(self, version: int, outcome: str, reason: str = "") -> None:
         self._tell({"type": "ended", "version": version, "outcome": outcome, "reason": reason})
 
-    def _tell_serving(self, figures: Message) -> None:
-        assert self.serving is not None
-        served = {"version": self.serving.version, "digest": self.serving.digest}
-        self._tell({"type": "serving", **served, "figures": figures})
+    def _tell_serving(self, served: Served, figures: Message) -> None:
+        self._tell({"type": "serving", "version": served.version, "digest": served.digest, "figures": figures})
 
     def _look(self) -> Message:
         """Every now and then: whether the pull gets on, or a pause is over. Returns what the registry is to be told."""
@@ -384,19 +382,19 @@ class Puller:
                 return
             self._checked_key(source, message, transfer)
             fetch = partial(self._engine.fetch, key, message["reference"])
-            self._work(source, key, fetch, self._bucket_bytes(key), asked)
+            self._work(transfer, source, key, fetch, self._bucket_bytes(key), asked)
         elif (placed := transfer.placing.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
-            self._work(source, key, partial(self._engine.patch, key, placed), 0, asked)
+            self._work(transfer, source, key, partial(self._engine.patch, key, placed), 0, asked)
         else:
             del transfer.placing[key]
             self._judge(source, key, placed.hexdigest(), asked)
 
-    def _work(self, source: Source, key: BucketKey, function: Callable[[], str], count: int, asked: Any) -> None:
+    def _work(
+        self, transfer: Transfer, source: Source, key: BucketKey, function: Callable[[], str], count: int, asked: Any
+    ) -> None:
         """Have a thread write the bucket, of which `count` bytes then have come."""
-        transfer = self.transfer
-        assert transfer is not None
         self._held.pop(key, None)
         transfer.placing[key] = None
         self._writers += 1
@@ -497,7 +495,7 @@ class Puller:
             self.poisoned = False
             self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
             if self._survives("applied", manifest.version):
-                self._tell_serving({**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
+                self._tell_serving(self.serving, {**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
             if torn is not None and torn[0] == manifest.version:
                 self._poison(*torn)
         self._consider()

@@ -181,7 +181,6 @@ class Registry:
         about = {"layout_id": whole.layout_id(), "layout": Encoded(whole.to_json())}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
         self._model = {"type": "model", **about, "servers": servers, "progress_s": self.settings.progress_timeout_s}
-        self._write("layout", {"layout_id": about["layout_id"], "bytes": whole.total_bytes})
         for channel in self._actor_channels():
             channel.send(self._model)
         self._publish_what_is_whole()

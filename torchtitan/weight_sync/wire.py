@@ -29,53 +29,52 @@ TICK_SECONDS, HEARTBEAT_SECONDS = 0.2, 0.5
 SILENCE_SECONDS = 3.0
 RETRY_SECONDS = 0.2
 Fields = dict[str, type | tuple[type, ...]]
-_NUMBER, _TEXT, _LIST, _OBJECT = int, str, list, dict
 _MAYBE_NUMBER = (int, type(None))
 # newest: serial that was published last; lanes: older serials that are still being pulled; room: whether another one
 # may begin; base: a serial that is kept for deltas; dropped: serials that will never be published. Once the trainer has
 # said so also `pinned`: the version that actors keep, if any.
-_LIVE: Fields = {"newest": _NUMBER, "lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER, "dropped": _LIST}
+_LIVE: Fields = {"newest": int, "lanes": list, "room": bool, "base": _MAYBE_NUMBER, "dropped": list}
 # What each message must hold; a field that may be None may be left out.
 SCHEMA: dict[str, Fields] = {
     # The handshake
-    "challenge": {"nonce": _TEXT},
-    "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
-    "welcome": {"proof": _TEXT, "fields": _OBJECT},
-    "refuse": {"reason": _TEXT},
+    "challenge": {"nonce": str},
+    "hello": {"role": str, "name": str, "nonce": str, "proof": str, "fields": dict},
+    "welcome": {"proof": str, "fields": dict},
+    "refuse": {"reason": str},
     # Any client to the registry, and its answer. bytes: of an actor that pulls, how many have come
     "ping": {"bytes": _MAYBE_NUMBER},
     "pong": {},
     # Shard server -> registry. snapped may say which file holds it, failed why there is none
-    "layout": {"layout": _OBJECT},
-    "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
-    "failed": {"serial": _NUMBER, "version": _NUMBER},
+    "layout": {"layout": dict},
+    "snapped": {"serial": int, "version": int, "checksums": list},
+    "failed": {"serial": int, "version": int},
     # Registry -> shard servers and actors
     "live": _LIVE,
     # Registry -> actor. servers: one address per rank; progress_s: [weight_sync] progress_timeout_s; newest: also the
     # first time, and may name another actor to pull from, as `source`
-    "model": {"layout_id": _TEXT, "layout": _OBJECT, "servers": _LIST, "progress_s": (int, float)},
-    "newest": {**_LIVE, "version": _NUMBER, "digest": _TEXT, "checksums": _LIST},
+    "model": {"layout_id": str, "layout": dict, "servers": list, "progress_s": (int, float)},
+    "newest": {**_LIVE, "version": int, "digest": str, "checksums": list},
     # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
-    "pulling": {"serial": _NUMBER, "version": _NUMBER},
-    "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
-    "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
-    "poisoned": {"version": _NUMBER, "reason": _TEXT},
+    "pulling": {"serial": int, "version": int},
+    "ended": {"version": int, "outcome": str, "reason": str},
+    "serving": {"version": int, "digest": str, "figures": dict},
+    "poisoned": {"version": int, "reason": str},
     # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets; base: the snapshot that deltas may be
     # taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
-    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": _LIST, "base": _MAYBE_NUMBER},
+    "open": {"pull": int, "serial": int, "buckets": list, "base": _MAYBE_NUMBER},
     # Shard server -> actor. A bucket carries its bytes, says in `reference` where they are, or carries a delta against
     # the snapshot `base`
-    "gone": {"pull": _NUMBER},
-    "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},
+    "gone": {"pull": int},
+    "bucket": {"pull": int, "rank": int, "bucket": int},
     # Shard server <-> actor, for nccl: what the two ends of a communicator have to know of each other to meet (value in
     # hexadecimal), and the actor's word that it has posted the receive of another chunk. link: of which communicator
-    "entry": {"link": _TEXT, "key": _TEXT, "value": _TEXT},
-    "credit": {"link": _TEXT},
+    "entry": {"link": str, "key": str, "value": str},
+    "credit": {"link": str},
     # Leader -> worker: the version that all have staged
-    "apply": {"version": _NUMBER},
+    "apply": {"version": int},
     # Trainer (rank 0) <-> registry
     "pin": {"version": _MAYBE_NUMBER},
-    "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},
+    "status": {"actors": dict, "newest": _MAYBE_NUMBER, "dropped": list},
 }
 
 
