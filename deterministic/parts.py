@@ -116,7 +116,7 @@ class Rank:
         self.slots.beat_at = self.machine.now
         self.server = kind(
             self.process.runtime,
-            self.slots,
+            self.slots,  # type: ignore[arg-type]
             rank_layout(shape.ranks, shape.buckets, self.number),
             rank=self.number,
             epoch=shape.epoch,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.bucket_server import BucketServer, Reader
@@ -16,10 +16,11 @@ from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.delta import Deltas, element_bytes, encode
 from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity
 from torchtitan.weight_sync.manifest import Layout, checksum_function
-from torchtitan.weight_sync.slots import LiveSlots, Words
+from torchtitan.weight_sync.slots import LiveSlots
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
+    from torchtitan.weight_sync.device_slots import Slots
     from torchtitan.weight_sync.nccl import SendingLink
 
 logger = logging.getLogger("torchtitan.weight_sync.shard_server")
@@ -28,24 +29,6 @@ logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 LONGEST_BUCKET_SECONDS, LONGEST_SECONDS_PER_BYTE = 5.0, 50e-9
 # Writing one bucket, or bringing a file to the disk: a network's may take minutes.
 LONGEST_WRITE_SECONDS = 600.0
-
-
-class Slots(Protocol):
-    """A rank's slots; see slots.py."""
-
-    @property
-    def state_words(self) -> Words:
-        """One word per slot."""
-
-    @property
-    def failed(self) -> list[tuple[int, int]]:
-        """(serial, version) of snapshots that this rank could not take, the oldest first."""
-
-    def slot(self, index: int) -> Any:
-        """A slot's bytes: a memoryview, or a tensor on a device. Both are cut with [start:end]."""
-
-    def beat(self) -> None:
-        """A sign of life for the parent."""
 
 
 class ShardServer(BucketServer):
@@ -144,7 +127,8 @@ class ShardServer(BucketServer):
     def _take(self, index: int, serial: int, version: int) -> Message:
         """What the registry is to be told of a snapshot."""
         faults.at("checksum", version=version, rank=self.rank)
-        memory, sums = self._slots.slot(index), []
+        memory: Any = self._slots.slot(index)
+        sums = []
         for start in range(0, len(memory), self._layout.bucket_bytes):
             self._moved(self._bucket_seconds)
             sums.append(self._checksum(memory[start : start + self._layout.bucket_bytes]))
