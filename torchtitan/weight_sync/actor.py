@@ -192,8 +192,6 @@ class _Pulling:
             "connected": self.connected,
             "poisoned": puller.poisoned,
             **(dict.fromkeys(Served._fields) if served is None else served._asdict()),
-            "versions_applied": puller.applied,
-            "versions_refused": puller.refused,
             "failure": self._runtime.failure or puller.registry.failure or None,
         }
 

@@ -183,7 +183,6 @@ class Leader(Puller):
                 if all(one.staged == version for one in self._workers.values()) and self._complete():
                     self._staged_whole(self.transfer)
             elif outcome in ("gone", "refused"):
-                self.refused += outcome == "refused"
                 self._end_pull(outcome, reason)
                 self._pause()
 

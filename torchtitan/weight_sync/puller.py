@@ -69,7 +69,6 @@ class Puller:
         """A pull that moved no byte for so long asks again over new channels"""
         self.serving = served
         self.poisoned = False
-        self.applied = self.refused = 0
         fields = {"epoch": epoch, "instance": secrets.token_hex(8), "address": relay_address}
         ways = self._joined, self._on_message, GIVE_UP_SECONDS, self._look
         self.registry = RegistryClient(runtime, registry, identity, fields, *ways)
@@ -438,7 +437,6 @@ class Puller:
         pull.corruptions[key] += 1
         logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
         if pull.corruptions[key] >= MOST_CORRUPTIONS:
-            self.refused += 1
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
             self._pause()
         elif not self.leave_peer():
@@ -481,7 +479,6 @@ class Puller:
         self._applying = False
         torn, self._torn = self._torn, None
         if isinstance(error, WeightsRefused):
-            self.refused += 1
             logger.error("%s: version %d refused: %s", self.name, manifest.version, error)
             self._pause()
             self._tell_ended(manifest.version, "refused", str(error))
@@ -491,7 +488,6 @@ class Puller:
             self._poison(manifest.version, repr(error))
             self._pause()
         else:
-            self.applied += 1
             self.poisoned = False
             self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
             if self._survives("applied", manifest.version):

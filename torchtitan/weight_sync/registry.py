@@ -111,10 +111,9 @@ class Registry:
         self._beat()
         now = self._runtime.now()
         # The loop reads sockets before it runs timers: after a pause of this process, waiting messages have been read.
-        for rank, server in list(self._ranks.items()):
+        for server in list(self._ranks.values()):
             if now - server.heard_at > SILENCE_SECONDS:
-                logger.warning("the shard server of rank %d says nothing", rank)
-                server.channel.close("silent")
+                server.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
         for name, actor in list(self.actors.items()):
             if actor.channel is None:
                 if now - actor.heard_at > FORGET_SECONDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -64,13 +65,10 @@ class Transfer:
 
 def _ranges(numbers: list[int]) -> list[list[int]]:
     """[first, end) of each run in ascending numbers."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number:
-            ranges[-1][1] = number + 1
-        else:
-            ranges.append([number, number + 1])
-    return ranges
+    place = itertools.count()
+    # Numbers of one run are all as far from their places.
+    runs = [list(run) for _, run in itertools.groupby(numbers, lambda number: number - next(place))]
+    return [[run[0], run[-1] + 1] for run in runs]
 
 
 class Engine(Protocol):

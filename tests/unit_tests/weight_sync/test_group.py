@@ -26,6 +26,8 @@ SHAPE = Shape(ranks=2, buckets=4, actor_seconds=(), progress_timeout_s=1.5)
 class SimLeader(Leader):
     """Applies without a thread that waits."""
 
+    applied = 0
+
     def _apply_staged(self) -> None:
         if self._staged is None or self._applying or self._is_pinned() or self._closed:
             return
@@ -34,6 +36,7 @@ class SimLeader(Leader):
 
         def done(order: Future[Mapping[str, float]]) -> None:
             error = order.exception()
+            self.applied += error is None
             self._applied(manifest, figures, begun, None if error else order.result(), error)
 
         order: Future[Mapping[str, float]] = Future()
