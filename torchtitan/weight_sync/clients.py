@@ -171,12 +171,9 @@ class RegistryClient(Way):
             return
         self._runtime.call_later(wire.HEARTBEAT_SECONDS, self._heartbeat)
         # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been read.
-        if self._is_silent():
+        if self._runtime.now() - self._heard_at > SILENCE_SECONDS:
             self.hang_up(f"the registry said nothing for {SILENCE_SECONDS:g} s")
         self.tell({"type": "ping", **self._beat()})
-
-    def _is_silent(self) -> bool:
-        return self._runtime.now() - self._heard_at > SILENCE_SECONDS
 
 
 LONGEST_RETRY_SECONDS = 2.0
@@ -240,6 +237,6 @@ class Source(Way):
         elif kind == "gone":
             self._wanted.gone(message)
         elif kind == "entry":
-            self._wanted.linked(channel, message)
+            self._wanted.engine.linked(channel, message)
         else:
             raise ProtocolError(f"a shard server does not send {kind!r} to an actor")

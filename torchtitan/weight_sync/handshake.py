@@ -185,11 +185,9 @@ class Call:
         if reply["type"] == "refuse":
             self._fail(f"{self._address} refused: {reply['reason']}")
             return
-        if reply["type"] != "welcome" or not self._proven(server_nonce, reply["proof"]):
+        nonces = server_nonce, self._nonce
+        if reply["type"] != "welcome" or not self._identity.is_proof(reply["proof"], "server", *nonces):
             raise ProtocolError(f"{self._address} is not of this job: it does not know the key")
         channel.trust()
         self._finish()
         self._on_ready(channel, reply["fields"])
-
-    def _proven(self, server_nonce: str, proof: str) -> bool:
-        return self._identity.is_proof(proof, "server", server_nonce, self._nonce)

@@ -22,7 +22,7 @@ from torchtitan.weight_sync.clients import RegistryClient, Source
 from torchtitan.weight_sync.handshake import PEER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
 from torchtitan.weight_sync.transfer import Engine, Transfer
-from torchtitan.weight_sync.wire import Channel, Message, Place, ProtocolError, Runtime
+from torchtitan.weight_sync.wire import Message, Place, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
@@ -63,7 +63,7 @@ class Puller:
         relay_address: str = "",
         puller: Identity | None = None,
     ):
-        self._runtime, self._engine, self.name = runtime, engine, identity.name
+        self._runtime, self.engine, self.name = runtime, engine, identity.name
         self._identity, self.epoch = puller or identity, epoch
         self._progress_s = math.inf
         """A pull that moved no byte for so long asks again over new channels"""
@@ -191,7 +191,7 @@ class Puller:
         self._servers, self._progress_s = list(map(str, message["servers"])), message["progress_s"]
         if self._layout is None:
             layout = self._read_layout(message["layout"])
-            self._needs = self._engine.prepare(layout, message)
+            self._needs = self.engine.prepare(layout, message)
             self._layout, self._layout_id = layout, message["layout_id"]
             self._sources = self._new_sources(len(layout.ranks))
         elif message["layout_id"] != self._layout_id:
@@ -316,10 +316,6 @@ class Puller:
         """What to ask this rank's shard server for."""
         return [] if self.transfer is None else self.transfer.requests(rank, self._held, self._base)
 
-    def linked(self, channel: Channel, message: Message) -> None:
-        """An entry has come: the other end of a link wants to meet. Raises ProtocolError where it makes no sense."""
-        self._engine.linked(channel, message)
-
     def is_current(self, message: Message) -> bool:
         """Whether a message belongs to the transfer."""
         return self.transfer is not None and message["pull"] == self.transfer.number
@@ -353,7 +349,7 @@ class Puller:
             transfer.count(len(piece), False, now())
             hasher.update(piece)
 
-        return self._engine.bucket(key), take
+        return self.engine.bucket(key), take
 
     def _checked_key(self, source: Source, message: Message, transfer: Transfer) -> BucketKey:
         key = message["rank"], message["bucket"]
@@ -380,12 +376,12 @@ class Puller:
             if "drop" in asked:
                 return
             self._checked_key(source, message, transfer)
-            fetch = partial(self._engine.fetch, key, message["reference"])
+            fetch = partial(self.engine.fetch, key, message["reference"])
             self._work(transfer, source, key, fetch, self._bucket_bytes(key), asked)
         elif (placed := transfer.placing.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
-            self._work(transfer, source, key, partial(self._engine.patch, key, placed), 0, asked)
+            self._work(transfer, source, key, partial(self.engine.patch, key, placed), 0, asked)
         else:
             del transfer.placing[key]
             self._judge(source, key, placed.hexdigest(), asked)
@@ -471,7 +467,7 @@ class Puller:
 
     def _apply(self, manifest: Manifest) -> Mapping[str, float]:
         faults.at("apply", version=manifest.version, actor=self.name)
-        return self._engine.apply(manifest)
+        return self.engine.apply(manifest)
 
     def _applied(
         self, manifest: Manifest, figures: Message, begun: float, cost: Any, error: BaseException | None

@@ -82,13 +82,11 @@ class Registry:
     def _admit(self, identity: Identity, fields: Message) -> Message:
         if fields.get("epoch") != self.epoch:
             raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
-        if identity.role == RANK:
-            if identity.name not in map(str, range(self.settings.world_size)):
-                raise ProtocolError(f"no rank {identity.name!r} among {self.settings.world_size}")
+        if identity.role == RANK and identity.name not in map(str, range(self.settings.world_size)):
+            raise ProtocolError(f"no rank {identity.name!r} among {self.settings.world_size}")
+        if identity.role == RANK or fields.get("address"):
             wire.parse_data_address(str(fields.get("address")))
         if identity.role == ACTOR:
-            if fields.get("address"):
-                wire.parse_data_address(str(fields["address"]))
             known = self.actors.get(identity.name)
             if known is not None and known.state == "GIVEN_UP" and known.instance == fields.get("instance"):
                 raise ProtocolError(f"{identity.name} was given up: {known.reason}")
@@ -124,7 +122,7 @@ class Registry:
                 actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
         for serial, gathering in list(self._gathering.items()):
             if now - gathering.since > self.settings.snapshot_timeout_s:
-                missing = [rank for rank in range(self.settings.world_size) if rank not in gathering.checksums]
+                missing = [rank for rank in range(self.settings.world_size) if rank not in gathering.snapped]
                 self._drop(serial, gathering.version, f"rank {missing} did not snapshot it in time")
         for name in self.lanes.expire(now):
             self._lost_lane(name)
@@ -146,7 +144,7 @@ class Registry:
         self._ranks[rank].heard_at = float("inf")
         for gathering in self._gathering.values():
             # The next one computes anew, and what it reports counts.
-            gathering.checksums.pop(rank, None)
+            gathering.snapped.pop(rank, None)
         self._changed()
 
     def _on_rank_message(self, rank: int, channel: Channel, message: Message) -> None:
@@ -194,25 +192,26 @@ class Registry:
         gathering = self._gathering.setdefault(serial, Gathering(version, self._runtime.now()))
         if gathering.version != version:
             raise ProtocolError(f"rank {rank} calls snapshot {serial} version {version}, not {gathering.version}")
-        gathering.checksums[rank], gathering.files[rank] = message["checksums"], message.get("file") or {}
+        gathering.snapped[rank] = message
         self._publish_what_is_whole()
 
     def _publish_what_is_whole(self) -> None:
-        whole = [s for s, one in self._gathering.items() if len(one.checksums) == self.settings.world_size]
+        whole = [s for s, one in self._gathering.items() if len(one.snapped) == self.settings.world_size]
         if whole and self._model:
             self._publish(max(whole))
 
     def _publish(self, serial: int) -> None:
         gathered = self._gathering[serial]
         faults.at("publish", version=gathered.version)
-        checksums = [gathered.checksums[rank] for rank in range(self.settings.world_size)]
+        snapped = [gathered.snapped[rank] for rank in range(self.settings.world_size)]
+        checksums = [message["checksums"] for message in snapped]
         self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], checksums)
         self._newest_message = {"type": "newest", **vars(self.newest), "checksums": Encoded(checksums)}
         self._gathering = {later: one for later, one in self._gathering.items() if later > serial}
         self.lanes.publish(serial, self._runtime.now())
         self._versions[serial] = gathered.version
         if self._catalogue is not None:
-            files = [gathered.files[rank] for rank in range(self.settings.world_size)]
+            files = [message.get("file") or {} for message in snapped]
             self._catalogue.publish(self.newest, files, self._live_versions())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # In one message: what an actor is pulling may live on as a lane.

@@ -109,9 +109,8 @@ class Gathering:
 
     version: int
     since: float
-    checksums: dict[int, list[str]] = field(default_factory=dict)
-    files: dict[int, Message] = field(default_factory=dict)
-    """Of the disk transport: what each rank has written"""
+    snapped: dict[int, Message] = field(default_factory=dict)
+    """What each rank has said of it"""
 
 
 def relay_sources(actors: Mapping[str, Actor], slow: Container[str], fanout: int, token: str) -> dict[str, Message]:

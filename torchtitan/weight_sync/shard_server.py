@@ -85,14 +85,11 @@ class ShardServer(BucketServer):
         """Every now and then."""
         if self._works():
             self._slots.beat()
-        self._expire()
+        # Leases have an absolute life, whether or not a registry is there.
+        self.live.expire(self._runtime.now(), self._lease_s)
         self.end_what_is_gone()
         super().look_after()
         self.look()
-
-    def _expire(self) -> None:
-        # Leases have an absolute life, whether or not a registry is there.
-        self.live.expire(self._runtime.now(), self._lease_s)
 
     def _works(self) -> bool:
         """Without a beat the parent ends this process and starts another one."""

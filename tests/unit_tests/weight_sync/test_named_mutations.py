@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Job, Parts
-from torchtitan.weight_sync.clients import RegistryClient
-from torchtitan.weight_sync.handshake import Call
+from torchtitan.weight_sync import clients
+from torchtitan.weight_sync.handshake import Identity
 from torchtitan.weight_sync.puller import Puller
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.slots import LiveSlots
@@ -29,9 +30,10 @@ def quiet() -> Iterator[None]:
 
 
 class LeasesOutliveTheRegistry(ShardServer):
-    def _expire(self) -> None:
-        if self.registry.connected:
-            super()._expire()
+    def look_after(self) -> None:
+        if not self.registry.connected:
+            self._lease_s = math.inf
+        super().look_after()
 
 
 class DoesNotWaitForWriters(Puller):
@@ -97,12 +99,17 @@ def test_mutation_is_noticed(name: str) -> None:
 
 
 def test_client_that_does_not_check_the_servers_proof_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Call, "_proven", lambda *_: True)
+    genuine = Identity.is_proof
+
+    def believe(self: Identity, given: str, side: str, *nonces: str) -> bool:
+        return side == "server" or genuine(self, given, side, *nonces)
+
+    monkeypatch.setattr(Identity, "is_proof", believe)
     runs_until_found(runs.run_faults, Parts())
 
 
 def test_actor_that_stays_with_a_silent_registry_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RegistryClient, "_is_silent", lambda _: False)
+    monkeypatch.setattr(clients, "SILENCE_SECONDS", math.inf)
     runs_until_found(runs.run_faults, Parts())
 
 
