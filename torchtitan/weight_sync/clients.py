@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.handshake import Call, Identity
-from torchtitan.weight_sync.wire import RETRY_SECONDS, SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime, Timer
+from torchtitan.weight_sync.wire import RETRY_SECONDS, SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.puller import Puller
@@ -26,9 +26,8 @@ class Way:
     def __init__(self, runtime: Runtime, address: str, identity: Identity, fields: Message):
         self._runtime, self.address, self._identity, self._fields = runtime, address, identity, fields
         self._channel: Channel | None = None
-        self._call: Call | None = None
-        self._again: Timer | None = None
-        """Until it is tried again"""
+        self._stop: Callable[[], object] | None = None
+        """Ends what leads to a connection: a call, or the wait for the next one; None where there is neither"""
 
     def tell(self, message: Message) -> None:
         """Send where there is a connection. What counts is said when there is one again."""
@@ -37,12 +36,10 @@ class Way:
 
     def drop(self, reason: str) -> None:
         """Close the connection; no other one follows by itself. Nothing writes for it any more when this returns."""
-        call, again, channel = self._call, self._again, self._channel
-        self._call = self._again = self._channel = None
-        if call is not None:
-            call.cancel()
-        if again is not None:
-            again.cancel()
+        stop, channel = self._stop, self._channel
+        self._stop = self._channel = None
+        if stop is not None:
+            stop()
         if channel is not None:
             channel.close(reason)
 
@@ -62,22 +59,23 @@ class Way:
         raise NotImplementedError
 
     def _dial(self) -> None:
-        self._call = Call(self._runtime, self.address, self._identity, self._fields, self._welcomed, self._failed)
+        names = self.address, self._identity, self._fields
+        self._stop = Call(self._runtime, *names, self._welcomed, self._failed).cancel
 
     def _try_in(self, seconds: float) -> None:
         def try_again() -> None:
-            self._again = None
+            self._stop = None
             self._try()
 
-        self._again = self._runtime.call_later(seconds, try_again)
+        self._stop = self._runtime.call_later(seconds, try_again).cancel
 
     def _welcomed(self, channel: Channel, fields: Message) -> None:
-        self._call, self._channel = None, channel
+        self._stop, self._channel = None, channel
         channel.on_message, channel.on_close = self._on_message, self._on_close
         self._opened(channel, fields)
 
     def _failed(self, reason: str) -> None:
-        self._call = None
+        self._stop = None
         self._lost(reason)
 
     def _on_close(self, channel: Channel, reason: str) -> None:
@@ -201,7 +199,7 @@ class Source(Way):
         if self._channel is not None:
             for request in requests:
                 self._channel.send(request)
-        elif requests and self.address and self._call is None and self._again is None:
+        elif requests and self.address and self._stop is None:
             self._dial()
 
     _try = ask

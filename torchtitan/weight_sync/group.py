@@ -28,8 +28,6 @@ from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Messa
 
 logger = logging.getLogger("torchtitan.weight_sync.group")
 
-# A leader that is replaced closes its port: no worker hears two of them.
-LEADER_TERM = 1
 NOTHING = -1
 """The version of a worker that holds none"""
 
@@ -234,7 +232,8 @@ class Leader(Puller):
             raise ProtocolError(f"this actor's epoch is {self.epoch}, not {fields.get('epoch')}")
         if identity.name not in map(str, range(self._count)):
             raise ProtocolError(f"no worker {identity.name!r} among {self._count}")
-        return {"term": LEADER_TERM}
+        # Always the first: a leader that is replaced closes its port, no worker hears two of them.
+        return {"term": 1}
 
     def _enter(self, channel: Channel, identity: Identity, _fields: Message) -> None:
         number = int(identity.name)
