@@ -76,8 +76,9 @@ class Draft:
         """Take the values of a document with TOML tables."""
         for table, content in ((str(name), content) for name, content in tables.items()):
             if table not in table_types():
-                what = "table" if isinstance(content, Mapping) else "key outside a table,"
-                self.refuse(table, f"{place}: unknown {what} [{table}]{nearest(table, table_types())}")
+                unknown = f"unknown table [{table}]{nearest(table, table_types())}"
+                outside = f"{table} = {show(content)} stands outside a table{nearest_key(table)}"
+                self.refuse(table, f"{place}: {unknown if isinstance(content, Mapping) else outside}")
             elif not isinstance(content, Mapping):
                 self.refuse(table, f"{place}: {table} = {show(content)} must be a table: [{table}]")
             else:

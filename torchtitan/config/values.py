@@ -161,8 +161,8 @@ def read_toml(file: str) -> tuple[dict[str, Any], str]:
             # One of those that come with the package, by its name.
             shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
             path = shipped if shipped.is_file() else path
-        with path.open("rb") as stream:
-            return tomllib.load(stream), ""
+        # Some editors begin a file with a byte order mark.
+        return tomllib.loads(path.read_text(encoding="utf-8-sig")), ""
     except FileNotFoundError:
         text = f"does not exist (looked in {Path.cwd()})"
         if path.parent.is_dir():

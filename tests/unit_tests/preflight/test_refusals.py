@@ -146,7 +146,7 @@ oops | 'oops' belongs to no
 # What stands in the file, at its top where it begins with a key -> what the message must contain.
 IN_THE_FILE: dict[str, list[str]] = {
     "[grop]\nx = 1\n": ["unknown table [grop]", "nearest: grpo"],
-    "training_steps = 3\n": ["training_steps"],
+    "\ufefftraining_steps = 3\n": ["training_steps = 3 stands outside a table (nearest: training.steps)"],
     "[weight_sync]\nnum_slot = 3\n": ["num_slot = 3", "nearest: weight_sync.num_slots"],
     "[inference]\ngroup_size = 3\n": ["inference.group_size", "nearest: grpo.group_size"],
     "compile = 3\n": ["compile = 3 must be a table"],
