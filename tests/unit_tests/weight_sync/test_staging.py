@@ -24,7 +24,7 @@ def test_pieces_are_put_together() -> None:
     assert list(staged) == list(WEIGHTS)
     outlines = staged.outlines()
     for name, weight in WEIGHTS.items():
-        assert torch.equal(staged[name], weight)
+        assert torch.equal(staged[name], weight) and type(staged[name]) is torch.Tensor
         assert outlines[name].shape == weight.shape and outlines[name].dtype == weight.dtype
 
 
