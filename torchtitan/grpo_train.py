@@ -8,6 +8,7 @@ it, the new version is offered to the actors, and the next command is asked for.
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ def entry_point() -> NoReturn:
     """`torchtitan-grpo`, and `python -m torchtitan.grpo_train`."""
     try:
         code = main()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT  # before there is a run that answers it
     except Exception:
         # A defect, or a collective that another rank has left: the launcher starts all ranks again if it may.
         traceback.print_exc()

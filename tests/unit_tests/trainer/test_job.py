@@ -62,3 +62,16 @@ def test_a_disk_that_is_full_ends_the_run_with_one_message(monkeypatch: pytest.M
     monkeypatch.setattr(job, "Job", opened)
     with pytest.raises(UserError, match="cannot be written any more: .*No space left on device: '/dev/full'.*resume"):
         grpo_train.run_job(JobConfig())
+
+
+def test_ctrl_c_before_there_is_a_run_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    codes: list[int] = []
+    monkeypatch.setattr(grpo_train, "main", interrupted)
+    monkeypatch.setattr(grpo_train, "leave", codes.append)
+    grpo_train.entry_point()
+    assert codes == [130] and capsys.readouterr().err == ""
