@@ -74,10 +74,6 @@ class Liar:
         values = truth(self.says if self.holds is None else self.holds)
         return ScoredTokens([value + self.noise for value in values], "e", self.says)
 
-    async def pause(self, timeout_s: float) -> None: ...
-
-    async def resume(self, timeout_s: float) -> None: ...
-
     async def sleep(self, level: int, timeout_s: float) -> bool:
         return False
 

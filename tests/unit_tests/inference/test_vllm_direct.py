@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,16 +30,6 @@ class Control:
         self.open = path != FINISH
 
 
-class Offers:
-    """Has the workers apply; keeps how often."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self) -> None:
-        self.count += 1
-
-
 @pytest.fixture
 def control() -> Control:
     return Control()
@@ -46,7 +37,7 @@ def control() -> Control:
 
 def load(control: Control) -> int:
     """How often workers were ordered to apply."""
-    offers = Offers()
+    offers = Mock()
     staged = StagedVersion("e1", 3, "digest", {}, apply_on_workers=offers)
     options = EngineOptions("a", "m", "", "direct", Path(), "", 0, update_timeout_s=5.0)
     loader = DirectLoader(control, options)  # type: ignore[arg-type]
@@ -55,9 +46,9 @@ def load(control: Control) -> int:
     try:
         loader.load(staged, "label")
     except WeightsRefused:
-        assert offers.count == 0
+        offers.assert_not_called()
         raise
-    return offers.count
+    return offers.call_count
 
 
 def test_a_version_is_loaded_in_one_update(control: Control) -> None:

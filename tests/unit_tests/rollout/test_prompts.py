@@ -123,13 +123,17 @@ def test_hugging_face_names_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -
         def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
             if name == "no/such":
                 raise FileNotFoundError("not on the hub")
-            return [{"prompt": f"{name} {subset} {split}"}]
+            return [{"prompt": f"{name} {subset} {split}", "answer": "1"}]
 
     monkeypatch.setitem(sys.modules, "datasets", Library)
-    assert load_rows("openai/gsm8k:main", "test") == [{"prompt": "openai/gsm8k main test"}]
-    assert load_rows("some/name") == [{"prompt": "some/name None train"}]
+    assert load_rows("openai/gsm8k:main", "test") == [{"prompt": "openai/gsm8k main test", "answer": "1"}]
     with pytest.raises(UserError, match="not on the hub"):
         load_rows("no/such")
+    # The evaluation has a split of its own.
+    config = make_config(dataset="some/name")
+    config.eval.dataset = "some/name"
+    train, held_out = load_datasets(config)
+    assert (train[0]["prompt"], held_out[0]["prompt"]) == ("some/name None train", "some/name None test")
 
 
 def test_an_evaluation_dataset_leaves_the_training_data_whole(tmp_path: Path) -> None:
@@ -153,19 +157,6 @@ def test_the_reward_of_the_evaluation_needs_its_column_too(tmp_path: Path) -> No
         load_datasets(config)
     config.eval.dataset = write_jsonl(tmp_path / "b.jsonl", {"prompt": "c", "answer": "1"})
     assert len(load_datasets(config)[0]) == 10
-
-
-def test_the_evaluation_has_a_split_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        @staticmethod
-        def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
-            return [{"prompt": f"{name} {split}", "answer": "1"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", Library)
-    config = make_config(dataset="some/name")
-    config.eval.dataset = "some/name"
-    train, held_out = load_datasets(config)
-    assert (train[0]["prompt"], held_out[0]["prompt"]) == ("some/name train", "some/name test")
 
 
 def test_prompts_keep_their_form_and_columns() -> None:
