@@ -135,4 +135,4 @@ def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
 )
 def test_layouts_of_experts_agree(world_size: int, family: str, layouts: list[Layout], tmp_path: Path) -> None:
     directory = make_mixture(tmp_path / "checkpoint", family)
-    check_layouts("distributed.test_expert_parallel:compare", world_size, directory, layouts, tmp_path)
+    check_layouts("distributed.test_expert_parallel:compare", world_size, directory, layouts, tmp_path, rounding=1e-5)
