@@ -60,15 +60,13 @@ class LedPuller(Puller):
     def _on_newest(self, message: Message) -> None:
         before = self._newest
         super()._on_newest(message)
-        assert self._newest is not None
-        serial, manifest = self._newest
-        if self.serving == Served(manifest.epoch, manifest.version, manifest.digest):
+        if self.serving == Served(message["epoch"], message["version"], message["digest"]):
             # The leader knows what is served here: not all workers have it.
             self.serving = None
-        if before is None or before[0] != serial:
+        if before is None or before[0] != message["newest"]:
             self._staged = None
         elif self._staged is not None:
-            self._tell_ended(manifest.version, "staged")
+            self._tell_ended(message["version"], "staged")
 
     def _apply_staged(self) -> None:
         """Not by itself."""
@@ -161,8 +159,8 @@ class Leader(Puller):
         idle = all(worker.answer is not None for worker in self._workers.values())
         return idle and self._complete() and super()._may_begin(manifest)
 
-    def _begin(self, serial: int, manifest: Manifest) -> None:
-        super()._begin(serial, manifest)
+    def _begin(self, serial: int, manifest: Manifest, peer: Message | None) -> None:
+        super()._begin(serial, manifest, peer)
         if self.transfer is not None:
             for worker in self._workers.values():
                 worker.staged, worker.bytes = NOTHING, 0

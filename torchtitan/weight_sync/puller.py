@@ -90,8 +90,8 @@ class Puller:
         self.corrupted = 0
         self._peer: Message | None = None
         """The actor that this transfer comes from, None for the trainer"""
-        self._offered_peer: Message | None = None
-        self._newest: tuple[int, Manifest] | None = None
+        self._newest: tuple[int, Manifest, Message | None] | None = None
+        """Serial, version, and the other actor that it may be pulled from"""
         self._lanes: set[int] = set()
         self._room = True
         self._pinned: int | None = None
@@ -231,8 +231,7 @@ class Puller:
             raise ProtocolError(f"a version of epoch {manifest.epoch}")
         if self._newest is None or self._newest[0] != message["newest"]:
             self._paused_until = 0.0
-        self._newest = message["newest"], manifest
-        self._offered_peer = message.get("source")
+        self._newest = message["newest"], manifest, message.get("source")
         self._on_live(message)
 
     def _on_live(self, message: Message) -> None:
@@ -267,7 +266,7 @@ class Puller:
         """Whether nothing writes to staging memory for an older pull."""
         return self._writers == 0
 
-    def _begin(self, serial: int, manifest: Manifest) -> None:
+    def _begin(self, serial: int, manifest: Manifest, peer: Message | None) -> None:
         assert self._layout is not None
         if not self._survives("pull", manifest.version):
             return
@@ -275,10 +274,10 @@ class Puller:
         transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
         if self._relay is not None:
             self._relay.hold(self._layout, transfer)
-        if self._peer != self._offered_peer:
-            self._peer = self._offered_peer
+        if self._peer != peer:
+            self._peer = peer
             self._move_sources()
-        transfer.source = "" if self._peer is None else str(self._peer["name"])
+        transfer.source = "" if peer is None else str(peer["name"])
         self.transfer = transfer
         self._tell_pulling(transfer)
         if not missing:
