@@ -92,11 +92,10 @@ class BucketServer:
 
     def close(self, reason: str) -> None:
         """Close every connection."""
-        if not self._closed:
-            self._closed = True
-            self.gate.close()
-            for channel in list(self.channels):
-                channel.close(reason)
+        self._closed = True
+        self.gate.close()
+        for channel in list(self.channels):
+            channel.close(reason)
 
     def _tick(self) -> None:
         if not self._closed:

@@ -235,9 +235,8 @@ class Leader(Puller):
 
     def _enter(self, channel: Channel, identity: Identity, _fields: Message) -> None:
         number = int(identity.name)
-        old = self._workers.get(number)
-        if old is not None:
-            old.channel.close("replaced")
+        if number in self._workers:
+            self._workers[number].channel.close("replaced")
         worker = self._workers[number] = _Worker(channel, self._runtime.now())
         channel.on_message = lambda channel, message: self._on_worker_message(number, worker, message)
         channel.on_close = lambda _channel, reason: self._lost(number, reason)

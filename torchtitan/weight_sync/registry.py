@@ -47,7 +47,7 @@ class Registry:
     ):
         self._catalogue = catalogue
         self._versions: dict[int, int] = {}
-        """Serial -> version of what lives"""
+        """For the catalogue: serial -> version of what lives"""
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
         self._gate = Gate(runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter)
@@ -130,9 +130,8 @@ class Registry:
     # Ranks
 
     def _rank_entered(self, channel: Channel, rank: int, fields: Message) -> None:
-        old = self._ranks.get(rank)
-        if old is not None:
-            old.channel.close("replaced")
+        if rank in self._ranks:
+            self._ranks[rank].channel.close("replaced")
         self._ranks[rank] = Rank(channel, fields["address"], self._runtime.now())
         channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
         channel.send(self._live())
@@ -209,8 +208,8 @@ class Registry:
         self._newest_message = {"type": "newest", **vars(self.newest), "checksums": Encoded(checksums)}
         self._gathering = {later: one for later, one in self._gathering.items() if later > serial}
         self.lanes.publish(serial, self._runtime.now())
-        self._versions[serial] = gathered.version
         if self._catalogue is not None:
+            self._versions[serial] = gathered.version
             files = [message.get("file") or {} for message in snapped]
             self._catalogue.publish(self.newest, files, self._live_versions())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
