@@ -150,7 +150,7 @@ def test_a_worker_that_dies_during_the_transfer_costs_that_transfer(tmp_path: Pa
         job.publish()
         wait_for(lambda: group.leader.puller.state == "PULLING", "the transfer")
         group.kill(1)
-        wait_for(lambda: not group.leader.connected, "it leaves")
+        wait_for(lambda: not group.leader.status()["connected"], "it leaves")
         group.start(1)
         group.serves(1)
 

@@ -178,18 +178,13 @@ class _Pulling:
         """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
         self._runtime.post(lambda: self.puller.found_torn(version, reason))
 
-    @property
-    def connected(self) -> bool:
-        """Whether the registry is in reach."""
-        return self._runtime.runs and self.puller.registry.connected
-
     def status(self) -> dict[str, Any]:
-        """What a health route shows. failure: why nothing is pulled any more, if so, such as a registry that was out of
-        reach for too long."""
+        """What a health route shows. connected: whether the registry is in reach; failure: why nothing is pulled any
+        more, if so, such as a registry that was out of reach for too long."""
         puller, served = self.puller, self.puller.serving
         return {
             "state": puller.state,
-            "connected": self.connected,
+            "connected": self._runtime.runs and puller.registry.connected,
             "poisoned": puller.poisoned,
             **(dict.fromkeys(Served._fields) if served is None else served._asdict()),
             "failure": self._runtime.failure or puller.registry.failure or None,

@@ -266,11 +266,9 @@ class WeightSync:
 
         The wait is the trainer's (`time/sync_stall_s`) unless another thread, say an evaluation's, does the waiting.
         Lost actors are not waited for, nor are pinned ones, nor those that have failed again and again and not yet
-        recovered. `missing` leaves out those that were gone before, and are: that is no news. Rank 0 only; other ranks
-        return at once with nothing.
+        recovered. `missing` leaves out those that were gone before, and are: that is no news. Rank 0 only.
         """
-        if self.watcher is None:
-            return SyncOutcome(frozenset(), {})
+        assert self.watcher is not None
         begun = time.perf_counter()
         gone = {name for name, actor in self._actors().items() if not _is_live(actor)}
 

@@ -171,7 +171,6 @@ class Registry:
         except LayoutError as error:
             self._failure = f"the ranks' shards do not fit together: {error}"
             logger.error("%s", self._failure)
-            self._write("failure", {"reason": self._failure})
             self._changed()
             return
         about = {"layout_id": whole.layout_id(), "layout": Encoded(whole.to_json())}
