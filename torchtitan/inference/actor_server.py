@@ -232,7 +232,7 @@ class ActorServer(abc.ABC):
         with self._connecting:
             old = self._weights
             if old is not None:
-                if old.connected and (old.registry, old.epoch) != (body.registry, body.epoch):
+                if old.status()["connected"] and (old.registry, old.epoch) != (body.registry, body.epoch):
                     theirs = f"job {old.epoch}, whose registry is at {old.registry}"
                     raise OtherJob(f"this server gets its weights from {theirs}: end that job first")
                 old.close()
