@@ -156,9 +156,9 @@ class ShardTable:
 
 def numbered(items: Iterable[Item]) -> tuple[tuple[Item, ...], np.ndarray]:
     """The distinct items in order of appearance, and int64 [items]: which one each is."""
-    numbers: dict[Item, int] = {}
-    index = np.fromiter((numbers.setdefault(item, len(numbers)) for item in items), np.int64)
-    return tuple(numbers), index
+    items = list(items)
+    numbers = {item: number for number, item in enumerate(dict.fromkeys(items))}
+    return tuple(numbers), np.fromiter(map(numbers.__getitem__, items), np.int64, len(items))
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

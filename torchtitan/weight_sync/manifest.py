@@ -174,7 +174,7 @@ def check_coverage(layout: Layout) -> None:
     # int64 [parameters], the same number for those of one kind that the ranks so far cut into the same boxes.
     cutting, numbers = parameters.kind.copy(), len(parameters.kinds)
     for rank, shards in enumerate(layout.ranks):
-        if len(np.unique(shards.parameter)) < len(shards):
+        if np.bincount(shards.parameter, minlength=1).max() > 1:
             raise LayoutError(f"rank {rank} sends two shards of one parameter")
         steps = cutting[shards.parameter] * len(shards.boxes) + shards.box
         distinct, which = np.unique(steps, return_inverse=True)
@@ -182,9 +182,10 @@ def check_coverage(layout: Layout) -> None:
         numbers += len(distinct)
     # One parameter stands for all that are cut like it.
     _, first = np.unique(cutting, return_index=True)
+    stands = np.isin(np.arange(len(parameters)), first)
     pieces: dict[int, list[tuple[int, Box]]] = {index: [] for index in sorted(first.tolist())}
     for rank, shards in enumerate(layout.ranks):
-        for row in np.flatnonzero(np.isin(shards.parameter, first)).tolist():
+        for row in np.flatnonzero(stands[shards.parameter]).tolist():
             pieces[int(shards.parameter[row])].append((rank, shards.boxes[shards.box[row]]))
     for index, held in pieces.items():
         _check_parameter(parameters[index], held)
