@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -153,11 +154,8 @@ def parse(texts: Iterable[str]) -> tuple[int, list[Fault]]:
     """(seed, faults) of texts such as `seed=3` and `kill:phase=apply`. Raises FaultError for the first wrong one."""
     seed, faults = 0, []
     for text in filter(None, (text.strip() for text in texts)):
-        if text.startswith("seed="):
-            try:
-                seed = int(text.removeprefix("seed="))
-            except ValueError as error:
-                raise FaultError(f"{text!r}: {error}") from error
+        if given := re.fullmatch(r"seed=(-?\d+)", text):
+            seed = int(given[1])
         else:
             faults.append(Fault.parse(text))
     return seed, faults

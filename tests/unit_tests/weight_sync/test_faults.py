@@ -57,7 +57,7 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         ("delay:phase=apply", "delay needs seconds"),
         ("throttle:actor=a", "throttle needs bytes_per_s"),
         ("throttle:bytes_per_s=5,times=3", "but no times"),
-        ("seed=x", "invalid literal"),
+        ("seed=x", "there is no action 'seed=x'"),
     ],
 )
 def test_what_does_not_exist_is_refused_with_what_does(text: str, message: str) -> None:
