@@ -97,10 +97,9 @@ class Layout:
             bucket_bytes = data["bucket_bytes"]
             if type(bucket_bytes) is not int or bucket_bytes < 1:
                 raise ValueError(f"buckets of {bucket_bytes!r} bytes")
-            layout = cls(bucket_bytes, parameters, ranks, data["checksum"])
+            return cls(bucket_bytes, parameters, ranks, data["checksum"])
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"malformed layout: {error!r}") from error
-        return layout
 
 
 def content_digest(layout_id: str, checksums: list[list[str]]) -> str:
@@ -146,24 +145,21 @@ class Manifest:
 
 def merge_layouts(parts: list[dict[str, Any]]) -> Layout:
     """One layout from what each rank reported (its own shards, everyone's parameters). Raises LayoutError."""
-    common = {key: value for key, value in parts[0].items() if key != "ranks"}
-    ranks = []
+    first, ranks = {**parts[0], "ranks": []}, []
     for rank, part in enumerate(parts):
-        if not _same_model({key: value for key, value in part.items() if key != "ranks"}, common):
+        if not _same_model({**part, "ranks": []}, first):
             raise LayoutError(f"rank {rank} and rank 0 do not have the same parameters, dtypes, buckets and checksums")
         if not isinstance(part.get("ranks"), list) or len(part["ranks"]) != 1:
             raise LayoutError(f"rank {rank} did not report the shards of one rank")
         ranks += part["ranks"]
-    whole = Layout.from_json({**common, "ranks": ranks})
+    whole = Layout.from_json({**first, "ranks": ranks})
     check_coverage(whole)
     return whole
 
 
 def _same_model(part: dict[str, Any], other: dict[str, Any]) -> bool:
-    if part == other:
-        return True
     # Other machines may compress the same columns to other bytes.
-    return Layout.from_json({**part, "ranks": []}).layout_id() == Layout.from_json({**other, "ranks": []}).layout_id()
+    return part == other or Layout.from_json(part).layout_id() == Layout.from_json(other).layout_id()
 
 
 def check_coverage(layout: Layout) -> None:
