@@ -272,7 +272,6 @@ class ShardServerThread(Supervised):
         super().__init__(f"weight shard server of rank {publisher.rank}", where_listens, lambda: publisher.slots.pulse)
         self._publisher, self._facts = publisher, {"rank": publisher.rank, "token": token, **facts}
         where = publisher.memory[0].device
-        self._begin_thread = partial(device.use, where)
         self._chunks = None if chunks is None else Chunks(*chunks, where)
         if chunks is None:
             assert isinstance(publisher.slots, DeviceSlots)
@@ -281,7 +280,7 @@ class ShardServerThread(Supervised):
         self.supervise()
 
     def _begin(self) -> None:
-        self.runtime = SocketRuntime(self._begin_thread)
+        self.runtime = SocketRuntime(partial(device.use, self._publisher.memory[0].device))
 
     def _live(self) -> str:
         publisher, runtime = self._publisher, self.runtime
