@@ -48,7 +48,7 @@ from torchtitan.weight_sync.digest import slot_checksums  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
 from torchtitan.weight_sync.manifest import content_digest, merge_layouts  # noqa: E402
-from torchtitan.weight_sync.slots import SlotState  # noqa: E402
+from torchtitan.weight_sync.slots import SlotState, SlotWriter  # noqa: E402
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02
@@ -178,7 +178,7 @@ class Run:
 
     def leaked_slots(self) -> int:
         """Slots that hold something which nobody needs, once all actors serve the newest version."""
-        writer = self.sync.publisher.slots.writer()
+        writer = SlotWriter(self.sync.publisher.slots.state_words)
         count = self.sync.publisher.slots.count
         used = sum(writer.view(index).state is not SlotState.FREE for index in range(count))
         return max(0, used - self.slots_in_use)

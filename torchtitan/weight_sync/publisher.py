@@ -29,6 +29,7 @@ from torchtitan.weight_sync.device_slots import DeviceSlots, create_slots, pin, 
 from torchtitan.weight_sync.layout_tables import ShardEntry
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.slots import SlotWriter
 from torchtitan.weight_sync.staging import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ class Publisher:
                 name = self.layout.parameters[shard.parameter].name
                 raise RuntimeError(f"{name}: planned a shard of {shard.shape}, holds {tuple(local.shape)}")
         self.rank = rank
-        self._writer = self.slots.writer()
+        self._writer = SlotWriter(self.slots.state_words)
         self.reserve, self.release = self._writer.reserve, self._writer.release
         self.memory = slot_tensors(self.slots)
         # The first write to each page is slow: take that before training instead of in the first snapshots.

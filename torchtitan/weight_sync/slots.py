@@ -282,10 +282,6 @@ class SlotWords:
         """Descriptor of words that are all FREE."""
         return anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES)
 
-    def writer(self) -> SlotWriter:
-        """The trainer's side."""
-        return SlotWriter(self._words[: self.count])
-
     @property
     def state_words(self) -> memoryview:
         """One word per slot."""

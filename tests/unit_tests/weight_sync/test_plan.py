@@ -27,7 +27,7 @@ from torchtitan.weight_sync.manifest import LayoutError, Manifest, content_diges
 from torchtitan.weight_sync.plan import LocalTensors, Placed, placed_parameters, plan_rank, unique_parameters
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.servers import ServerProcess
-from torchtitan.weight_sync.slots import LiveSlots, SharedSlots, SlotState
+from torchtitan.weight_sync.slots import LiveSlots, SharedSlots, SlotState, SlotWriter
 from torchtitan.weight_sync.staging import Staging
 
 
@@ -96,7 +96,7 @@ def test_publisher_never_blocks_on_a_dead_shard_server() -> None:
 def test_slots_are_shared_through_their_descriptors() -> None:
     slots = SharedSlots.create(3, 5000)
     other = SharedSlots(slots.words_fd, slots.data_fd, 3, 5000)
-    writer, live = slots.writer(), LiveSlots(other.state_words)
+    writer, live = SlotWriter(slots.state_words), LiveSlots(other.state_words)
     assert writer.reserve()
     index = writer.begin(4, 9)
     slots.slot(index)[:3] = b"abc"
