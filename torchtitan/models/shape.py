@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -341,10 +342,15 @@ def is_missing_debug_checkpoint(config: JobConfig) -> bool:
 
 
 def newest_export(path: str) -> str:
-    """Where `path` is a run's folder, the last checkpoint that the run has exported; else `path` itself."""
+    """Where `path` is a run's folder, the last checkpoint that the run has exported; else `path`. Without links."""
     exports = {int(one.name.removeprefix("step-")): one for one in Path(path).glob("hf/step-*[0-9]")}
-    # Not by way of `latest`, which will be this very run.
-    return str(exports[max(exports)].resolve()) if exports else path
+    return without_links(str(exports[max(exports)]) if exports else path)
+
+
+def without_links(path: str) -> str:
+    """Where a link leads to now: `latest` will be this very run. A path without one, or to nothing, stays as it is."""
+    real = os.path.realpath(path)
+    return real if os.path.exists(path) and real != os.path.abspath(path) else path
 
 
 def read_teacher_shape(config: JobConfig) -> ModelArgs | None:

@@ -37,7 +37,7 @@ from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
-from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export
+from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
 from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.model import check_lora, check_model, check_stage
@@ -94,6 +94,8 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     config.inference.servers = expand_servers(config.inference.servers)
     config.model.hf_assets_path = newest_export(config.model.hf_assets_path)
     config.distill.teacher = newest_export(config.distill.teacher)
+    config.rollout.replay = without_links(config.rollout.replay)
+    config.lora.adapter_path = without_links(config.lora.adapter_path)
     if draft.is_complete:
         # A key that was just reported holds its default now.
         problems += validate(config, planning, frozenset(problem.key for problem in problems))

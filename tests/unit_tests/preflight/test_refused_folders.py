@@ -44,8 +44,11 @@ def test_resume_and_replay_folders_are_found(write_config: WriteConfig) -> None:
     Path("outputs/latest").symlink_to("run-1")
     Path("outputs/run-1/journal.jsonl").touch()
     for folder in ("latest", "outputs/run-1"):
-        words = ["--checkpoint.resume", folder, "--checkpoint.load_step", "4", "--rollout.replay", "outputs/run-1"]
-        assert load_config([*arguments, *words]).checkpoint.resume == folder
+        words = ["--checkpoint.resume", folder, "--checkpoint.load_step", "4", "--rollout.replay", "outputs/latest"]
+        config = load_config([*arguments, *words])
+        assert config.checkpoint.resume == folder
+        # The link will soon be this run's.
+        assert config.rollout.replay == str(Path("outputs/run-1").resolve())
 
 
 def test_the_folder_of_a_run_stands_for_its_last_export(write_config: WriteConfig, tmp_path: Path) -> None:
@@ -53,9 +56,10 @@ def test_the_folder_of_a_run_stands_for_its_last_export(write_config: WriteConfi
     for step in (9, 10):
         shutil.copytree("checkpoint", tmp_path / "run" / "hf" / f"step-{step}")
     (tmp_path / "latest").symlink_to("run")
-    config = load_config([*arguments, "--model.hf_assets_path", str(tmp_path / "latest")])
-    # The link will soon be another run's.
-    assert config.model.hf_assets_path == str((tmp_path / "run" / "hf" / "step-10").resolve())
+    for named, meant in (("latest", "run/hf/step-10"), ("latest/hf/step-9", "run/hf/step-9")):
+        config = load_config([*arguments, "--model.hf_assets_path", str(tmp_path / named)])
+        # The link will soon be another run's.
+        assert config.model.hf_assets_path == str((tmp_path / meant).resolve())
 
 
 def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:
