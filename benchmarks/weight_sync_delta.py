@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,12 +103,10 @@ def ratios(run_dir: Path) -> list[float]:
     """Bytes ÷ bytes of a full version, for each version that an actor has applied, from the second step on."""
     text = (run_dir / "weight_sync" / "registry.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
-    total = next(record["bytes"] for record in records if record["event"] == "layout")
-    figures = [
-        record["figures"]
-        for record in records
-        if record["event"] == "applied" and record["version"] >= FIRST_COUNTED_VERSION and record["figures"]
-    ]
+    applied = [record for record in records if record["event"] == "applied" and record["figures"]]
+    # An actor's first version comes whole.
+    total = max((record["figures"]["bytes_full"] for record in applied), default=0)
+    figures = [record["figures"] for record in applied if record["version"] >= FIRST_COUNTED_VERSION]
     if not figures:
         raise SystemExit(f"no version of {run_dir} counts")
     return [(one["bytes_delta"] + one["bytes_full"]) / total for one in figures]
@@ -118,6 +117,7 @@ class Pair:
 
     def __init__(self, weights: Mapping[str, torch.Tensor], folder: Path, *, delta: bool, bytes_per_s: int = 0):
         self.weights, self.version = dict(weights), -1
+        self.applied = threading.Semaphore(0)
         os.environ[faults.VARIABLE] = f"throttle:bytes_per_s={bytes_per_s}" if bytes_per_s else ""
         token = secrets.token_urlsafe(16)
         config = WeightSyncConfig(bucket_bytes=16 << 20, delta=delta, apply_timeout_s=SECONDS)

@@ -303,7 +303,6 @@ def test_sums_of_steps_are_those_of_the_run_whatever_happens(seed: int, actors: 
 
 def test_records_of_no_interest_are_passed_over(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.write("layout", layout_id="x", bytes=3)
     journal.write("something_newer", actor="a")
     assert finish(tmp_path) == {}
     with pytest.raises(KeyError):
