@@ -58,7 +58,7 @@ def status_of(pid: int) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Also where nobody has asked for its exit code yet."""
+    """Whether it has; also where its parent has not asked for its exit code yet."""
     return status_of(pid) in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 
 

@@ -89,24 +89,23 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ranks_per_pack(config: JobConfig) -> int:
+def ranks_per_pack(parallelism: Parallelism) -> int:
     """Ranks that work on the same micro-batches."""
-    return config.parallelism.tensor_parallel_degree * config.parallelism.context_parallel_degree
+    return parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
 
 
 def global_batch_size(config: JobConfig, ranks: int) -> int:
     """Completions per batch over all ranks."""
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
-    return config.training.local_batch_size * max(1, ranks // ranks_per_pack(config))
+    return config.training.local_batch_size * max(1, ranks // ranks_per_pack(config.parallelism))
 
 
 def shard_degree(parallelism: Parallelism, ranks: int) -> int:
     """Ranks that share one copy of the policy, besides context and tensor parallelism."""
     if parallelism.data_parallel_shard_degree != -1:
         return parallelism.data_parallel_shard_degree
-    pack = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-    return max(1, ranks // (parallelism.data_parallel_replicate_degree * pack))
+    return max(1, ranks // (parallelism.data_parallel_replicate_degree * ranks_per_pack(parallelism)))
 
 
 def has_engines(config: JobConfig) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from torchtitan.errors import UserError
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 
 TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
@@ -234,6 +235,14 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
         engine_age_s=float(age),
         answered_age_s=float(answered),
         asleep=tuple(tag for tag in TAGS if tag in asleep),
+    )
+
+
+def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserError:
+    """What is raised where a request has failed more often than inference.max_retries."""
+    reasons = "; ".join(failures)
+    return UserError(
+        f"request {request_id} failed {len(failures)} times (inference.max_retries = {max_retries}): {reasons}"
     )
 
 

@@ -18,7 +18,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.actor import Actor, ActorState
 from torchtitan.inference.actor_parts import ActorProcess
 from torchtitan.inference.actor_parts import make_client as make_engine_client
-from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused, gave_up
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.utils.json_lines import EventLog
@@ -191,10 +191,7 @@ class InferencePool:
             except ActorError as error:
                 failures.append(f"{actor.name}: {error}")
                 if len(failures) > self._config.inference.max_retries:
-                    raise UserError(
-                        f"request {request.request_id} failed {len(failures)} times (inference.max_retries = "
-                        f"{self._config.inference.max_retries}): {'; '.join(failures)}"
-                    ) from error
+                    raise gave_up(request.request_id, failures, self._config.inference.max_retries) from error
                 self._redone += 1
             finally:
                 actor.load -= request.sampling.n

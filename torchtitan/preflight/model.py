@@ -192,7 +192,7 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
         return
     text = f"must be 0: the routers of {args.family} have no bias"
     check.refuse("training.expert_bias_rate", config.training.expert_bias_rate > 0 and not experts.bias, text)
-    ranks = shard_degree(config.parallelism, check.ranks) * ranks_per_pack(config)
+    ranks = shard_degree(config.parallelism, check.ranks) * ranks_per_pack(config.parallelism)
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
     check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × context × tensor parallelism")
     rest = ranks // degree

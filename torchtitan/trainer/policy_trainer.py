@@ -164,7 +164,7 @@ class PolicyTrainer:
         # Ranks that hold the same sums count them as often as the tokens.
         total, tokens = all_reduce_sum(torch.stack((mine.double().sum(), mine.new_tensor(len(mine)).double()))).tolist()
         loss = -total / max(tokens, 1.0)
-        return {"eval/loss": loss, "eval/tokens": tokens / ranks_per_pack(self.config)}
+        return {"eval/loss": loss, "eval/tokens": tokens / ranks_per_pack(self.config.parallelism)}
 
     def _operations(self, batch: Batch) -> float:
         """What the model needs for this batch."""

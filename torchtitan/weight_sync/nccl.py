@@ -366,7 +366,7 @@ class SendingLink:
         with contextlib.ExitStack() as unless_sent:
             unless_sent.callback(self._abort)
             for chunk in memory.split(self._chunks.size):
-                # Whoever waits for credits has nothing under way that could be stuck.
+                # A link that waits for credits has nothing under way that could be stuck.
                 while under_way and self._credits == 0:
                     under_way.popleft()(self._chunks.timeout_s)
                 under_way.append(self._credited().send(chunk))

@@ -117,7 +117,7 @@ def relay_sources(actors: Mapping[str, Actor], slow: Container[str], fanout: int
     """Actor -> the other actor that it pulls from, and by which key; those that pull from the trainer are left out. The
     fast ones come first.
 
-    fanout: how many pull from the trainer, and from each actor that passes versions on; 0: nobody does. token: from
+    fanout: how many pull from the trainer, and from each actor that passes versions on; 0: no actor does. token: from
     which actors' own keys are derived, and from those the keys of who pulls from them (see bucket_server.Relay).
     """
     able = [name for name, actor in actors.items() if actor.channel is not None and actor.address and name not in slow]

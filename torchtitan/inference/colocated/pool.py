@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.client import ActorError, check_completions
+from torchtitan.inference.client import ActorError, check_completions, gave_up
 from torchtitan.inference.types import Completion, GenerateRequest, make_label
 
 logger = logging.getLogger(__name__)
@@ -141,10 +141,7 @@ class ColocatedPool:
             except ActorError as error:
                 failures.append(str(error))
             if len(failures) > self._max_retries:
-                raise UserError(
-                    f"request {request.request_id} failed {len(failures)} times (inference.max_retries = "
-                    f"{self._max_retries}): {'; '.join(failures)}"
-                )
+                raise gave_up(request.request_id, failures, self._max_retries)
             self._redone += 1
 
     async def _answer(self, request: GenerateRequest, min_version: int) -> Answer:
