@@ -11,11 +11,16 @@ the actors are vLLM servers with our weight-transfer backend; what is frozen is 
 turns, block by block:
 
     none     no version is published
+    loads    no version of this trainer is published; on the other core another process publishes as often and as much,
+             to three actors of its own
     healthy  every step publishes, all actors take part
     frozen   the same, one actor is stopped (SIGSTOP), and stopped again whenever it has been evicted and has rejoined
 
     frozen_step_ratio      median step, frozen ÷ healthy
-    publish_step_ratio     median step, healthy ÷ none
+    publish_step_ratio     median step, healthy ÷ none; with --backend vllm healthy ÷ loads, because three servers that
+                           load a version each in every step slow the machine down, whoever publishes
+    same_loads_step_ratio  median step, healthy ÷ loads
+    machine_step_ratio     median step, loads ÷ none
     sync_stall_pNN_share   all that the trainer thread spends on the synchronisation per step (reserve, commit, fence;
                            snapshot included), one actor frozen ÷ median step of that condition
     largest_stall_per_chunk_timeout
@@ -35,6 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -45,8 +51,9 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
+from benchmarks.second_publisher import SecondPublisher, serve_newest  # noqa: E402
 from benchmarks.small_policy import PolicyTrainer  # noqa: E402
-from benchmarks.small_trainer import Job, Trainer  # noqa: E402
+from benchmarks.small_trainer import Job, Trainer, start_actor  # noqa: E402
 from benchmarks.vllm_actor import VLLMActor  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync.facade import GONE  # noqa: E402
@@ -58,19 +65,19 @@ BARS = {
     "sync_stall_p99_share": ("<=", 0.05),
     # What the other figures are worth: the actor was frozen nearly always, and versions went out all the same.
     "frozen_share_of_steps": (">=", 0.9),
+    "published_share_loads": (">=", 0.95),
     "published_share_healthy": (">=", 0.95),
     "published_share_frozen": (">=", 0.95),
 }
 # Of nccl the promise is another one; its shard server is a thread of the trainer.
 NCCL_BARS = {
     "largest_stall_per_chunk_timeout": ("<=", 1.0),
-    **{key: BARS[key] for key in ("frozen_share_of_steps", "published_share_healthy", "published_share_frozen")},
+    **{key: bar for key, bar in BARS.items() if key == "frozen_share_of_steps" or key.startswith("published_share")},
 }
 ACTORS = 3
-CONDITIONS = ("none", "healthy", "frozen")
+CONDITIONS = ("none", "loads", "healthy", "frozen")
 # Steps at the beginning of a block that do not count: what the block before left behind is still under way.
 SETTLING_STEPS = 3
-RESUME_SECONDS = 60.0
 
 
 class Actor(Protocol):
@@ -83,21 +90,22 @@ class Actor(Protocol):
         """End it."""
 
 
-def start_actors(job: Job, names: list[str], core: int) -> dict[str, Actor]:
-    """Actors without an engine."""
-    return {name: job.actor(name, [core]) for name in names}
-
-
-def start_vllm(job: Job, names: list[str], core: int, folder: Path, stack: contextlib.ExitStack) -> dict[str, Actor]:
-    """vLLM servers with the model in `folder`, one after the other on all cores, then pinned to one."""
+def start_actors(
+    place: Mapping[str, str], names: Sequence[str], core: int, model: Path | None, stack: contextlib.ExitStack
+) -> dict[str, Actor]:
+    """Actors of the job at `place`, on one core: without an engine, or vLLM servers of that model, which start one
+    after the other on all cores."""
     actors: dict[str, Actor] = {}
     for name in names:
+        if model is None:
+            actors[name] = actor = start_actor(**place, name=name, cores=[core])
+            stack.callback(actor.close)
+            continue
         options = ["--max-length", "256", "--max-sequences", "4", "--memory-gb", "0.1"]
-        actor = VLLMActor(folder.parent, name, folder, "float32", options)
-        stack.callback(actor.close)
-        actor.join(job.sync.registry_address, job.epoch, job.token)
-        actor.pin(core)
-        actors[name] = actor
+        actors[name] = server = VLLMActor(model.parent, name, model, "float32", options)
+        stack.callback(server.close)
+        server.join(**place)
+        server.pin(core)
         common.progress(f"{name} is up")
     return actors
 
@@ -140,26 +148,29 @@ class Steps:
 class Benchmark:
     """A trainer, its actors and the measurements."""
 
-    def __init__(self, trainer: Trainer | PolicyTrainer, job: Job, actors: dict[str, Actor]):
-        self.trainer, self.job, self.actors = trainer, job, actors
+    def __init__(self, trainer: Trainer | PolicyTrainer, job: Job, second: SecondPublisher, actors: dict[str, Actor]):
+        self.trainer, self.job, self.second, self.actors = trainer, job, second, actors
         name = list(actors)[-1]
         self.frozen = Frozen(job, name, actors[name])
         self.results = {name: Steps() for name in CONDITIONS}
-        self.evictions = 0
 
     def block(self, condition: str, steps: int) -> None:
         """`steps` measured steps of a condition."""
         if condition != "frozen":
-            self._all_healthy()
+            serve_newest(self.job)
+        before = self.second.settle()
         for number in range(-SETTLING_STEPS, steps):
             if condition == "frozen":
                 self.frozen.look()
             self._step(condition, self.results[condition] if number >= 0 else Steps())
         self.frozen.end()
+        if condition == "loads":
+            # Of all of them, those counted: a version more or less in the steps that settle changes nothing.
+            self.results[condition].published += min(self.second.settle() - before, steps)
 
     def _step(self, condition: str, into: Steps) -> None:
         sync = self.job.sync
-        publishes = condition != "none"
+        publishes = condition in ("healthy", "frozen")
         begun = time.perf_counter()
         self.trainer.forward_backward()
         before = time.perf_counter()
@@ -170,36 +181,31 @@ class Benchmark:
         after = time.perf_counter()
         published = publishes and self.job.publish(no_vote)
         end = time.perf_counter()
+        if condition == "loads":
+            self.second.publish()
         into.step.append(end - begun)
         into.sync.append(end - after + between - before)
         into.published += published
         into.frozen += self.frozen.stopped
 
-    def _all_healthy(self) -> None:
-        """Wait until every actor serves the newest version, so that nothing is left to be sent."""
-        deadline = time.monotonic() + RESUME_SECONDS
-        while not all(a.version == self.job.version for a in self.job.sync.actors().values()):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the actors do not recover: {self.job.sync.actors()}")
-            owed = self.job.sync.owed
-            if owed is not None and self.job.sync.reserve():
-                self.job.sync.snapshot_owed(owed)
-            time.sleep(0.01)
-
-    def figures(self) -> dict[str, float]:
-        """The keys and what explains them."""
+    def figures(self, publishes_beside: str) -> dict[str, float]:
+        """The keys and what explains them. publishes_beside: the condition that publish_step_ratio compares with."""
         median = {name: statistics.median(result.step) for name, result in self.results.items()}
         frozen = self.results["frozen"]
         return {
             "frozen_step_ratio": median["frozen"] / median["healthy"],
-            "publish_step_ratio": median["healthy"] / median["none"],
+            "publish_step_ratio": median["healthy"] / median[publishes_beside],
+            "same_loads_step_ratio": median["healthy"] / median["loads"],
+            "machine_step_ratio": median["loads"] / median["none"],
             "sync_stall_p50_share": common.percentile(frozen.sync, 0.5) / median["frozen"],
             "sync_stall_p99_share": common.percentile(frozen.sync, 0.99) / median["frozen"],
             "sync_stall_max_share": max(frozen.sync) / median["frozen"],
             "sync_stall_max_s": max(frozen.sync),
             "frozen_share_of_steps": frozen.frozen / len(frozen.step),
-            "published_share_healthy": self.results["healthy"].published / len(self.results["healthy"].step),
-            "published_share_frozen": frozen.published / len(frozen.step),
+            **{
+                f"published_share_{name}": self.results[name].published / len(self.results[name].step)
+                for name in CONDITIONS[1:]
+            },
             "evictions": sum(actor.evictions for actor in self.job.sync.actors().values()),
             **{f"step_ms_{name}": 1e3 * value for name, value in median.items()},
         }
@@ -211,12 +217,17 @@ def plot(results: dict[str, Steps], file: Path) -> None:
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     steps, sync = figure.subplots(1, 2)
-    labels = {"none": "no versions", "healthy": "3 healthy actors", "frozen": "one of them frozen"}
+    labels = {
+        "none": "no versions",
+        "loads": "another process publishes",
+        "healthy": "3 healthy actors",
+        "frozen": "one of them frozen",
+    }
     for color, (name, label) in enumerate(labels.items()):
         result = results[name]
         shares = [(number + 1) / len(result.step) for number in range(len(result.step))]
         steps.plot([1e3 * value for value in sorted(result.step)], shares, f"C{color}", label=label)
-        if name != "none":
+        if name in ("healthy", "frozen"):
             sync.plot([1e3 * value for value in sorted(result.sync)], shares, f"C{color}", label=label)
     steps.set(xlabel="training step (ms)", ylabel="share of steps", title="A step")
     sync.set(xlabel="spent on the weight sync (ms)", xscale="log", title="The weight sync's part of it")
@@ -245,33 +256,36 @@ def main() -> None:
     # A server takes half a minute to start, and one shows that it works.
     count = 1 if arguments.quick and arguments.backend == "vllm" else ACTORS
     trainer_core, other_core = common.two_cores()
-    names = [f"actor-{number}" for number in range(count)]
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder, model = Path(stack.enter_context(tempfile.TemporaryDirectory())), None
         trainer: Trainer | PolicyTrainer
         if arguments.backend == "vllm":
-            trainer = PolicyTrainer(folder / "model", arguments.width, arguments.blocks, arguments.rows)
+            model = folder / "model"
+            trainer = PolicyTrainer(model, arguments.width, arguments.blocks, arguments.rows)
         else:
             trainer = Trainer(arguments.width, arguments.blocks, arguments.rows)
         with common.running_on(other_core):
             settings = WeightSyncConfig(transport=arguments.transport)
             job = Job(trainer.parameters, folder, settings)
             stack.callback(job.sync.close)
-            if arguments.backend == "none":
-                actors = start_actors(job, names, other_core)
-                for actor in actors.values():
-                    stack.callback(actor.close)
-        if arguments.backend == "vllm":
-            actors = start_vllm(job, names, other_core, folder / "model", stack)
+        second = SecondPublisher(trainer.parameters, arguments.transport, other_core)
+        stack.callback(second.close)
+        places = {"actor": {"registry": job.sync.registry_address, "epoch": job.epoch, "token": job.token}}
+        places["load"] = second.place
+        actors, _ = (
+            start_actors(place, [f"{name}-{number}" for number in range(count)], other_core, model, stack)
+            for name, place in places.items()
+        )
         common.run_on(trainer_core)
         job.publish(not job.sync.reserve())
         job.applied_everywhere(count)
-        benchmark = Benchmark(trainer, job, actors)
+        second.first(count)
+        benchmark = Benchmark(trainer, job, second, actors)
         for turn in range(-(-arguments.steps // arguments.block)):
             for condition in CONDITIONS[:: 1 if turn % 2 == 0 else -1]:
                 benchmark.block(condition, arguments.block)
             common.progress(f"turn {turn}: step {1e3 * statistics.median(benchmark.results['frozen'].step):.0f} ms")
-        figures, bars = benchmark.figures(), BARS
+        figures, bars = benchmark.figures("loads" if arguments.backend == "vllm" else "none"), BARS
         if arguments.transport == "nccl":
             bars = NCCL_BARS
             figures["largest_stall_per_chunk_timeout"] = figures["sync_stall_max_s"] / settings.chunk_timeout_s

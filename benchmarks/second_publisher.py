@@ -1,0 +1,106 @@
+"""A process that publishes versions to actors of its own while another one trains: what the loads of a weight
+synchronisation cost a machine, whoever publishes.
+
+As a script it is that process: it trains nothing, and publishes when it is told to.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+
+from benchmarks import common  # noqa: E402
+from benchmarks.small_trainer import Job  # noqa: E402
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+
+RECOVERY_SECONDS = 60.0
+
+
+def serve_newest(job: Job) -> None:
+    """Wait until every actor of a job serves its newest version, so that nothing is left to be sent. Ends the benchmark
+    when they do not in time."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while not all(actor.version == job.version for actor in job.sync.actors().values()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the actors do not recover: {job.sync.actors()}")
+        owed = job.sync.owed
+        if owed is not None and job.sync.reserve():
+            job.sync.snapshot_owed(owed)
+        time.sleep(0.01)
+
+
+class SecondPublisher:
+    """The process, seen from the benchmark that started it. It publishes tensors of the parameters' shapes."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], transport: str, core: int):
+        shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
+        self._child = common.Child(Path(__file__), {"shapes": shapes, "transport": transport, "core": core})
+        self.place: dict[str, str] = self._child.answer()
+        """Its registry, epoch and token: what an actor joins"""
+
+    def first(self, actors: int) -> None:
+        """Publish the first version, and wait until so many actors serve it."""
+        self._ask({"first": actors})
+
+    def publish(self) -> None:
+        """The next version, beside whatever the caller does."""
+        self._child.tell({"publish": True})
+
+    def settle(self) -> int:
+        """Wait until all of its actors serve the newest version; returns how many versions it has published."""
+        return int(self._ask({"settle": True})["published"])
+
+    def close(self) -> None:
+        """End it."""
+        self._child.close()
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._child.tell(message)
+        return self._child.answer()
+
+
+def run(arguments: dict[str, Any]) -> None:
+    """The process itself."""
+    common.run_on(arguments["core"])
+    torch.set_num_threads(1)
+    parameters = {name: 0.02 * torch.randn(shape) for name, shape in arguments["shapes"].items()}
+    published = 0
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(parameters, Path(folder), WeightSyncConfig(transport=arguments["transport"]))
+        try:
+            common.say({"registry": job.sync.registry_address, "epoch": job.epoch, "token": job.token})
+            for line in sys.stdin:
+                message = json.loads(line)
+                if "settle" in message:
+                    serve_newest(job)
+                    common.say({"published": published})
+                    continue
+                no_vote = not job.sync.reserve()
+                job.sync.fence()
+                published += job.publish(no_vote)
+                if "first" in message:
+                    job.applied_everywhere(message["first"])
+                    common.say({})
+        finally:
+            job.sync.close()
+
+
+if __name__ == "__main__":
+    given = common.child_arguments()
+    if given is None:
+        sys.exit("this file is part of the benchmarks of the weight synchronisation, see weight_sync_stall.py")
+    run(given)
