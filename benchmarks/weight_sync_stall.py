@@ -253,8 +253,8 @@ def main() -> None:
         arguments.width //= 2
     if arguments.quick:
         arguments.width, arguments.rows, arguments.steps, arguments.block = 128, 512, 20, 10
-    # A server takes half a minute to start, and one shows that it works.
-    count = 1 if arguments.quick and arguments.backend == "vllm" else ACTORS
+    # One shows that it works, and a server takes half a minute to start.
+    count = 1 if arguments.quick else ACTORS
     trainer_core, other_core = common.two_cores()
     with contextlib.ExitStack() as stack:
         folder, model = Path(stack.enter_context(tempfile.TemporaryDirectory())), None
