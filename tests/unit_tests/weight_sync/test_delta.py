@@ -145,14 +145,10 @@ def test_little_that_unpacks_to_much_is_refused_without_unpacking_it() -> None:
 @pytest.mark.parametrize(
     ("dtypes", "bucket_bytes", "expected"),
     [
-        (["bfloat16"], 1 << 20, 2),
-        (["float32"], 1 << 20, 4),
-        (["float32", "bfloat16"], 1 << 20, 2),
-        (["float32"], 1022, 2),
-        (["bfloat16"], 1025, 1),
-        ([], 1024, 4),
+        (["bfloat16"], 1 << 20, 2), (["float32"], 1 << 20, 4), (["float32", "bfloat16"], 1 << 20, 2),
+        (["float32"], 1022, 2), (["bfloat16"], 1025, 1), ([], 1024, 4),
     ],
-)
+)  # fmt: skip
 def test_elements_never_straddle_buckets(dtypes: list[str], bucket_bytes: int, expected: int) -> None:
     parameters = ParameterTable.of(ParameterEntry(f"p{number}", dtype, (1,)) for number, dtype in enumerate(dtypes))
     assert element_bytes(Layout(bucket_bytes, parameters, (ShardTable.of(parameters, []),))) == expected

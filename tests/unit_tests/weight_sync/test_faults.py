@@ -20,6 +20,7 @@ from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.faults import Fault, FaultError
 
 ROOT = Path(__file__).parents[3]
+DRY_RUN = ["--model.name", "qwen3", "--model.flavor", "debug", "--dry-run"]
 
 
 def switch(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
@@ -150,23 +151,12 @@ def test_damage_is_one_bit() -> None:
 )
 def test_the_configuration_is_checked_at_the_start(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match="fault_injection.faults: |fault_injection.faults = ") as raised:
-        load_config(["--model.name", "qwen3", "--model.flavor", "debug", "--dry-run", *options])
+        load_config([*DRY_RUN, *options])
     (problem,) = raised.value.problems
     assert message in problem
 
 
 def test_several_faults_on_the_command_line() -> None:
     given = ["freeze:phase=apply,actor=actor-1,version=3-", "kill:phase=receive,actor=actor-0,version=5-"]
-    config = load_config(
-        [
-            "--model.name",
-            "qwen3",
-            "--model.flavor",
-            "debug",
-            "--dry-run",
-            "--fault_injection.enable",
-            "--fault_injection.faults",
-            *given,
-        ]
-    )
+    config = load_config([*DRY_RUN, "--fault_injection.enable", "--fault_injection.faults", *given])
     assert config.fault_injection.faults == given and config.fault_injection.enable

@@ -168,24 +168,19 @@ def test_tables_are_their_rows_and_travel_as_json(layout: Layout) -> None:
         assert list(ShardTable.of(layout.parameters, rows)) == list(other)
 
 
+def packed(column: bytes) -> str:
+    return base64.b64encode(zlib.compress(column)).decode()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        {"parameter": "AAAA"},
-        {"parameter": base64.b64encode(zlib.compress(bytes(9))).decode()},
-        {"parameter": base64.b64encode(zlib.compress(bytes(8))[:-2]).decode()},
-        {"parameter": base64.b64encode(zlib.compress(bytes(16))).decode()},
-        {"parameter": "no base64"},
-        {"box": base64.b64encode(zlib.compress((7).to_bytes(8, "little"))).decode()},
-        {"parameter": base64.b64encode(zlib.compress((-1).to_bytes(8, "little", signed=True))).decode()},
-        {"parameter": base64.b64encode(zlib.compress((1).to_bytes(8, "little"))).decode()},
-        {"box": ""},
-        {"boxes": [[[0], [-4]]]},
-        {"boxes": [[[0], [2.0]]]},
-        {"boxes": [[[0], [1 << 62]]]},
-        {"boxes": 3},
+        {"parameter": "AAAA"}, {"parameter": "no base64"}, {"parameter": packed(bytes(9))},
+        {"parameter": base64.b64encode(zlib.compress(bytes(8))[:-2]).decode()}, {"parameter": packed(bytes(16))},
+        {"parameter": packed(b"\xff" * 8)}, {"parameter": packed(b"\1" + bytes(7))}, {"box": packed(b"\7" + bytes(7))},
+        {"box": ""}, {"boxes": [[[0], [-4]]]}, {"boxes": [[[0], [2.0]]]}, {"boxes": [[[0], [1 << 62]]]}, {"boxes": 3},
     ],
-)
+)  # fmt: skip
 def test_malformed_tables_are_refused(damage: dict[str, Any]) -> None:
     layout = layout_of([ParameterEntry("w", "float32", (4,))], [[(0, Box((0,), (4,)))]])
     data = layout.to_json()
@@ -249,25 +244,23 @@ def test_plan_is_one_shard_after_the_other(name: str, shapes: list[tuple[int, in
     check_coverage(merge_layouts(parts))
 
 
-def test_rank_that_sends_two_shards_of_a_parameter_is_refused() -> None:
-    halves = [(0, Box((0,), (2,))), (0, Box((2,), (2,)))]
-    with pytest.raises(LayoutError, match="rank 1 sends two shards of one parameter"):
-        check_coverage(layout_of([ParameterEntry("w", "float32", (4,))], [[], halves]))
+TWICE = "elements of .*, or some of them twice"
 
 
-def test_shard_outside_of_its_parameter_is_refused() -> None:
-    with pytest.raises(LayoutError, match="outside"):
-        check_coverage(layout_of([ParameterEntry("w", "float32", (4,))], [[(0, Box((3,), (2,)))]]))
-
-
-def test_overlap_that_adds_up_is_refused() -> None:
-    # (shape, two boxes that share something, and a third where elements are too many for two)
-    for shape, *boxes in (
-        ((2, 4), Box((0, 0), (2, 2)), Box((0, 1), (2, 2))),
-        ((4,), Box((0,), (2,)), Box((1,), (2,))),
-        ((2, 4), Box((0, 0), (1, 4)), Box((0, 2), (1, 2)), Box((1, 0), (1, 2))),
-        ((2, 4), Box((1, 0), (1, 4)), Box((1, 2), (1, 2)), Box((0, 0), (1, 2))),
-        ((4, 1), Box((0, 0), (3, 1)), Box((2, 0), (1, 1))),
-    ):
-        with pytest.raises(LayoutError, match="elements of .*, or some of them twice"):
-            check_coverage(layout_of([ParameterEntry("w", "float32", shape)], [[(0, box)] for box in boxes]))
+@pytest.mark.parametrize(
+    ("message", "shape", "ranks"),
+    [
+        ("rank 1 sends two shards of one parameter", (4,), [[], [((0,), (2,)), ((2,), (2,))]]),
+        ("outside", (4,), [[((3,), (2,))]]),
+        # Overlaps that add up: two boxes that share something, and a third where elements are too many for two.
+        (TWICE, (2, 4), [[((0, 0), (2, 2))], [((0, 1), (2, 2))]]),
+        (TWICE, (4,), [[((0,), (2,))], [((1,), (2,))]]),
+        (TWICE, (2, 4), [[((0, 0), (1, 4))], [((0, 2), (1, 2))], [((1, 0), (1, 2))]]),
+        (TWICE, (2, 4), [[((1, 0), (1, 4))], [((1, 2), (1, 2))], [((0, 0), (1, 2))]]),
+        (TWICE, (4, 1), [[((0, 0), (3, 1))], [((2, 0), (1, 1))]]),
+    ],
+)
+def test_shards_that_do_not_make_up_a_parameter_are_refused(message: str, shape: Any, ranks: list[list[Any]]) -> None:
+    shards = [[(0, Box(*box)) for box in boxes] for boxes in ranks]
+    with pytest.raises(LayoutError, match=message):
+        check_coverage(layout_of([ParameterEntry("w", "float32", shape)], shards))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -62,63 +61,46 @@ class HangsInPeace(ShardServer):
         return True
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """What is broken, and the runs that find it."""
+def believe_servers(patch: pytest.MonkeyPatch) -> None:
+    genuine = Identity.is_proof
+    patch.setattr(
+        Identity, "is_proof", lambda self, given, side, *ns: side == "server" or genuine(self, given, side, *ns)
+    )
 
-    run: Callable[[int, Parts], Job]
-    parts: Parts
+
+def hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    for name in ("hold", "let_go"):
+        patch.setattr(LiveSlots, name, lambda *_: None)
 
 
-MUTATIONS = {
-    "leases not ended when the registry is lost": Mutation(
-        runs.run_without_registry, Parts(server=LeasesOutliveTheRegistry)
+# What is broken -> the runs that find it, and how it is broken: by other parts, or by patches of what there is.
+MUTATIONS: dict[str, tuple[Callable[[int, Parts], Job], Parts | Callable[[pytest.MonkeyPatch], None]]] = {
+    "leases not ended when the registry is lost": (runs.run_without_registry, Parts(server=LeasesOutliveTheRegistry)),
+    "a new pull that does not wait for old writers": (runs.run_references, Parts(puller=DoesNotWaitForWriters)),
+    "a transport that does not hold its slot": (runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
+    "restart reporting oldest first": (runs.run_faults, Parts(server=OldestFirst)),
+    "a data port that ignores the epoch": (runs.run_relaunch, Parts(server=AnyEpoch)),
+    "a hung checksum thread": (runs.run_faults, Parts(server=HangsInPeace)),
+    "a client that does not check the server's proof": (runs.run_faults, believe_servers),
+    "an actor that stays with a silent registry": (
+        runs.run_faults, lambda patch: patch.setattr(clients, "SILENCE_SECONDS", math.inf),
     ),
-    "a new pull that does not wait for old writers": Mutation(runs.run_references, Parts(puller=DoesNotWaitForWriters)),
-    "a transport that does not hold its slot": Mutation(runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
-    "restart reporting oldest first": Mutation(runs.run_faults, Parts(server=OldestFirst)),
-    "a data port that ignores the epoch": Mutation(runs.run_relaunch, Parts(server=AnyEpoch)),
-    "a hung checksum thread": Mutation(runs.run_faults, Parts(server=HangsInPeace)),
-}
-
-
-def runs_until_found(run: Callable[[int, Parts], Job], parts: Parts) -> int:
-    """How many runs it takes. Whatever is raised counts: in production it ends a connection or a process."""
-    for seed in range(MOST_RUNS):
-        try:
-            run(seed, parts)
-        except Exception:
-            return seed + 1
-    raise AssertionError(f"{MOST_RUNS} runs have noticed nothing")
+    "a stale carrier that is heard": (
+        runs.run_references, lambda patch: patch.setattr(Puller, "is_current", lambda one, _: one.transfer is not None),
+    ),
+    "a checksum thread that does not hold its slot": (runs.run_faults, hold_nothing),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_noticed(name: str) -> None:
-    mutation = MUTATIONS[name]
-    runs_until_found(mutation.run, mutation.parts)
-
-
-def test_client_that_does_not_check_the_servers_proof_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = Identity.is_proof
-
-    def believe(self: Identity, given: str, side: str, *nonces: str) -> bool:
-        return side == "server" or genuine(self, given, side, *nonces)
-
-    monkeypatch.setattr(Identity, "is_proof", believe)
-    runs_until_found(runs.run_faults, Parts())
-
-
-def test_actor_that_stays_with_a_silent_registry_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "SILENCE_SECONDS", math.inf)
-    runs_until_found(runs.run_faults, Parts())
-
-
-def test_stale_carrier_that_is_heard_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Puller, "is_current", lambda self, _message: self.transfer is not None)
-    runs_until_found(runs.run_references, Parts())
-
-
-def test_checksum_thread_that_does_not_hold_its_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LiveSlots, "hold", lambda *_: None)
-    monkeypatch.setattr(LiveSlots, "let_go", lambda *_: None)
-    runs_until_found(runs.run_faults, Parts())
+def test_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is raised counts: in production it ends a connection or a process."""
+    run, broken = MUTATIONS[name]
+    if not isinstance(broken, Parts):
+        broken(monkeypatch)
+    for seed in range(MOST_RUNS):
+        try:
+            run(seed, broken if isinstance(broken, Parts) else Parts())
+        except Exception:
+            return
+    raise AssertionError(f"{MOST_RUNS} runs have noticed nothing")

@@ -198,15 +198,10 @@ def test_error_of_the_communicator_answers_every_fetch(
 @pytest.mark.parametrize(
     "change",
     [
-        {"backend": "nccl"},
-        {"bytes": 7},
-        {"bytes": None},
-        {"chunk_bytes": 0},
-        {"chunk_bytes": "x"},
-        {"chunk_timeout_s": -1.0},
-        {"chunk_timeout_s": []},
+        {"backend": "nccl"}, {"bytes": 7}, {"bytes": None}, {"chunk_bytes": 0}, {"chunk_bytes": "x"},
+        {"chunk_timeout_s": -1.0}, {"chunk_timeout_s": []},
     ],
-)
+)  # fmt: skip
 def test_senseless_references_are_refused(change: Message, make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     reference, _ = pair.send(bytes(BUCKET))

@@ -109,19 +109,10 @@ def test_memory_of_a_gpu_is_opened_once_and_as_it_was_named(opened: list[tuple[A
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (0, "xyz"),
-        (0, 3),
-        (1, -1),
-        (1, "64"),
-        (2, 1 << 64),
-        (3, None),
-        (4, True),
-        (5, 0),
-        (6, 0),
-        (None, []),
+        (0, "xyz"), (0, 3), (1, -1), (1, "64"), (2, 1 << 64), (3, None), (4, True), (5, 0), (6, 0), (None, []),
         (None, "0a"),
     ],
-)
+)  # fmt: skip
 def test_what_names_no_memory_of_a_gpu_is_refused(place: int | None, value: Any, opened: list[tuple[Any, ...]]) -> None:
     storage = list(HANDLE["storage"])
     if place is not None:
