@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,19 +49,22 @@ class HangsAsleep(Counter):
         return "", 1.0, True
 
 
-class Raises(Counter):
-    def bad(self, action: str) -> Any:
-        raise RuntimeError("no such move")
+def throw(error: BaseException) -> None:
+    raise error
 
 
-class Crashes(Counter):
-    def bad(self, action: str) -> Any:
-        os._exit(3)
+def behaving(bad: Callable[[], Any]) -> type[Counter]:
+    """An environment that does this where it is told something bad."""
+    return type("Behaving", (Counter,), {"bad": lambda self, action: bad()})
 
 
-class Eats(Counter):
-    def bad(self, action: str) -> Any:
-        return len(bytearray(1 << 33))
+Raises, Cancels = (
+    behaving(lambda error=error: throw(error))
+    for error in (RuntimeError("no such move"), asyncio.CancelledError("of its own"))
+)
+Crashes, Eats = behaving(lambda: os._exit(3)), behaving(lambda: len(bytearray(1 << 33)))
+Stops, NoText = behaving(lambda: next(iter(()))), behaving(object)
+TooMuch = behaving(lambda: "much " * 2_000_000)
 
 
 class Prints(Counter):
@@ -68,26 +73,6 @@ class Prints(Counter):
             sys.stdout.write("x" * (1 << 20))
             os.write(1, b"y" * (1 << 10))
         return "printed"
-
-
-class Stops(Counter):
-    def bad(self, action: str) -> Any:
-        return next(iter(()))
-
-
-class Cancels(Counter):
-    def bad(self, action: str) -> Any:
-        raise asyncio.CancelledError("of its own")
-
-
-class NoText(Counter):
-    def bad(self, action: str) -> Any:
-        return object()
-
-
-class TooMuch(Counter):
-    def bad(self, action: str) -> Any:
-        return "much " * 2_000_000
 
 
 class Forks(Counter):
@@ -200,17 +185,8 @@ class Babel:
 
     def _text(self) -> str:
         parts = [
-            "<|im_end|>",
-            "<|im_start|>",
-            "<|im_start|>user",
-            "<tool_call>",
-            "\n",
-            "ab",
-            "\U0010fffe",
-            "é",
-            "漢",
-            "🙂",
-        ]
+            "<|im_end|>", "<|im_start|>", "<|im_start|>user", "<tool_call>", "\n", "ab", "\U0010fffe", "é", "漢", "🙂",
+        ]  # fmt: skip
         letters = (
             chr(self.random.choice((97, 233, 0x4E00, 0x1F600, 0x10FFFF)) - self.random.randrange(30)) for _ in ".."
         )
@@ -226,19 +202,8 @@ class Struck(Babel):
 
     def step(self, action: str) -> tuple[str, float, bool]:
         if self.fault:
-            try:
+            with contextlib.suppress(FileExistsError):
                 self.mark.touch(exist_ok=False)
-            except FileExistsError:
-                pass
-            else:
-                {"raises": self._raises, "hangs": self._hangs, "crashes": self._crashes}[self.fault]()
+                faults = {"raises": lambda: throw(RuntimeError("a fault")), "hangs": lambda: time.sleep(1000)}
+                {**faults, "crashes": lambda: os._exit(3)}[self.fault]()
         return super().step(action)
-
-    def _raises(self) -> None:
-        raise RuntimeError("a fault")
-
-    def _hangs(self) -> None:
-        time.sleep(1000)
-
-    def _crashes(self) -> None:
-        os._exit(3)

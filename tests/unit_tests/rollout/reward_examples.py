@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,38 @@ def slow(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(text) for text in completions]
 
 
-def hang(completions: list[str], **kwargs: Any) -> list[float]:
-    while "bad" in completions:
+def bad(misbehave: Callable[[], Any]) -> Callable[..., list[float]]:
+    """A function that gives 1, and does this where a completion is bad."""
+
+    def function(completions: list[str], **kwargs: Any) -> list[float]:
+        if "bad" in completions:
+            misbehave()
+        return [1.0] * len(completions)
+
+    return function
+
+
+def spin() -> None:
+    while True:
         pass
-    return [1.0] * len(completions)
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
+def recurse() -> None:
+    sys.setrecursionlimit(2000)
+    recurse()
+
+
+hang, crash, leave = bad(spin), bad(lambda: os._exit(17)), bad(lambda: throw(SystemExit(3)))
+fault = bad(lambda: throw(ValueError("no opinion on this one")))
+interrupt = bad(lambda: throw(KeyboardInterrupt()))  # what `except Exception` does not catch
+segfault = bad(lambda: ctypes.string_at(0))  # as a broken native library does
+endless_recursion = bad(recurse)
+bomb = bad(lambda: [bytearray(64 * 2**20) for _ in range(10_000)])
+mapped_bomb = bad(lambda: [mmap.mmap(-1, 256 * 2**20) for _ in range(1000)])  # past Python's allocator
 
 
 def hang_with_child(completions: list[str], **kwargs: Any) -> list[float]:
@@ -44,19 +73,6 @@ def hang_with_child(completions: list[str], **kwargs: Any) -> list[float]:
         time.sleep(20)
         os._exit(0)
     return hang(["bad" if text == "worse" else text for text in completions])
-
-
-def bomb(completions: list[str], **kwargs: Any) -> list[float]:
-    if "bad" in completions:
-        hoard = [bytearray(64 * 2**20) for _ in range(10_000)]
-        return [float(len(hoard))]
-    return [1.0] * len(completions)
-
-
-def crash(completions: list[str], **kwargs: Any) -> list[float]:
-    if "bad" in completions:
-        os._exit(17)
-    return [1.0] * len(completions)
 
 
 def rank(completions: list[str], **kwargs: Any) -> list[float]:
@@ -71,47 +87,8 @@ def alone_only(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0]
 
 
-def leave(completions: list[str], **kwargs: Any) -> list[float]:
-    if "bad" in completions:
-        raise SystemExit(3)
-    return [1.0] * len(completions)
-
-
-def segfault(completions: list[str], **kwargs: Any) -> list[float]:
-    """Reads address 0, as a broken native library does."""
-    if "bad" in completions:
-        ctypes.string_at(0)
-    return [1.0] * len(completions)
-
-
-def interrupt(completions: list[str], **kwargs: Any) -> list[float]:
-    """What `except Exception` does not catch."""
-    if "bad" in completions:
-        raise KeyboardInterrupt
-    return [1.0] * len(completions)
-
-
-def fault(completions: list[str], **kwargs: Any) -> list[float]:
-    if "bad" in completions:
-        raise ValueError("no opinion on this one")
-    return [1.0] * len(completions)
-
-
-def endless_recursion(completions: list[str], **kwargs: Any) -> list[float]:
-    sys.setrecursionlimit(2000)
-    return endless_recursion(completions) if "bad" in completions else [1.0] * len(completions)
-
-
 def no_list(completions: list[str], **kwargs: Any) -> list[float] | None:
     return None if "bad" in completions else [1.0] * len(completions)
-
-
-def mapped_bomb(completions: list[str], **kwargs: Any) -> list[float]:
-    """Takes memory from the system, past Python's allocator."""
-    if "bad" in completions:
-        held = [mmap.mmap(-1, 256 * 2**20) for _ in range(1000)]
-        return [float(len(held))]
-    return [1.0] * len(completions)
 
 
 def stubborn_bomb(completions: list[str], **kwargs: Any) -> list[float]:
@@ -196,13 +173,9 @@ def seen(**kwargs: Any) -> list[float]:
     expected = {
         "prompts": [[{"role": "user", "content": "hello"}]] * 2,
         "completions": [[{"role": "assistant", "content": text}] for text in ("a", "b")],
-        "completion_ids": [[0, 7], [1, 7]],
-        "finish_reasons": ["stop", "stop"],
-        "max_completion_tokens": 16,
-        "prefill": "",
-        "level": [3, 3],
-        "answer": ["x", "x"],
-    }
+        "completion_ids": [[0, 7], [1, 7]], "finish_reasons": ["stop", "stop"], "max_completion_tokens": 16,
+        "prefill": "", "level": [3, 3], "answer": ["x", "x"],
+    }  # fmt: skip
     state, log_extra, log_metric = (kwargs.pop(name) for name in ("trainer_state", "log_extra", "log_metric"))
     log_extra("why", ["short", {"of": 2}])
     log_metric("steps_left", state.max_steps - state.global_step)

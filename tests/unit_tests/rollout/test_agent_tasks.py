@@ -57,11 +57,8 @@ def test_a_sum_must_be_copied() -> None:
     assert builtin.bracket_calls("[1234+5678]") == [("add", {"a": "1234", "b": "5678"})]
     result = builtin.add(1234, 5678)
     assert judge(f"[1234+5678]{result}06912", f"[1234+5678]{result}", "06912", f"[1234+5678]{result}0691") == [
-        1,
-        0,
-        1,
-        0,
-    ]
+        1, 0, 1, 0,
+    ]  # fmt: skip
     assert builtin.right(completions=["=06912"], answer=["06912"], finish_reasons=["length"]) == [0.0]
 
 

@@ -77,19 +77,14 @@ def test_steps_of_many_episodes_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("factory", "failure", "word"),
     [
-        ("Hangs", "timeout", "within 2 s"),
-        ("HangsAsleep", "timeout", "within 2 s"),
-        ("Raises", "exception", "RuntimeError: no such move"),
-        ("Crashes", "crash", "exit code 3"),
-        ("Eats", "exception", "MemoryError"),
-        ("Stops", "exception", "StopIteration"),
+        ("Hangs", "timeout", "within 2 s"), ("HangsAsleep", "timeout", "within 2 s"),
+        ("Raises", "exception", "RuntimeError: no such move"), ("Crashes", "crash", "exit code 3"),
+        ("Eats", "exception", "MemoryError"), ("Stops", "exception", "StopIteration"),
         ("Cancels", "exception", "CancelledError: of its own"),
-        ("NoText", "exception", "step returned object, which is not text"),
-        ("Prints", None, ""),
-        ("TooMuch", None, ""),
+        ("NoText", "exception", "step returned object, which is not text"), ("Prints", None, ""), ("TooMuch", None, ""),
         ("Forks", None, ""),
     ],
-)
+)  # fmt: skip
 def test_hostile_environments_cost_their_own_episode(
     tmp_path: Path, factory: str, failure: str | None, word: str
 ) -> None:

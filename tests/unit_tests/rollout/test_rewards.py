@@ -32,82 +32,39 @@ GSM8K = [
 def call(name: str, completions: list[Any], **arguments: Any) -> list[float | None]:
     count = len(completions)
     defaults: dict[str, Any] = {
-        "prompts": [""] * count,
-        "completion_ids": [[0]] * count,
-        "finish_reasons": ["stop"] * count,
-        "max_completion_tokens": 10,
-        "another_column": [1] * count,
-    }
+        "prompts": [""] * count, "completion_ids": [[0]] * count, "finish_reasons": ["stop"] * count,
+        "max_completion_tokens": 10, "another_column": [1] * count,
+    }  # fmt: skip
     return load_reward(name)(completions=completions, **{**defaults, **arguments})
 
 
 @pytest.mark.parametrize(
     ("completion", "gold", "reward"),
     [
-        (r"thus \boxed{72}", "72", 1.0),
-        (r"\boxed{71} is wrong, \boxed{72} right", "72", 1.0),
-        (r"\boxed{72} because 3 + 4 = 7", "72", 1.0),
-        ("The answer is 72.", "72", 1.0),
-        ("First 72, then 73", "72", 0.0),
-        ("It costs $1,234.50!", "1234.5", 1.0),
-        ("we get 10-3", "3", 1.0),
-        ("x = -3", "-3", 1.0),
-        ("x = -3", "3", 0.0),
-        ("a half is 0.5", r"\frac{1}{2}", 1.0),
-        (r"\boxed{\frac{2}{4}}", "0.5", 1.0),
-        (r"\boxed{1+x^2}", "x^2+1", 1.0),
-        (r"\boxed{1+x^2}", "$x^3+1$", 0.0),
-        (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1.0),
-        (r"<think>\boxed{5}</think> \boxed{6}", "6", 1.0),
-        (r"<think>\boxed{5}</think> \boxed{6}", "5", 0.0),
-        ("no number", "72", 0.0),
-        (r"\boxed{7", "7", 1.0),
-        ("72", "hello world", None),
-        ("72", "", None),
-        ("72", None, None),
-        ("72", "72 square feet", 1.0),
+        (r"thus \boxed{72}", "72", 1.0), (r"\boxed{71} is wrong, \boxed{72} right", "72", 1.0),
+        (r"\boxed{72} because 3 + 4 = 7", "72", 1.0), ("The answer is 72.", "72", 1.0),
+        ("First 72, then 73", "72", 0.0), ("It costs $1,234.50!", "1234.5", 1.0), ("we get 10-3", "3", 1.0),
+        ("x = -3", "-3", 1.0), ("x = -3", "3", 0.0), ("a half is 0.5", r"\frac{1}{2}", 1.0),
+        (r"\boxed{\frac{2}{4}}", "0.5", 1.0), (r"\boxed{1+x^2}", "x^2+1", 1.0), (r"\boxed{1+x^2}", "$x^3+1$", 0.0),
+        (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1.0), (r"<think>\boxed{5}</think> \boxed{6}", "6", 1.0),
+        (r"<think>\boxed{5}</think> \boxed{6}", "5", 0.0), ("no number", "72", 0.0), (r"\boxed{7", "7", 1.0),
+        ("72", "hello world", None), ("72", "", None), ("72", None, None), ("72", "72 square feet", 1.0),
         (r"\boxed{50}", r"50\%", 1.0),
+        # Found by reviews.
+        (r"\boxed{0.5}", r"50\%", 1.0), (r"\boxed{50\%}", "0.5", 1.0), (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{50\%}", r"50\%", 1.0), (r"\boxed{50\%}", r"0.5\%", 0.0), (r"\boxed{5\%}", "0.5", 0.0),
+        ("That is 50%.", "0.5", 1.0), (r"\boxed{10\%}", r"\frac{1}{10}", 1.0),
+        (r"\boxed{50\text{ percent}}", "0.5", 1.0), (r"\boxed{18 dollars}", "18", 1.0),
+        (r"\boxed{\$18}", "18 dollars", 1.0), (r"\boxed{18 million}", "18", 0.0), (r"\boxed{2xy}", "2", 0.0),
+        (r"\boxed{1\,234}", "1234", 1.0), (r"\boxed{10,\!000}", "10000", 1.0),
+        (r"so 1\,234\,567 in all", "1,234,567", 1.0), (r"\boxed{1,234}", "1234", 1.0), (r"\boxed{1e5}", "100000", 1.0),
+        (r"\boxed{1e5}", "100,000", 1.0), ("It is 6.02e23", "6.02e23", 1.0), ("1e-3", "0.001", 1.0),
+        (r"\boxed{1e999999999}", "1", 0.0), ("<think>the answer is \\boxed{7}", "7", 0.0), ("<think>it is 7", "7", 0.0),
+        ("7 <think>or \\boxed{8}", "7", 1.0), (r"\boxed{\{1,2\}}", r"\{2,1\}", 1.0), (r"\boxed{5}\boxed{", "5", 1.0),
+        (r"\boxed{\boxed{5}", "5", 1.0), (r"\boxed{a \{ b} \boxed{6", "6", 0.0),
     ],
-)
+)  # fmt: skip
 def test_accuracy(completion: str, gold: Any, reward: float | None) -> None:
-    assert call("accuracy", [completion], answer=[gold]) == [reward]
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold", "reward"),
-    [
-        (r"\boxed{0.5}", r"50\%", 1.0),
-        (r"\boxed{50\%}", "0.5", 1.0),
-        (r"\boxed{50\%}", "50", 1.0),
-        (r"\boxed{50\%}", r"50\%", 1.0),
-        (r"\boxed{50\%}", r"0.5\%", 0.0),
-        (r"\boxed{5\%}", "0.5", 0.0),
-        ("That is 50%.", "0.5", 1.0),
-        (r"\boxed{10\%}", r"\frac{1}{10}", 1.0),
-        (r"\boxed{50\text{ percent}}", "0.5", 1.0),
-        (r"\boxed{18 dollars}", "18", 1.0),
-        (r"\boxed{\$18}", "18 dollars", 1.0),
-        (r"\boxed{18 million}", "18", 0.0),
-        (r"\boxed{2xy}", "2", 0.0),
-        (r"\boxed{1\,234}", "1234", 1.0),
-        (r"\boxed{10,\!000}", "10000", 1.0),
-        (r"so 1\,234\,567 in all", "1,234,567", 1.0),
-        (r"\boxed{1,234}", "1234", 1.0),
-        (r"\boxed{1e5}", "100000", 1.0),
-        (r"\boxed{1e5}", "100,000", 1.0),
-        ("It is 6.02e23", "6.02e23", 1.0),
-        ("1e-3", "0.001", 1.0),
-        (r"\boxed{1e999999999}", "1", 0.0),
-        ("<think>the answer is \\boxed{7}", "7", 0.0),
-        ("<think>it is 7", "7", 0.0),
-        ("7 <think>or \\boxed{8}", "7", 1.0),
-        (r"\boxed{\{1,2\}}", r"\{2,1\}", 1.0),
-        (r"\boxed{5}\boxed{", "5", 1.0),
-        (r"\boxed{\boxed{5}", "5", 1.0),
-        (r"\boxed{a \{ b} \boxed{6", "6", 0.0),
-    ],
-)
-def test_answers_that_the_review_found(completion: str, gold: str, reward: float) -> None:
     assert call("accuracy", [completion], answer=[gold]) == [reward]
 
 
@@ -190,17 +147,10 @@ def test_chat_completions_are_read_too() -> None:
 @pytest.mark.parametrize(
     ("completion", "reason", "reward"),
     [
-        ("640", "stop", 1.0),
-        ("641", "stop", 0.5 * 2 / 3),
-        ("046", "stop", 0.5 / 3),
-        ("111", "stop", 0.0),
-        ("64", "stop", 0.0),
-        ("6400", "stop", 0.0),
-        ("", "stop", 0.0),
-        ("640", "length", 0.0),
-        ("640", "abort", 0.0),
+        ("640", "stop", 1.0), ("641", "stop", 0.5 * 2 / 3), ("046", "stop", 0.5 / 3), ("111", "stop", 0.0),
+        ("64", "stop", 0.0), ("6400", "stop", 0.0), ("", "stop", 0.0), ("640", "length", 0.0), ("640", "abort", 0.0),
     ],
-)
+)  # fmt: skip
 def test_arithmetic(completion: str, reason: str, reward: float) -> None:
     # 12 + 34 = 046, digits reversed.
     assert call("arithmetic", [completion], answer=["640"], finish_reasons=[reason]) == [pytest.approx(reward)]
@@ -213,18 +163,11 @@ def test_exact_match() -> None:
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        ("<think>so</think> 4", 1.0),
-        ("\n<think>\nso\nthat</think>\n4\n", 1.0),
-        ("<think></think>4", 1.0),
-        ("<think>so</think>", 0.0),
-        ("<think>so 4", 0.0),
-        ("so</think> 4", 0.0),
-        ("x <think>so</think> 4", 0.0),
-        ("<think>a</think><think>b</think> 4", 0.0),
-        ("<think><think>a</think> 4", 0.0),
-        ("4", 0.0),
+        ("<think>so</think> 4", 1.0), ("\n<think>\nso\nthat</think>\n4\n", 1.0), ("<think></think>4", 1.0),
+        ("<think>so</think>", 0.0), ("<think>so 4", 0.0), ("so</think> 4", 0.0), ("x <think>so</think> 4", 0.0),
+        ("<think>a</think><think>b</think> 4", 0.0), ("<think><think>a</think> 4", 0.0), ("4", 0.0),
     ],
-)
+)  # fmt: skip
 def test_format(completion: str, reward: float) -> None:
     assert call("format", [completion]) == [reward]
 

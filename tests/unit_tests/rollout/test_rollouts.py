@@ -292,16 +292,12 @@ ABSENT = group_of({"a": 1.0, "b": 0.5}, {"a": 1.0, "b": None})
 @pytest.mark.parametrize(
     ("advantage", "aggregation", "group", "weights", "dropped"),
     [
-        ("group", "sum", EQUAL, [], True),
-        ("rloo", "sum", TIED, [], True),
-        ("batch", "sum", EQUAL, [], False),
-        ("batch", "normalize_each", EQUAL, [], False),
-        ("group", "normalize_each", TIED, [], False),
-        ("group", "normalize_each", EQUAL, [], True),
-        ("group", "normalize_each", ABSENT, [], True),
+        ("group", "sum", EQUAL, [], True), ("rloo", "sum", TIED, [], True), ("batch", "sum", EQUAL, [], False),
+        ("batch", "normalize_each", EQUAL, [], False), ("group", "normalize_each", TIED, [], False),
+        ("group", "normalize_each", EQUAL, [], True), ("group", "normalize_each", ABSENT, [], True),
         ("group", "normalize_each", TIED, [0.0, 0.0], True),
     ],
-)
+)  # fmt: skip
 def test_groups_that_teach_are_not_dropped(
     advantage: str, aggregation: str, group: Group, weights: list[float], dropped: bool
 ) -> None:
