@@ -80,6 +80,20 @@ def test_the_cache_keeps_its_memory_limit(tiny_checkpoint: Callable[..., Path]) 
         Engine(load_policy(tiny_checkpoint()), 1, 256, (), cache_bytes=1000)
 
 
+def test_a_row_has_the_keys_that_attention_reads(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some processors compute 193 tokens like more of them with 384 keys only, and rows grow in powers of two."""
+    prompt = PROMPTS[0][:1] * 150
+    asked = request("b", [*prompt, *PROMPTS[0][:1] * 48], temperature=0.0)
+    expected = Engine(load_policy(tiny_checkpoint()), 4, 512, ()).generate([asked])
+    monkeypatch.setattr("torchtitan.inference.embedded.cache.key_length", lambda length, *_: -(-length // 192) * 192)
+    engine = Engine(load_policy(tiny_checkpoint()), 4, 512, ())
+    engine.generate([request("a", prompt)])
+    assert engine.generate([asked])[0][0].token_ids == expected[0][0].token_ids
+    assert engine.statistics.reused_tokens == 150
+
+
 @pytest.mark.parametrize("block", [1, 3, 8])
 def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, block: int

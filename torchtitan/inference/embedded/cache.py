@@ -122,7 +122,7 @@ class KeyValueCache:
         most = self.max_bytes - (self._growth_bytes() if used_rows else 0)
         step = self.sizes.rows
         grown = most // self.bytes_of(step, wanted) * step
-        present = self.rows if length <= self.length else 0
+        present = self.rows if self.holds(0, length) else 0
         return min(self.max_rows, max(grown, present))
 
     def spare_bytes(self, rows: int, length: int, used_rows: int) -> int:
@@ -136,7 +136,7 @@ class KeyValueCache:
 
     def holds(self, rows: int, length: int) -> bool:
         """Whether there is room for so many rows of up to `length` tokens without growing."""
-        return rows <= self.rows and length <= self.length
+        return rows <= self.rows and self.key_length(length) <= self.length
 
     def reserve(self, rows: int, length: int, used_rows: int) -> None:
         """Make room for `rows` rows (at most `room`) of up to `length` tokens, keeping rows [0, used_rows)."""
