@@ -368,13 +368,13 @@ def _layer_types(config: dict[str, Any], family: Family, layers: int) -> list[st
     if family.full_every:
         every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or family.full_every
         return [full if (index + 1) % every == 0 else sliding for index in range(layers)]
-    if name in ("qwen2", "qwen3", "qwen3_moe"):
+    if name in ("qwen2", "qwen3"):
         first = config.get("max_window_layers", 28)
         return [sliding if index >= first else full for index in range(layers)]
     if name == "smollm3":
         unturned = read_unturned(config)
         return [sliding if index in unturned else full for index in range(layers)]
-    return [sliding if name in ("mistral", "mixtral", "phi3") else full] * layers
+    return [sliding if name in ("mistral", "mixtral", "phi3", "qwen3_moe") else full] * layers
 
 
 def read_unturned(config: dict[str, Any]) -> tuple[int, ...]:

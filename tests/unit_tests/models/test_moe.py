@@ -163,3 +163,10 @@ def test_grouped_products_against_a_loop(dtype: torch.dtype, step: int) -> None:
     ends = torch.tensor([2, 4, 4, 9], dtype=torch.int32)
     torch.library.opcheck(grouped_linear, (x, weight, ends))
     torch.library.opcheck(grouped_outer, (gradient, x.detach(), ends))
+
+
+def test_a_window_of_qwen3_moe_is_that_of_all_layers(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+    directory, tokens = make_mixture(tmp_path, "qwen3_moe", **windows), _tokens()
+    expected = _their_logits(_theirs(directory), tokens)
+    assert (load_policy(directory)(tokens, PackedLayout(LENGTHS)) - expected).abs().max() <= 1e-4
