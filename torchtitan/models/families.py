@@ -189,6 +189,7 @@ MEANINGLESS = (
     *("pad_token_id", "attention_dropout", "resid_pdrop", "embd_pdrop", "_name_or_path", "auto_map", "pretraining_tp"),
     *("cache_implementation", "is_decoder", "output_attentions", "output_hidden_states", "return_dict"),
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "unsloth_version", "attn_implementation"),
+    *("unsloth_fixed", "is_llama_config", "transformers.js_config", "_attn_implementation_autoset", "tokenizer_class"),
 )
 
 

@@ -239,6 +239,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
         ({"rope_parameters": {**YARN, "finetuned": True}}, "finetuned = True in config.json: not honoured"),
         ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func = 'softmax' in config.json"),
         ({"model_type": "granite", "use_sliding_window": False, "attention_multiplier": None}, ""),
+        # SmolLM2
+        ({"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}, ""),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
