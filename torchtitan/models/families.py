@@ -211,15 +211,13 @@ def find_family(config: dict[str, Any]) -> Family:
     return family
 
 
+LENGTH = "original_max_position_embeddings"
 # What a rope_type says beside theta.
 SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
     "linear": ("factor",),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
-        *("mscale", "mscale_all_dim"),
-    ),
+    "yarn": ("factor", LENGTH, "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
 }
 
 
@@ -288,10 +286,13 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
     if ignored and kind != "default":
         raise UserError(f"{', '.join(ignored)} in config.json: not honoured for rope_type {kind}")
     scaling = None
+    if kind in ("yarn", "llama3"):
+        # transformers prefers what stands outside, as of Phi-3.
+        length = config.get(LENGTH) or parameters.get(LENGTH) or config["max_position_embeddings"]
+        parameters = {**parameters, LENGTH: length}
     if kind == "yarn":
         given = {name: parameters[name] for name in SCALINGS[kind] if parameters.get(name) is not None}
         given |= {"attention_factor": _attention_factor(parameters)}
-        given.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         given.pop("mscale", None)
         scaling = Scaling(kind, **given)
     elif kind != "default":

@@ -336,24 +336,25 @@ class ModelArgs:
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
         """The config.json that transformers 4 and 5 both read back as this shape."""
-        eos: int | list[int] | None = list(self.eos_token_ids)
-        if len(self.eos_token_ids) <= 1:
-            eos = self.eos_token_ids[0] if self.eos_token_ids else None
-        scaling = None if self.rope_scaling is None else self.rope_scaling.to_hf_config()
+        ends = self.eos_token_ids
+        eos = list(ends) if len(ends) > 1 else next(iter(ends), None)
+        kept = {key: value for key, value in json.loads(self.source or "{}").items() if key not in SHAPE_KEYS}
+        # transformers 5 reads the older form too, and fails on both where layer types have positions of their own.
+        rope = kept.get("rope_parameters") or {}
+        if "factor" not in rope:
+            rope = None if self.rope_scaling is None else self.rope_scaling.to_hf_config()
         written = {
             "architectures": [self.kind.architecture],
             "model_type": self.family,
             **{key: getattr(self, key) for key in (*REQUIRED_KEYS, *WRITTEN_KEYS)},
             "hidden_act": self.kind.activation,
-            "rope_scaling": scaling,
-            "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
+            "head_dim": self.head_dim if self.latent is None else self.latent.turned,
+            "rope_scaling": rope,
             "eos_token_id": eos,
             "use_cache": True,
         }
         if self.experts is not None:
             written |= expert_config(self.family, self.experts, self.num_hidden_layers)
-        kept = json.loads(self.source) if self.source else {}
-        kept = {key: value for key, value in kept.items() if key not in SHAPE_KEYS}
         return written | kept | {"torch_dtype": dtype, "dtype": dtype, "eos_token_id": eos}
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,32 @@ def test_logits_gradients_and_files_are_those_of_transformers(case: str, folder:
     assert read_model_args(tmp_path / "export") == read_model_args(directory)
     with torch.no_grad():
         assert torch.equal(again.logits(token_ids), found)
+        assert torch.equal(_reference(tmp_path / "export")(token_ids).logits, expected)
+
+
+# As transformers 4 wrote them, and as these families are published; None: not there.
+OLDER: dict[str, dict[str, Any]] = {
+    "olmo3": {"rope_theta": 5e5, "rope_scaling": {key: one for key, one in YARN.items() if key != "rope_theta"}},
+    "gemma3": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "deepseek_v3, dense": {"head_dim": None},
+    # What stands outside counts.
+    "qwen2, tied": {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_an_older_config_means_what_transformers_takes_it_for_also_exported(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(make_family_checkpoint(case, folder), tmp_path / "older")
+    config = json.loads((directory / "config.json").read_text()) | OLDER[case]
+    gone = {"rope_parameters", *(key for key, one in OLDER[case].items() if one is None)}
+    (directory / "config.json").write_text(json.dumps({key: one for key, one in config.items() if key not in gone}))
+    policy, token_ids = load_policy(directory), torch.arange(120).view(2, 60)
+    export_policy(policy, tmp_path / "export")
+    with torch.no_grad():
+        expected = _reference(directory)(token_ids).logits
+        assert (policy.logits(token_ids) - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
         assert torch.equal(_reference(tmp_path / "export")(token_ids).logits, expected)
 
 
