@@ -87,6 +87,10 @@ def alone_only(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0]
 
 
+async def async_leave(completions: list[str], **kwargs: Any) -> list[float]:
+    return leave(completions)
+
+
 def no_list(completions: list[str], **kwargs: Any) -> list[float] | None:
     return None if "bad" in completions else [1.0] * len(completions)
 

@@ -139,7 +139,7 @@ def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 DIE = ("crash", "segfault", "interrupt")
-FAIL = ("leave", "fault", "endless_recursion", "bomb", "mapped_bomb", "wrong_length", "no_list")
+FAIL = ("leave", "async_leave", "fault", "endless_recursion", "bomb", "mapped_bomb", "wrong_length", "no_list")
 
 
 @pytest.mark.parametrize("function", [*DIE, *FAIL])

@@ -109,7 +109,7 @@ async def answer_beside_others(function: Callable[..., Any], message: dict[str, 
     """The reply to a call of an async function, within its time limit unless it blocks the process."""
     try:
         result, log = begin(function, message)
-        task = asyncio.ensure_future(result)
+        task = asyncio.ensure_future(_finish(result))
         done, _ = await asyncio.wait([task], timeout=message["timeout_s"])
         if not done:
             task.cancel()
@@ -120,7 +120,10 @@ async def answer_beside_others(function: Callable[..., Any], message: dict[str, 
 
 
 async def _finish(awaitable: Any) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except SystemExit as error:  # out of a task it would end the loop, and all that runs beside it
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 def _is_finite_number(value: Any) -> bool:
