@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable
 from decimal import Decimal
@@ -129,11 +130,27 @@ class Shop:
         await asyncio.sleep(0)
         return self.basket
 
+    @staticmethod
+    def price(function: str) -> str:
+        """What something costs, by a parameter whose name others have too."""
+        return f"{function}: 3"
+
     def get_reward(self) -> float:
         return float(len(self.basket))
 
     def _private(self) -> str:
         return "no tool"
+
+
+together = threading.Barrier(40)
+
+
+def meets(row: dict[str, Any]) -> float:
+    """An agent that goes on when all forty of them are there; one of them leaves."""
+    together.wait(20.0)
+    if row["leaves"]:
+        sys.exit(3)
+    return 1.0
 
 
 def weather(city: str) -> str:

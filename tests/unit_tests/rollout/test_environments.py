@@ -12,7 +12,8 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.environments.pool import EnvironmentPool
+from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
+from torchtitan.rollout.gateway.process import Door
 from torchtitan.rollout.worker_process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
@@ -150,16 +151,16 @@ async def work_of_one(pool: EnvironmentPool) -> Any:
 def test_tools_follow_trl(tmp_path: Path) -> None:
     async def work(pool: EnvironmentPool) -> Any:
         schemas = {tool["function"]["name"]: tool["function"] for tool in pool.tools}
-        assert list(schemas) == ["buy", "look", "weather"]
+        assert list(schemas) == ["buy", "look", "price", "weather"]
         assert schemas["buy"]["description"] == "Put something into the basket."
         assert schemas["buy"]["parameters"]["required"] == ["what"]
         assert schemas["buy"]["parameters"]["properties"]["pieces"]["description"] == "How many of it,"
         async with await pool.episode() as episode:
-            assert await episode.reset({}) == ""
+            assert await episode.reset({"function": "a column of any name"}) == ""
             results = []
             for text in (
                 f"I buy. {call('buy', what='egg', pieces='2')}{call('look')}",
-                call("weather", city="Oslo"),
+                call("weather", city="Oslo") + call("price", function="egg"),
                 call("weather", city="Atlantis"),
                 call("buy", pieces=1),
                 call("buy", what="egg", colour="red"),
@@ -173,11 +174,11 @@ def test_tools_follow_trl(tmp_path: Path) -> None:
             assert last.done and not last.messages
             outcome = await episode.finish()
         assert (outcome.reward, outcome.attributes) == (2.0, {"basket": ["egg", "egg"]})
-        assert (pool.statistics["tool_calls"], pool.statistics["tool_errors"]) == (7, 5)
+        assert (pool.statistics["tool_calls"], pool.statistics["tool_errors"]) == (8, 5)
         return results
 
     results = run(tmp_path, work, "Shop", ("weather",))
-    assert results[:2] == [["2 things", '["egg", "egg"]'], ["sunny in Oslo"]]
+    assert results[:2] == [["2 things", '["egg", "egg"]'], ["sunny in Oslo", "egg: 3"]]
     words = ("it has sunk", "Field required", "Extra inputs", "there is no tool 'steal'", "in JSON")
     for (text,), word in zip(results[2:], words, strict=True):
         assert word in json.loads(text)["error"]
@@ -193,6 +194,28 @@ def test_functions_alone_are_tools(tmp_path: Path) -> None:
 
     message = {"role": "tool", "name": "weather", "content": "sunny in Rome"}
     assert run(tmp_path, work, tools=("weather",)) == ([message], None)
+
+
+def test_synchronous_agents_neither_wait_for_nor_end_with_others(tmp_path: Path) -> None:
+    config = JobConfig()
+    config.environment.agent = f"{HERE}:meets"
+
+    async def play(pool: AgentPool, number: int) -> Any:
+        async with await pool.episode() as episode:
+            try:
+                return await episode.run({"leaves": number == 7}, number, Door("", "", ""), 60.0)
+            except CallFailed as error:
+                return str(error)
+
+    async def forty() -> list[Any]:
+        pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"))
+        try:
+            await pool.start()
+            return await asyncio.gather(*(play(pool, number) for number in range(40)))
+        finally:
+            await pool.close()
+
+    assert asyncio.run(forty()) == [1.0] * 7 + ["SystemExit: 3"] + [1.0] * 32
 
 
 def test_a_parser_may_find_arguments_of_any_type(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -23,13 +24,16 @@ import re
 import shlex
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torchtitan.errors import UserError, load_object
-from torchtitan.rollout.environments.worker import read_number
+from torchtitan.rollout.environments.worker import allow_for_a_thread, read_number
 from torchtitan.rollout.inside_worker import run, without_stop_iteration
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
+# Synchronous functions at a time.
+MOST_THREADS = 4096
 # The end of what a command prints, in which its reward is looked for.
 TAIL_BYTES = 1 << 16
 
@@ -42,12 +46,13 @@ class Agents:
 
     def __init__(self, play: Play):
         self._play = play
-        self._episodes: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        self._episodes: dict[int, asyncio.Task[Any] | None] = {}
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        task = self._episodes[message["episode"]] = asyncio.ensure_future(self._play(message))
+        # In this very task: a SystemExit that leaves a task ends the loop, and with it all other episodes.
+        self._episodes[message["episode"]] = asyncio.current_task()
         try:
-            return await task
+            return await self._play(message)
         except asyncio.CancelledError:
             return {"error": "the episode was broken off"}
         except (Exception, SystemExit) as error:  # of user code
@@ -72,12 +77,16 @@ def find_agent(agent: str) -> Play:
     if unknown := names - {"base_url", "key", "row"}:
         raise UserError(f"agent {agent!r} has parameters {', '.join(sorted(unknown))}: it gets base_url, key and row")
 
+    # asyncio's own threads are few: the other episodes would wait for them, and miss their deadlines.
+    threads = ThreadPoolExecutor(MOST_THREADS, initializer=allow_for_a_thread)
+
     async def play(message: dict[str, Any]) -> dict[str, Any]:
         arguments = {name: message[name] for name in names}
         if inspect.iscoroutinefunction(function):
             result = await function(**arguments)
         else:
-            result = await asyncio.to_thread(without_stop_iteration, function, **arguments)
+            work = functools.partial(without_stop_iteration, function, **arguments)
+            result = await asyncio.get_running_loop().run_in_executor(threads, work)
         return {"reward": read_number(result, agent)}
 
     return play

@@ -106,10 +106,11 @@ def make_tool(function: Callable[..., Any], method: bool = False) -> Tool:
 
 
 def public_methods(kind: Any) -> list[Callable[..., Any]]:
-    """The methods of a class that are tools: all public ones but reset and get_reward, in the order of definition."""
+    """The methods of a class that are tools: all public ones but reset and get_reward, in the order of definition.
+    Static ones are staticmethod objects."""
     found = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
     names = [name for name in found if not name.startswith("_") and name not in ("reset", "get_reward")]
-    return [getattr(kind, name) for name in names if inspect.isfunction(getattr(kind, name))]
+    return [found[name] for name in names if inspect.isfunction(getattr(kind, name))]
 
 
 class Program:
@@ -129,7 +130,7 @@ class Program:
             if not callable(getattr(self.factory, "reset", None)):
                 raise UserError(f"environment {factory!r}: it has no method reset(**row)")
             for method in [] if self.steps else public_methods(self.factory):
-                self._add(make_tool(method, method=True))
+                self._add(make_tool(method, method=not isinstance(method, staticmethod)))
                 self.owned.add(method.__name__)
         for name in tools:
             self._add(make_tool(load_object(name, "tool")))
@@ -157,7 +158,7 @@ class Instance:
         self._program, self._longest = program, longest
         self._object: Any = None
         self._reward = 0.0
-        _allow_for_a_thread()
+        allow_for_a_thread()
         self._thread = ThreadPoolExecutor(1)
 
     async def reset(self, row: dict[str, Any]) -> str:
@@ -233,7 +234,7 @@ class Instance:
         """No episode will use it again."""
         self._thread.shutdown(wait=False)
 
-    async def _run(self, function: Callable[..., Any], *values: Any, **arguments: Any) -> Any:
+    async def _run(self, function: Callable[..., Any], /, *values: Any, **arguments: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(*values, **arguments)
         work = functools.partial(without_stop_iteration, function, *values, **arguments)
@@ -291,7 +292,7 @@ def _plain(value: Any) -> tuple[Any] | None:
         return None
 
 
-def _allow_for_a_thread() -> None:
+def allow_for_a_thread() -> None:
     """A thread's stack is not the user's memory: raise the limit by it."""
     threading.stack_size(STACK_BYTES)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
