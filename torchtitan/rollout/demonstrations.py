@@ -17,7 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, add_turn
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.tokenizer import Tokenizer, plain_message
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
 
 ASSISTANT = "assistant"
@@ -73,7 +73,8 @@ class DemonstrationMaker(PromptMaker):
         messages = self._messages(content)
         given = 0 if completion is None else len(messages)
         if completion is not None:
-            messages += [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
+            said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
+            messages += [plain_message(message) for message in said]
         trained = [i for i in range(given, len(messages)) if messages[i]["role"] == ASSISTANT]
         if not trained:
             raise UserError(f"demonstration {index}: the assistant says nothing in it (sft.completion_column)")

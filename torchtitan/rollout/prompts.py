@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import has_engines, judging_reward
+from torchtitan.config.derived import has_engines, judging_reward, plays_through_gateway
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.rewards import NEEDS_ANSWER
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.tokenizer import Tokenizer, plain_message
 from torchtitan.rollout.types import Prompt
 
 Row = dict[str, Any]
@@ -118,13 +118,13 @@ def _prompt_key(prompt: Any, seed: int) -> bytes:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
                 raise UserError(f"{path}, line {number}: expected a JSON object, found {type(row).__name__}")
@@ -133,20 +133,23 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow
-    from pyarrow import parquet
-
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise UserError(f"{path}: parquet files need pyarrow, which is not installed (pip install pyarrow)") from None
     try:
         return parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def _load_hugging_face(dataset: str, split: str) -> list[Row]:
-    import datasets
-
     name, _, subset = dataset.partition(":")
+    if Path(dataset).expanduser().is_file():
+        raise UserError(f"dataset file {dataset} ends with none of {', '.join(FILE_ENDINGS)}: convert it")
     try:
+        import datasets
+
         loaded = datasets.load_dataset(name, subset or None, split=split)
     except Exception as error:  # the library raises many kinds: no network, no such name, split or subset
         raise UserError(f"Hugging Face dataset {dataset!r} (split {split!r}) cannot be loaded: {error}") from error
@@ -168,8 +171,16 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, 
         problem = _prompt_problem(row[config.rollout.prompt_column])
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}, column {config.rollout.prompt_column!r}: {problem}")
-        if config.job.stage == "sft" and (problem := _completion_problem(row, config)):
+        if config.job.stage == "sft":
+            problem = _completion_problem(row, config)
+        elif _role_of_last(row[config.rollout.prompt_column]) == "assistant" and not plays_through_gateway(config):
+            problem = "the chat ends with the assistant's answer: a prompt ends before it"
+        if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
+
+
+def _role_of_last(prompt: Any) -> Any:
+    return prompt[-1]["role"] if isinstance(prompt, list) else None
 
 
 def _completion_problem(row: Row, config: JobConfig) -> str | None:
@@ -187,9 +198,12 @@ def _prompt_problem(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return None if prompt else "the prompt is empty"
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt):
-            return None
-        return "a chat message needs the keys 'role' and 'content'"
+        try:
+            for message in prompt:
+                plain_message(message)
+        except ValueError as error:
+            return str(error)
+        return None
     return f"a prompt must be text or a list of chat messages, found {type(prompt).__name__}"
 
 
@@ -267,7 +281,8 @@ class PromptMaker:
         return self._tokenizer.apply_chat_template(self._messages(content), tools=self.tools)
 
     def _messages(self, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        messages = [plain_message(message) for message in messages]
         if self._rollout.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._rollout.system_prompt})
         return messages

@@ -232,6 +232,41 @@ class Tokenizer:
         return template
 
 
+def plain_message(message: Any) -> dict[str, Any]:
+    """As chat templates expect it: content is text, arguments of tool calls are objects, and nothing is null.
+
+    Raises ValueError where it cannot be.
+    """
+    keys = message.keys() if isinstance(message, dict) else ()
+    if "role" not in keys or not ("content" in keys or "tool_calls" in keys):
+        raise ValueError("a chat message needs the keys 'role' and 'content'")
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
+    if not isinstance(content, str):
+        raise ValueError("a message's content must be text")
+    plain["content"] = content
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = _plain_calls(calls)
+    return plain
+
+
+def _plain_calls(calls: Any) -> list[dict[str, Any]]:
+    plain = []
+    try:
+        for call in calls:
+            function = dict(call.get("function", call))
+            if isinstance(function["arguments"], str):
+                function["arguments"] = json.loads(function["arguments"])
+            plain.append({**call, "function": function} if "function" in call else function)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"a tool call must have a function with a name and arguments: {calls!r:.500}") from None
+    return plain
+
+
 class ChatRenderer:
     """Tokens of messages, with the tokenizer's own chat template; each message becomes tokens once.
 

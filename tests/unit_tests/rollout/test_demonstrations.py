@@ -60,6 +60,29 @@ def test_of_a_conversation_all_that_the_assistant_says_is_trained(tmp_path: Path
     assert make(tmp_path, {"messages": [HI, YES, MORE, YES, MORE]}) == [expected]
 
 
+def test_other_forms_of_the_same_conversation(tmp_path: Path) -> None:
+    """As the OpenAI API and parquet files have them; a template prints what it is given."""
+    call = {"name": "look", "arguments": {"at": "é"}}
+    plain: list[Any] = [HI, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, MORE, YES]
+    other: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}], "tool_calls": None, "name": None},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {**call, "arguments": '{"at": "é"}'}}]},
+        {**MORE, "tool_calls": []},
+        YES,
+    ]
+    # As in Llama 3's, the key alone makes a call.
+    template = "{% if messages[-1].tool_calls is defined %}{{ raise_exception('a call') }}{% endif %}" + CHAT_TEMPLATE
+    expected = make(tmp_path, {"messages": plain})
+    assert expected[0][1][0] == f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call><|im_end|>"
+    assert make(tmp_path, {"messages": other}) == expected
+    assert make(tmp_path, {"prompt": other[:3], "completion": other[3:]}, template)[0][-1] == expected[0][-1]
+    config = JobConfig()
+    config.job.stage = "sft"
+    config.rollout.dataset = config.eval.dataset = str(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": other[:3], "completion": other[3:]}))
+    assert len(load_datasets(config)[0]) == 1
+
+
 def test_turns_whose_past_the_template_rewrites_are_branches(tmp_path: Path) -> None:
     template = CHAT_TEMPLATE.replace("if '</think>' in said", FORGETS)
     thought = {"role": "assistant", "content": "<think>so</think>Yes"}

@@ -101,6 +101,11 @@ def test_files_of_both_kinds_give_the_same_rows(tmp_path: Path) -> None:
         ('{"prompt": 3, "answer": "1"}\n', "text or a list of chat messages, found int"),
         ('{"prompt": "", "answer": "1"}\n', "the prompt is empty"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}\n', "'role' and 'content'"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}\n', "must be text"),
+        (
+            '{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}\n',
+            "row 1: the chat ends with the assist",
+        ),
     ],
 )
 def test_bad_files_are_told_apart(tmp_path: Path, text: str, message: str) -> None:
@@ -109,12 +114,21 @@ def test_bad_files_are_told_apart(tmp_path: Path, text: str, message: str) -> No
         load_datasets(make_config(dataset=str(tmp_path / "rows.jsonl")))
 
 
-def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="does not exist"):
         load_rows(str(tmp_path / "none.jsonl"))
     (tmp_path / "bad.parquet").write_text("no parquet")
     with pytest.raises(UserError, match="cannot be read as parquet"):
         load_rows(str(tmp_path / "bad.parquet"))
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
+    with pytest.raises(UserError, match="line 1: not valid JSON.*utf-8"):
+        load_rows(str(tmp_path / "latin.jsonl"))
+    (tmp_path / "rows.json").write_text("[]")
+    with pytest.raises(UserError, match="rows.json ends with none of .jsonl, .parquet"):
+        load_rows(str(tmp_path / "rows.json"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="'some/name'.*cannot be loaded: .*datasets"):
+        load_rows("some/name")
 
 
 def test_hugging_face_names_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, SamplingParameters, add_turn
-from torchtitan.rollout.tokenizer import ChatRenderer, Messages, Tokenizer
+from torchtitan.rollout.tokenizer import ChatRenderer, Messages, Tokenizer, plain_message
 from torchtitan.rollout.tool_calls import parse_tool_calls
 
 # Options that would change the answer and cannot be followed here; with any other value than these, a call is refused.
@@ -61,14 +61,18 @@ def parse_chat(data: Mapping[str, Any], tokenizer: Tokenizer) -> ChatCall:
     """Raises WrongCall."""
     _refuse_unsupported(data)
     messages = data.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise WrongCall("messages must be a non-empty list of objects")
+    if not isinstance(messages, list) or not messages:
+        raise WrongCall("messages must be a non-empty list")
     tools = data.get("tools") if data.get("tool_choice") != "none" else None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise WrongCall("tools must be a list of objects")
     options = data.get("stream_options") or {}
+    try:
+        messages = [plain_message(message) for message in messages]
+    except ValueError as error:
+        raise WrongCall(str(error)) from None
     return ChatCall(
-        [_plain(message) for message in messages],
+        messages,
         tools or [],
         _max_tokens(data.get("max_completion_tokens", data.get("max_tokens"))),
         _stop_ids(data, tokenizer),
@@ -116,34 +120,6 @@ def _stop_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
             raise WrongCall(f"stop {text!r} is {len(ids)} tokens: only single tokens can end an answer here")
         found += ids
     return found
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """As chat templates expect it: content is text, arguments of tool calls are objects, and nothing is null."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content", "")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            raise WrongCall("only text can be a message's content")
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise WrongCall("a message's content must be text")
-    plain["content"] = content
-    if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: Any) -> dict[str, Any]:
-    try:
-        function = dict(call["function"])
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"])
-        return {**call, "function": function}
-    except (KeyError, TypeError, ValueError):
-        raise WrongCall(f"a tool call must have a function with a name and arguments: {call!r}") from None
 
 
 def said(completion: Completion, tokenizer: Tokenizer, tools: bool, name: str) -> dict[str, Any]:
