@@ -182,6 +182,8 @@ def test_what_is_trained_is_what_was_sampled(checkpoint: Path, tmp_path: Path, c
     for trajectory in trajectories:
         (branch,) = trajectory.branches
         assert len(branch) <= len(branch.segments[0].token_ids) + ROOM
+        if chat:  # reward functions read what the policy has said
+            assert trajectory.completion == "\n".join(tokenizer.decode(one.token_ids) for one in branch.sampled)
         before: list[int] = []
         for number, segment in enumerate(branch.segments):
             if isinstance(segment, Given):

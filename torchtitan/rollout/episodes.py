@@ -155,8 +155,11 @@ class EpisodePlayer(Player):
         if not branches:
             return None
         outcome = await episode.finish()
-        said = branches[0].token_ids[begun:]
-        completion_of = messages if not isinstance(prompt.text, str) else self._tokenizer.decode(said)
+        completion_of: Any = messages
+        if isinstance(prompt.text, str):
+            # What a template writes between the turns, and a tool's result, would be read as the policy's answer.
+            said = [message["content"] for message in messages if message["role"] == "assistant"]
+            completion_of = "\n".join(said) if chat else self._tokenizer.decode(branches[0].token_ids[begun:])
         # get_reward may give something else than the sum of the steps' rewards.
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
         by_turn = rewards if adds_up and any(rewards) else []

@@ -68,6 +68,18 @@ def test_accuracy(completion: str, gold: Any, reward: float | None) -> None:
     assert call("accuracy", [completion], answer=[gold]) == [reward]
 
 
+def test_a_result_of_a_tool_is_no_answer() -> None:
+    """A conversation that was cut off ends with what the policy was told, or was to be told."""
+    talk = [
+        {"role": "assistant", "content": "<tool_call>"},
+        {"role": "tool", "content": "72"},
+        {"role": "assistant", "content": "It is 71."},
+        {"role": "user", "content": "72"},
+    ]
+    assert call("accuracy", [talk[:2], talk[:3], talk], answer=["72"] * 3) == [0.0, 0.0, 0.0]
+    assert call("accuracy", [talk], answer=["71"]) == [1.0]
+
+
 TOWER = r"\boxed{9^{9^{9^{9}}}}"
 HOSTILE = {
     "unclosed boxes": r"\boxed{" * 4000,

@@ -27,8 +27,13 @@ Completion = str | list[dict[str, Any]]
 
 
 def texts(completions: Sequence[Completion], prefill: str = "") -> list[str]:
-    """The text of every completion, behind what the prompt began it with; of a chat, the last message's content."""
-    return [prefill + (one if isinstance(one, str) else one[-1]["content"]) for one in completions]
+    """The text of every completion, behind what the prompt began it with; of a chat, what the policy said last, for a
+    tool's result, with which a conversation that was cut off may end, is no answer."""
+    return [prefill + (one if isinstance(one, str) else _said_last(one)) for one in completions]
+
+
+def _said_last(messages: Sequence[dict[str, Any]]) -> str:
+    return next((one["content"] for one in reversed(messages) if one["role"] == "assistant"), "")
 
 
 def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
