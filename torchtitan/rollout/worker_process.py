@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +183,11 @@ class WorkerProcess:
             if left > 0 >= left - len(data):
                 self._flooded()
             left = max(0, left - len(data))
+
+
+async def start_all(workers: Iterable[WorkerProcess]) -> None:
+    """Start them side by side. Raises what the first of them raised, when no start is under way any more: their owner
+    may stop them then."""
+    for outcome in await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -94,11 +94,17 @@ class ChildProcess:
                 log = files.enter_context(self.log_file.open("ab"))
             # It leads a session of its own: Ctrl-C reaches us alone, and whatever it starts can be ended with it.
             output = PIPE if pipes else log
-            self._process = await asyncio.create_subprocess_exec(
+            begun = asyncio.create_subprocess_exec(
                 *command, stdin=PIPE if pipes else DEVNULL, stdout=output, stderr=output,
                 env=dict(environment), start_new_session=True,
             )  # fmt: skip
-        self._group, self._stopping = self._process.pid, False
+            starting = asyncio.ensure_future(begun)
+            try:
+                await asyncio.shield(starting)
+            finally:
+                # Also where we are cancelled: Python 3.12 waits for ever for a process whose start is broken off.
+                self._process = await starting
+                self._group, self._stopping = self._process.pid, False
 
     async def read_port(self, port_file: Path, deadline: float, limit: str = "in time") -> int:
         """The port that it writes to `port_file` once it listens; the file is removed.

@@ -112,6 +112,24 @@ def test_a_process_is_launched_again(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_start_that_is_broken_off_leaves_a_process_that_can_be_stopped(turns: int) -> None:
+    """In the midst of it, Python 3.12 waits for ever for the process."""
+    child = ChildProcess("the worker")
+
+    async def work() -> None:
+        start = asyncio.create_task(child.launch(python("input()"), child_environment(threads=1), pipes=True))
+        for _ in range(turns + 1):
+            await asyncio.sleep(0)
+        start.cancel()
+        await asyncio.wait([start], timeout=PATIENCE_S)
+        assert start.cancelled() and child.alive and child.streams
+        await child.stop()
+        assert not child.alive
+
+    asyncio.run(asyncio.wait_for(work(), 2 * PATIENCE_S))
+
+
 def test_children_do_not_see_torchruns_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "node")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")

@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import find_python
 from torchtitan.rollout.gateway.process import Door
-from torchtitan.rollout.worker_process import CallFailed, WorkerProcess
+from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_all
 from torchtitan.utils.json_lines import EventLog
 
 # Characters of an observation beyond which it cannot fit into a completion: no token is longer.
@@ -85,7 +85,7 @@ class EnvironmentPool:
     async def start(self) -> None:
         """Start all workers. Raises UserError where one cannot start, or what it is to run is no environment."""
         self._hosts = [self._new_host() for _ in range(self._config.num_workers)]
-        await asyncio.gather(*(host.process.start() for host in self._hosts))
+        await start_all(host.process for host in self._hosts)
         self.tools = self._hosts[0].process.about.get("tools", [])
 
     async def close(self) -> None:

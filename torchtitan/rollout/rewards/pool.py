@@ -17,7 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.isolation import isolation_command
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.rollout.worker_process import CallFailed, WorkerProcess
+from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_all
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start all workers. Raises UserError where they cannot start."""
-        await asyncio.gather(*(worker.start() for worker in self._every_worker()))
+        await start_all(self._every_worker())
         for worker in self._workers:
             self._free.put_nowait(worker)
 
