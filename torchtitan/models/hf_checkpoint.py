@@ -36,7 +36,7 @@ from torchtitan.models.adapter_math import FACTOR_A
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
 from torchtitan.models.model_args import read_model_args
-from torchtitan.models.shape import INDEX_FILE, is_redundant, open_tensors, tensor_files
+from torchtitan.models.shape import FINGERPRINTED, INDEX_FILE, is_redundant, open_tensors, tensor_files
 
 # One file of an export; more parameters go to the next file.
 MAX_FILE_BYTES = 4 * 1024**3
@@ -87,6 +87,13 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     )
     if unknown:
         raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")
+    pair = ("lm_head.weight", "model.embed_tokens.weight")
+    if pair[0] not in parameters and files.keys() >= {*pair}:
+        head, embedding = (open_tensors(files[name]).get_slice(name)[:FINGERPRINTED] for name in pair)
+        if not torch.equal(head, embedding):
+            # transformers computes with both, engines with one.
+            text = f"config.json ties {pair[0]} and {pair[1]}, but here they are two"
+            raise UserError(f"{files[pair[0]]}: {text}: set tie_word_embeddings to false, or remove the first")
     by_file: dict[Path, list[str]] = {}
     for name in parameters:
         by_file.setdefault(files[name], []).append(name)

@@ -48,6 +48,9 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         except (ValueError, KeyError, AttributeError) as error:
             raise UserError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
         paths = [directory / name for name in names]
+        if (alone := directory / "model.safetensors").is_file() and alone not in paths:
+            # Some take the one, some the others.
+            raise UserError(f"{alone}: lies beside {INDEX_FILE}, which names others: remove what is not the model's")
     else:
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
@@ -55,7 +58,9 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in paths:
         with open_tensors(path) as handle:
-            files.update(dict.fromkeys(handle.keys(), path))
+            for name in handle.keys():  # noqa: SIM118
+                if files.setdefault(name, path) != path:
+                    raise UserError(f"{path}: has {name}, as {files[name].name} has: remove what is not the model's")
     return files
 
 

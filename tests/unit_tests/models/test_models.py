@@ -19,6 +19,7 @@ from torchtitan.errors import UserError
 from torchtitan.models.elementwise import rms_norm, rotate
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.model_args import read_model_args
+from torchtitan.models.shape import INDEX_FILE
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler
 
@@ -141,6 +142,19 @@ def test_damaged_checkpoints_say_what_is_wrong(tiny_checkpoint: Checkpoints, tmp
         load_policy(_damaged(source, tmp_path / "missing", missing))
     with pytest.raises(UserError, match=r"hold model\.layers\.2\.mlp\.up_proj\.weight, which the model"):
         load_policy(_damaged(source, tmp_path / "unknown", unknown))
+
+    def untied(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    with pytest.raises(UserError, match=r"ties lm_head\.weight and .*but here they are two: set tie_word_embeddings"):
+        load_policy(_damaged(source, tmp_path / "untied", untied))
+    twice = tmp_path / "unknown"
+    shutil.copyfile(source / "model.safetensors", twice / "model-1.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors: has .*, as model-1\.safetensors has"):
+        load_policy(twice)
+    (twice / INDEX_FILE).write_text(json.dumps({"weight_map": {norm: "model-1.safetensors"}}))
+    with pytest.raises(UserError, match=r"model\.safetensors: lies beside .*index\.json, which names others"):
+        load_policy(twice)
 
     cut = tmp_path / "cut"
     shutil.copytree(source, cut)
