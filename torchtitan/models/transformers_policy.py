@@ -52,7 +52,7 @@ class TransformersPolicy(Decoder):
             config = transformers.AutoConfig.for_model(**json.loads(args.source))
             with _parameters_on_meta():
                 hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-        except (ValueError, KeyError) as error:
+        except Exception as error:  # its checks of a config.json raise classes of their own
             said = f"transformers {transformers.__version__} cannot make a model of its config.json: {error}"
             raise UserError(f"model_type {args.family!r}: {said}") from error
         old = getattr(hf, "lm_head", None)
@@ -169,7 +169,7 @@ def _names_in_files(hf: Any, name: str, tensor: torch.Tensor) -> list[tuple[str,
     from transformers.core_model_loading import revert_weight_conversion
 
     leading = tensor.shape[: max(1, tensor.dim() - 1)]
-    numbers = torch.arange(leading.numel()).view(*leading, *[1] * (tensor.dim() - len(leading)))
+    numbers = torch.arange(leading.numel()).view([*leading, *[1] * (tensor.dim() - len(leading))])
     found: list[tuple[str, Place]] = []
     for part, taken in revert_weight_conversion(hf, {name: numbers}).items():
         first, rows = int(taken.flatten()[0]), numbers.shape[-2] if tensor.dim() > 2 else 0

@@ -52,6 +52,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 9, "final_logit_softcapping": 5.0},
     ),
     "seed_oss": ("seed_oss", {"head_dim": 16}),
+    # Has numbers without a dimension in its files.
+    "apertus": ("apertus", {}),
 }
 LENGTHS = [37, 5, 60]
 
@@ -162,6 +164,7 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config in config.json"),
         ({"hidden_size": None}, "lacks hidden_size: no decoder of text alone"),
         ({"model_type": "no_such_model"}, "cannot make a model of its config.json"),
+        ({"rms_norm_eps": "small"}, "cannot make a model of its config.json"),
     ],
 )
 def test_what_is_not_trained_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
