@@ -11,7 +11,7 @@ import pytest
 from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, Given, SamplingParameters, VersionSpan
-from torchtitan.rollout.gateway.calls import Session, branches_from_json, parse_chat, said
+from torchtitan.rollout.gateway.calls import Session, WrongCall, branches_from_json, parse_chat, parse_tokens, said
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 
@@ -150,6 +150,22 @@ def test_a_template_that_hides_new_messages_is_rendered_whole(tmp_path: Path) ->
     renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "refuses", refuses)))
     with pytest.raises(UserError, match="failed: no"):
         renderer.following([65, END], [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "stops", [{"stop": 5}, {"stop": [1]}, {"stop_token_ids": 3}, {"stop_token_ids": [-1]}, {"stop_token_ids": [10**9]}]
+)
+def test_stops_that_are_none_are_the_programs_mistake(tokenizer: Tokenizer, stops: dict[str, Any]) -> None:
+    with pytest.raises(WrongCall, match=next(iter(stops))):
+        parse_chat({"messages": [{"role": "user", "content": "x"}], **stops}, tokenizer)
+    with pytest.raises(WrongCall, match=next(iter(stops))):
+        parse_tokens({"token_ids": [1], "sampling_params": stops}, tokenizer)
+
+
+def test_an_answer_ends_before_the_stop_that_its_program_named(tokenizer: Tokenizer) -> None:
+    ids, (stop,) = tokenizer.encode("a.b."), tokenizer.encode(".")
+    texts = [said(answer(ids, finish), tokenizer, False, "x", [stop])["content"] for finish in ("stop", "length")]
+    assert texts == ["a.b", "a.b."] and said(answer(ids), tokenizer, False, "x")["content"] == "a.b."
 
 
 @pytest.mark.parametrize(

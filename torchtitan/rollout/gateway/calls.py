@@ -85,13 +85,10 @@ def parse_chat(data: Mapping[str, Any], tokenizer: Tokenizer) -> ChatCall:
 def parse_tokens(data: Mapping[str, Any], tokenizer: Tokenizer) -> TokenCall:
     """Raises WrongCall. What belongs to vLLM alone (cache_salt, routed experts, ...) has no meaning here."""
     sampling = data.get("sampling_params") or {}
-    token_ids = data.get("token_ids")
     if not isinstance(sampling, dict):
         raise WrongCall("sampling_params must be an object")
-    if not isinstance(token_ids, list) or not token_ids or not all(type(one) is int for one in token_ids):
-        raise WrongCall("token_ids must be a non-empty list of integers")
-    if min(token_ids) < 0 or max(token_ids) >= tokenizer.vocab_size:
-        raise WrongCall(f"token_ids must lie in 0..{tokenizer.vocab_size - 1}")
+    if not (token_ids := _token_ids(data, "token_ids", tokenizer)):
+        raise WrongCall("token_ids must not be empty")
     _refuse_unsupported(sampling)
     return TokenCall(token_ids, _max_tokens(sampling.get("max_tokens")), _stop_ids(sampling, tokenizer))
 
@@ -108,23 +105,33 @@ def _max_tokens(value: Any) -> int | None:
     return value
 
 
+def _token_ids(data: Mapping[str, Any], name: str, tokenizer: Tokenizer) -> list[int]:
+    ids = data.get(name) or []
+    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < tokenizer.vocab_size for one in ids):
+        raise WrongCall(f"{name} must be a list of integers in 0..{tokenizer.vocab_size - 1}")
+    return ids
+
+
 def _stop_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
     """Tokens that end the answer: those that are named, and texts that are one token each."""
-    stop = data.get("stop") or []
-    found = list(data.get("stop_token_ids") or [])
-    if not all(type(one) is int for one in found):
-        raise WrongCall("stop_token_ids must be a list of integers")
-    for text in [stop] if isinstance(stop, str) else stop:
+    stop, found = data.get("stop") or [], _token_ids(data, "stop_token_ids", tokenizer)
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(one, str) for one in stop):
+        raise WrongCall("stop must be text or a list of texts")
+    for text in stop:
         ids = tokenizer.encode(text)
         if len(ids) != 1:
             raise WrongCall(f"stop {text!r} is {len(ids)} tokens: only single tokens can end an answer here")
-        found += ids
+        found = [*found, *ids]
     return found
 
 
-def said(completion: Completion, tokenizer: Tokenizer, tools: bool, name: str) -> dict[str, Any]:
-    """The policy's message. An answer that was cut off calls no tool."""
-    text = tokenizer.decode(completion.token_ids)
+def said(
+    completion: Completion, tokenizer: Tokenizer, tools: bool, name: str, stops: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The policy's message, without what the program has named to end it. An answer that was cut off calls no tool."""
+    stopped = completion.finish_reason == "stop" and completion.token_ids[-1] in stops
+    text = tokenizer.decode(completion.token_ids[:-1] if stopped else completion.token_ids)
     calls: list[dict[str, Any]] = []
     if tools and completion.finish_reason == "stop":
         try:

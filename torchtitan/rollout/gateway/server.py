@@ -219,7 +219,7 @@ class GatewayServer:
         except UserError as error:
             raise WrongCall(str(error)) from error
         name, completion = await self._sample(session, prompt_ids, call.max_tokens, call.stop_token_ids)
-        message = said(completion, self._tokenizer, bool(call.tools), name)
+        message = said(completion, self._tokenizer, bool(call.tools), name, call.stop_token_ids)
         session.remember(call.messages, call.tools, message, prompt_ids, completion)
         about = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": self._settings.name}
         log_probs = log_prob_entries(completion, self._tokenizer) if call.log_probs else None
