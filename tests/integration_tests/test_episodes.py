@@ -243,6 +243,28 @@ def _batches_hold_all_of_it(groups: list[tuple[Prompt, list[Trajectory]]]) -> No
         assert part.targets.tolist() == wanted
 
 
+def test_an_episode_without_room_is_lost_and_says_why(checkpoint: Path, tmp_path: Path) -> None:
+    config = JobConfig()
+    config.training.seq_len, config.environment.factory = SEQ_LEN, f"{HERE}:Counter"
+    tokenizer = Tokenizer(checkpoint)
+    maker = PromptMaker(config, tokenizer)
+
+    async def work() -> EpisodePlayer:
+        environments = EnvironmentPool(config, EventLog(tmp_path / "events.jsonl"))
+        player = EpisodePlayer(config, None, environments, maker, tokenizer)  # type: ignore[arg-type]
+        await environments.start()
+        try:
+            request = GenerateRequest("x", [], SamplingParameters(ROOM, 2))
+            assert not await player.play(maker.make({"prompt": "h" * SEQ_LEN}, 0), request, 0)
+        finally:
+            await environments.close()
+        return player
+
+    player = asyncio.run(asyncio.wait_for(work(), 60))
+    # The environment has added two characters.
+    assert player.statistics["episodes_lost"] == 2 and f"has {SEQ_LEN + 2} tokens" in player.last_failure
+
+
 def test_an_episode_that_is_begun_again_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
     """The same seeds give the same conversation: what was redone after a failure is what it would have been."""
     with serving(checkpoint) as actors:

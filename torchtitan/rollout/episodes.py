@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,8 +20,6 @@ from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.worker_process import CallFailed
 
-logger = logging.getLogger(__name__)
-
 Engines = InferencePool | ColocatedPool
 """What samples; where an actor is lost, another redoes its requests"""
 
@@ -36,6 +33,8 @@ class Player(ABC):
     def __init__(self, config: JobConfig):
         self._config = config
         self.statistics: Counter[str] = Counter({"turns": 0, "episodes_redone": 0, "episodes_lost": 0})
+        self.last_failure = ""
+        """Why the latest episode that failed did so, in words"""
 
     @abstractmethod
     def counts(self) -> Counter[str]:
@@ -77,7 +76,7 @@ class Player(ABC):
             try:
                 trajectory = await self.play_one(prompt, own, request.request_id, min_version)
             except self.failures as error:
-                logger.debug("episode %s: %s", name, error)
+                self.last_failure = str(error)
                 self.statistics["episodes_redone"] += attempt < retries
                 continue
             if trajectory is not None:
@@ -153,6 +152,7 @@ class EpisodePlayer(Player):
                 break
             tokens = tokens + following
         if not branches:
+            self.last_failure = f"its prompt has {begun} tokens, which leaves no room in training.seq_len"
             return None
         outcome = await episode.finish()
         completion_of: Any = messages

@@ -59,7 +59,8 @@ class GroupMaker:
     @property
     def last_failure(self) -> str:
         """Why the latest sample without a reward has none, in words."""
-        lost = "" if self._episodes is None else f"{self._episodes.statistics['episodes_lost']} episodes were lost"
+        episode = "" if self._episodes is None else self._episodes.last_failure
+        lost = episode and f"an episode was lost: {episode}"
         return self.rewards.last_failure or lost or "the functions returned None"
 
     def request(self, prompt: Prompt) -> GenerateRequest:

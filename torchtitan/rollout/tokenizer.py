@@ -181,7 +181,7 @@ class Tokenizer:
                 tools=list(tools) or None,
                 **{**self.special_tokens, **self._template_values},
             )
-        except (jinja2.exceptions.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template computes: it may raise anything
             raise UserError(f"the chat template of {self.directory} failed: {error}") from error
 
     def apply_chat_template(

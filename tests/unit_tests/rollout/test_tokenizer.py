@@ -138,10 +138,10 @@ def test_template_file_and_named_templates(tmp_path: Path) -> None:
     assert Tokenizer(directory).render_chat(MESSAGES) == "F%"
 
 
-def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
-    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+@pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ 1 // 0 }}"])
+def test_templates_run_in_a_sandbox(tmp_path: Path, template: str) -> None:
     with pytest.raises(UserError, match="chat template of .* failed"):
-        Tokenizer(write_tokenizer(tmp_path, chat_template=escape)).render_chat(MESSAGES)
+        Tokenizer(write_tokenizer(tmp_path, chat_template=template)).render_chat(MESSAGES)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
