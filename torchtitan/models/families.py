@@ -77,6 +77,7 @@ _MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transform
 # Of DeepSeek-V3: its latent attention, and what GLM-4.5 has of its experts.
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _ROUTED = {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_GROUPED = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
 _NOAUX = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SWITCHED = {"use_sliding_window": False}
@@ -99,13 +100,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         keys=(*_EXPERTS, "use_qk_norm", *_MTP),
         only=_NOAUX,
-        defaults={
-            **_ROUTED,
-            "rms_norm_eps": 1e-5,
-            "head_dim": 128,
-            "partial_rotary_factor": 0.5,
-            "use_qk_norm": False,
-        },
+        defaults={**_ROUTED, "rms_norm_eps": 1e-5, "head_dim": 128, "partial_rotary_factor": 0.5, "use_qk_norm": False},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -113,14 +108,7 @@ FAMILIES: dict[str, Family] = {
         # The last three matter in DeepSeek's own training alone.
         keys=(*_EXPERTS, *_LATENT, "qk_head_dim", *_MTP, "ep_size", "aux_loss_alpha", "seq_aux"),
         only={**_NOAUX, "rope_interleave": True, "moe_layer_freq": 1},
-        defaults={
-            **_LATENT,
-            **_ROUTED,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-        },
+        defaults=_LATENT | _ROUTED | _GROUPED,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -351,10 +339,8 @@ def read_latent(config: dict[str, Any]) -> Latent | None:
 def read_windows(config: dict[str, Any], family: Family) -> tuple[int, ...]:
     """The window of every layer, 0 for those that attend to everything; () where all do."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window") or 0
-    kinds = config.get("layer_types")
+    kinds = config.get("layer_types") or _layer_types(config, family, layers)
     switched = not config.get("use_sliding_window", True)
-    if kinds is None:
-        kinds = _layer_types(config, family, layers)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(f"layer_types {', '.join(unknown)} in config.json: the decoder has no such attention")

@@ -87,20 +87,16 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     )
     if unknown:
         raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")
+    handles = {path: open_tensors(path) for path in {*files.values()}}
     pair = ("lm_head.weight", "model.embed_tokens.weight")
     if pair[0] not in parameters and files.keys() >= {*pair}:
-        head, embedding = (open_tensors(files[name]).get_slice(name)[:FINGERPRINTED] for name in pair)
+        head, embedding = (handles[files[name]].get_slice(name)[:FINGERPRINTED] for name in pair)
         if not torch.equal(head, embedding):
             # transformers computes with both, engines with one.
             text = f"config.json ties {pair[0]} and {pair[1]}, but here they are two"
             raise UserError(f"{files[pair[0]]}: {text}: set tie_word_embeddings to false, or remove the first")
-    by_file: dict[Path, list[str]] = {}
-    for name in parameters:
-        by_file.setdefault(files[name], []).append(name)
-    for path, names in by_file.items():
-        with open_tensors(path) as handle:
-            for name in names:
-                _load_tensor(handle, path, name, parameters[name])
+    for name, parameter in parameters.items():
+        _load_tensor(handles[files[name]], files[name], name, parameter)
 
 
 def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | StackPart | QuantizedLinear) -> None:

@@ -300,9 +300,7 @@ class ModelArgs:
         latent = read_latent(config)
         if latent is not None:
             head_dim, key_heads = latent.unturned + latent.turned, heads
-            warmth = (
-                rope.scaling.temperature() if rope.scaling is not None and rope.scaling.rope_type == "yarn" else 1.0
-            )
+            warmth = 1.0 if rope.scaling is None else rope.scaling.temperature()
             scale = head_dim**-0.5 * warmth**2
         return cls(
             family=name,
