@@ -10,6 +10,11 @@ from __future__ import annotations
 
 import signal
 import sys
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported, or before there is a run that answers it.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
+
 import traceback
 from dataclasses import dataclass
 from pathlib import Path

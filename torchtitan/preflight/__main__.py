@@ -11,7 +11,12 @@ The number of ranks is taken from WORLD_SIZE.
 
 from __future__ import annotations
 
+import signal
 import sys
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported, or before there is a run that answers it.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
 
 from torchtitan.config.derived import world_size
 from torchtitan.config.reading import read_command_line

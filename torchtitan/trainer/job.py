@@ -145,7 +145,7 @@ class Job:
             if not self.config.grpo.async_weight_update:
                 self._recorder.add("sync stall", begun)
             if result.asked_to_leave and not self.signals.stop_requested:
-                logger.warning("%d rank(s) were told to stop: saving and leaving", result.asked_to_leave)
+                logger.warning("%d rank(s) were told to stop: all leave in order", result.asked_to_leave)
                 self.signals.start_deadline()
 
     def _wake_actors(self) -> None:
@@ -265,7 +265,8 @@ class Job:
         address = device.init_process_group(config.comm)
         self._closing.callback(device.shutdown)
         rank, ranks = device.rank(), device.world_size()
-        self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0))
+        flags = SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0, saves=config.checkpoint.enable)
+        self.signals = self._closing.enter_context(flags)
         start, epoch, token = self._agree_on_start()
         self.run_dir = Path(start.run_dir)
         if rank == 0:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 # torchrun passes Ctrl-C on although the terminal has already sent it: copies within this time are the same request.
 REPEAT_WINDOW_S = 1.0
@@ -22,11 +22,13 @@ class SignalFlags:
     What a signal means for the other ranks is the caller's to spread: only `stop_signal` of one rank should count.
     """
 
-    def __init__(self, save_deadline_s: float, leads: bool = True):
+    def __init__(self, save_deadline_s: float, leads: bool = True, saves: bool = True):
         """leads: this rank's first stop signal counts for the job. Elsewhere it waits for the decision of the leading
-        rank, which hears of it with the next batch: one that acted alone would tear the others down."""
+        rank, which hears of it with the next batch: one that acted alone would tear the others down. saves: whether
+        there are checkpoints."""
         self.save_deadline_s = save_deadline_s
         self.leads = leads
+        self._way = "saving and leaving" if saves else "leaving without a checkpoint (checkpoint.enable = false)"
         self.stop_signal: int | None = None
         """Number of the first SIGTERM or SIGINT"""
         self._stopped_at = 0.0
@@ -40,9 +42,7 @@ class SignalFlags:
         self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_export)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._finished.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class SignalFlags:
             self._stopped_at = time.monotonic()
         elif self.leads and self.stop_signal is None:
             name = signal.Signals(number).name
-            _say(f"{name}: saving and leaving within {self.save_deadline_s:g} s; once more to leave at once")
+            _say(f"{name}: {self._way} within {self.save_deadline_s:g} s; once more to leave at once")
             self._begin_stop(number)
         elif time.monotonic() - self._stopped_at > REPEAT_WINDOW_S:
             _say(f"{signal.Signals(number).name} again: leaving at once, without a save")

@@ -12,9 +12,14 @@ LAUNCH_VARIABLE that it has been started before, and goes on where it was (train
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
+
+if __name__ == "__main__":
+    # Ctrl-C while the rest is imported, or before there is a run that answers it.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
+
+import os
 import tempfile
 
 from torch.distributed.elastic.agent.server import local_elastic_agent

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ CHILD = """
 import sys, time
 from torchtitan.trainer.signals import SignalFlags
 
-with SignalFlags(save_deadline_s=float(sys.argv[1])) as flags:
+with SignalFlags(save_deadline_s=float(sys.argv[1]), saves=sys.argv[3] == "True") as flags:
     print("ready", flush=True)
     while not flags.stop_requested:
         time.sleep(0.01)
@@ -29,8 +30,8 @@ sys.exit(flags.exit_code)
 """
 
 
-def start(deadline_s: float, saving_s: float) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", CHILD, str(deadline_s), str(saving_s)]
+def start(deadline_s: float, saving_s: float, saves: bool = True) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", CHILD, str(deadline_s), str(saving_s), str(saves)]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -42,14 +43,28 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def test_first_signal_saves_and_its_copies_do_no_harm() -> None:
-    process = start(deadline_s=20, saving_s=0.3)
+@pytest.mark.parametrize(("saves", "said"), [(True, "saving and leaving"), (False, "without a checkpoint")])
+def test_first_signal_saves_and_its_copies_do_no_harm(saves: bool, said: str) -> None:
+    process = start(deadline_s=20, saving_s=0.3, saves=saves)
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)  # the launcher's copy of the same Ctrl-C
     code, output, errors = finish(process)
     assert code == 128 + signal.SIGINT and "saved" in output
-    assert errors.count("SIGINT") == 1 and "leaving within 20 s" in errors
+    assert errors.count("SIGINT") == 1 and said in errors and " within 20 s" in errors
+
+
+@pytest.mark.parametrize(
+    ("program", "imported"),
+    [("torchtitan.utils.launch", "torch"), ("torchtitan.preflight", "pydantic"), ("torchtitan.grpo_train", "pydantic")],
+)
+def test_ctrl_c_while_a_program_is_imported_shows_no_traceback(program: str, imported: str, tmp_path: Path) -> None:
+    interrupts = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(1)"
+    (tmp_path / f"{imported}.py").write_text(interrupts)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
 def test_second_signal_leaves_at_once() -> None:
