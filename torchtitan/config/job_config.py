@@ -69,7 +69,7 @@ class Profiling:
     save_traces_folder: FolderName = "profile_traces"
     """Folder for the traces, inside the run folder"""
 
-    profile_freq: Count = 10
+    profile_freq: Annotated[int, Range(2)] = 10
     """Steps between two traces"""
 
 

@@ -335,7 +335,7 @@ class Job:
             self.version = restored.version
         elif start.lost:
             restored = Restored(0)
-        self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
+        self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank, self.version))
         # An engine in these processes is judged by what it samples, see mismatch.py.
         served = config.inference.mode == "server"
         self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
@@ -374,8 +374,8 @@ class Job:
 
 
 @contextlib.contextmanager
-def profile(config: Profiling, run_dir: Path, rank: int) -> Iterator[torch.profiler.profile | None]:
-    """Every profile_freq steps, record one step (after one to warm up) into {folder}/step-N/rank-R.json.
+def profile(config: Profiling, run_dir: Path, rank: int, version: int) -> Iterator[torch.profiler.profile | None]:
+    """Every profile_freq steps behind `version`, record one (after one to warm up) into {folder}/step-N/rank-R.json.
 
     None where nothing is recorded. The files open in Perfetto and chrome://tracing.
     """
@@ -385,13 +385,13 @@ def profile(config: Profiling, run_dir: Path, rank: int) -> Iterator[torch.profi
     folder = run_dir / config.save_traces_folder
 
     def save(profiler: torch.profiler.profile) -> None:
-        target = folder / f"step-{profiler.step_num}"
+        target = folder / f"step-{version + profiler.step_num}"
         target.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(target / f"rank-{rank}.json"))
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    schedule = torch.profiler.schedule(wait=max(config.profile_freq - 2, 0), warmup=1, active=1)
+    schedule = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=save) as profiler:
         yield profiler
