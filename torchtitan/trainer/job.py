@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -36,7 +35,7 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.run_dir import Start, claim, locked, mint_epoch, open_run_directory
+from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
@@ -70,9 +69,7 @@ class Job:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._closing.close()
 
     @property
@@ -364,8 +361,12 @@ class Job:
             self.controller.close()
 
     def _agree_on_start(self) -> tuple[Start, str, str]:
-        """Where to begin, and this start's epoch and token: made on rank 0, the same everywhere."""
+        """Where to begin, and this start's epoch and token: made on rank 0, the same everywhere. Raises UserError."""
         facts = None
+        # Ranks of several machines may have read several files.
+        for rank, tables in enumerate(gather_bytes(json.dumps(asdict(self.config)).encode()) or []):
+            for key, both in changed_keys(json.loads(tables), self.config).items():
+                raise UserError(f"rank {rank} has another configuration than rank 0: {key} = {both} on rank 0")
         if device.rank() == 0:
             start = open_run_directory(self.config)
             facts = json.dumps((asdict(start), mint_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()

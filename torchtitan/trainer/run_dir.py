@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -167,15 +168,21 @@ def _fresh(root: Path, name: str) -> Path:
     raise UserError(f"there are 999 run folders named {root / base}-… already")
 
 
+def _unused(paths: Iterable[Path]) -> Path:
+    return next(path for path in paths if not path.exists())
+
+
 def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
     path, text = run_dir / CONFIG_FILE, config_to_toml(config)
     before = read_toml(str(path))[0]
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        number = 1
-        while (kept := run_dir / f"config-{number}.toml").exists():
-            number += 1
-        path.rename(kept)
+        path.rename(_unused(run_dir / f"config-{number}.toml" for number in itertools.count(1)))
     write_whole(path, text)
+    return changed_keys(before, config)
+
+
+def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]:
+    """The keys of tables that have other values in `config` -> both values; how a launch begins is none of them."""
     now = asdict(config)
     return {
         f"{table}.{key}": f"{show(value)} -> {show(now[table][key])}"
@@ -258,11 +265,8 @@ def go_back_to(folder: Path, step: int) -> None:
             shutil.rmtree(entry)
     for later in whole_steps(folder):
         if later > step:
-            target = folder / f"abandoned-step-{later}"
-            number = 1
-            while target.exists():
-                number += 1
-                target = folder / f"abandoned-step-{later}-{number}"
+            endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+            target = _unused(folder / f"abandoned-step-{later}{ending}" for ending in endings)
             checkpoint_path(folder, later).rename(target)
             logger.info("step %d is being resumed: the later checkpoint of step %d is now %s", step, later, target)
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,7 @@ class JsonLines:
     def __enter__(self) -> JsonLines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _append(self, line: bytes) -> None:

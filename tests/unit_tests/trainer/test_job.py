@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def test_every_so_many_steps_one_is_recorded(every: int, resumed: int, recorded:
     assert len(list(tmp_path.rglob("*.json"))) == 2
     with profile(Profiling(), tmp_path, 0, 0) as nothing:
         assert nothing is None
+
+
+def test_a_rank_with_other_values_than_rank_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = JobConfig()
+    other.optimizer.lr, other.job.config_file = 0.5, "elsewhere.toml"
+    monkeypatch.setattr(job, "gather_bytes", lambda data: [data, json.dumps(asdict(other)).encode()])
+    with pytest.raises(UserError, match=r"rank 1 has another configuration .*: optimizer.lr = 0.5 -> 1e-06 on rank 0"):
+        Job(JobConfig())._agree_on_start()
 
 
 @pytest.mark.parametrize(("stepped", "after"), [(False, 300), (True, 120)])
