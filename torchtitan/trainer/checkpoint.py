@@ -217,7 +217,7 @@ class Checkpointer:
             return
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
         facts = {"version": step, "scheduler": self.scheduler.state_dict(), **self._adapters}
-        if self._base:
+        if self.rank == 0 and self._base:  # which reads some of every tensor's file
             facts["base"] = self._base
         # A tensor in most optimizers, and then saved with the others.
         counts = [values["step"] for values in self.optimizer.state.values() if isinstance(values.get("step"), int)]
@@ -283,6 +283,11 @@ class Checkpointer:
             state = {name: tensor for name, tensor in state.items() if name not in random_state}
         for name, tensor in state.items():
             size = getattr(saved.get(name), "size", None)
+            if size is None and name.startswith("optimizer."):
+                raise UserError(
+                    f"{path} was saved with another optimizer, it has no {name}: resume with optimizer.name as it "
+                    f"stands in {self.folder.parent / CONFIG_FILE}, or start a new run from its export"
+                )
             if size is None or tuple(size) != tuple(tensor.shape):
                 found = "no such tensor" if size is None else f"shape {list(size)}"
                 raise UserError(
