@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.compare:
             print(compare_runs(arguments.compare, arguments.output, arguments.labels))
             return 0
+        if arguments.run_dir.is_dir() and not (arguments.run_dir / "config.toml").is_file():
+            raise UserError(f"{arguments.run_dir} is no run's folder: there is no config.toml in it")
         if arguments.serve:
             serve_run(arguments.run_dir, arguments.port)
             return 0
@@ -55,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(write_trace(arguments.run_dir, arguments.minutes))
         if arguments.plot is not None:
             print(write_plot(read_timeline(arguments.run_dir), arguments.plot, arguments.steps, arguments.last_step))
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return getattr(error, "exit_code", 1)
     return 0
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -66,6 +67,8 @@ class MetricsLogger:
         if config.metrics.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            self._closing.callback(setattr, threading, "excepthook", threading.excepthook)
+            threading.excepthook = without_tensorboard
             purge = None if resumed_step is None else resumed_step + 1
             board = SummaryWriter(str(self.run_dir / config.metrics.save_tb_folder), purge_step=purge)
             self._closing.callback(board.close)
@@ -112,6 +115,12 @@ class MetricsLogger:
         for board in self._boards:
             board(numbers, int(row["step"] or 0))
         return row
+
+
+def without_tensorboard(arguments: threading.ExceptHookArgs) -> None:
+    """A thread's traceback, but none of TensorBoard's: what that meets its next call raises."""
+    if type(arguments.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(arguments)
 
 
 def finite(value: Figure) -> Figure:

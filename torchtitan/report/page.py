@@ -194,9 +194,9 @@ def listen(port: int, option: str) -> socket.socket:
     """A socket that listens on this machine only; port 0 takes a free one. Raises UserError, which names the option."""
     try:
         return socket.create_server((HOST, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise UserError(
-            f"{option} = {port}: {HOST}:{port} cannot be listened on ({error.strerror}); choose another port"
+            f"{option} = {port}: {HOST}:{port} cannot be listened on ({error}); choose another port"
         ) from error
 
 

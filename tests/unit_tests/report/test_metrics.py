@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -9,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -168,6 +170,28 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
         (2, pytest.approx(0.2)),
     ]
     assert "grad_norm" not in events.Tags()["scalars"]  # null is not a point
+
+
+def test_a_full_disk_under_tensorboard_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the exception that ends the run: not by a traceback of TensorBoard's own thread before."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    said: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    logger = MetricsLogger(make_config(enable_tensorboard=True), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", _no_space)
+        with pytest.raises(OSError, match="No space left"):
+            for step in range(1, 1000):
+                logger.log_step(step, figures(step))
+    assert not said
+    with pytest.raises(OSError, match="No space left"):
+        logger.close()
+    assert threading.excepthook is not metrics.without_tensorboard
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,8 @@ def test_the_same_moment_on_one_clock(tmp_path: Path) -> None:
 
 def test_a_window_of_the_end_and_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, steps=100)
+    assert main([str(run_dir)]) == 1 and "no config.toml" in capsys.readouterr().err
+    (run_dir / "config.toml").touch()
     timeline = read_timeline(run_dir)
     whole = chrome_trace(timeline)
     assert whole["otherData"]["spans_left_out"] == 0
@@ -221,6 +223,7 @@ def test_bounded_files_keep_the_newest_whole_rows(tmp_path: Path, caplog: pytest
 
 def test_the_report_draws_the_last_steps(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, steps=30)
+    (run_dir / "config.toml").touch()
     text = write_report(run_dir).read_text()
     assert "Trainer and actors on one clock" in text and "step 30" in text and "step 5<" not in text
     for expected in ("Weight synchronisation", "actor-10", "1 in PULLING", "trace.json", ">transfer<", ">generate<"):
@@ -231,6 +234,7 @@ def test_the_report_draws_the_last_steps(tmp_path: Path) -> None:
     assert main([str(run_dir), "--trace-only", "--plot", str(picture), "--steps", "3", "--last-step", "10"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([str(run_dir), "--plot", str(tmp_path / "x.gif")]) == 1
+    assert main([str(run_dir), "--plot", "/dev/null/x.svg"]) == 1
     os.remove(rank_file(run_dir, 0))
     os.remove(rank_file(run_dir, 1))
     assert main([str(run_dir), "--plot", str(picture)]) == 1
