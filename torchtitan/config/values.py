@@ -75,14 +75,14 @@ class Range(Rule):
         return math.isfinite(value) and above and below
 
     def __str__(self) -> str:
-        low = f"greater than {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        low = f"greater than {self.low:.10g}" if self.low_open else f"at least {self.low:.10g}"
         if self.high == math.inf:
             text = low
         elif self.low_open or self.high_open:
-            text = f"{low} and {'less than' if self.high_open else 'at most'} {self.high:g}"
+            text = f"{low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
         else:
-            text = f"{self.low:g} to {self.high:g}"
-        return text if self.also is None else f"{self.also:g}, or {text}"
+            text = f"{self.low:.10g} to {self.high:.10g}"
+        return text if self.also is None else f"{self.also:.10g}, or {text}"
 
     def problem(self, value: float) -> str | None:
         if value in self:

@@ -32,6 +32,7 @@ from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
 from torchtitan.distributed.placement import ParallelDims, local_region
+from torchtitan.errors import UserError, nearest
 from torchtitan.models.attention import PackedAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.elementwise import RotaryTables
@@ -237,7 +238,12 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
 
 def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -> Callable[..., torch.Tensor]:
     """A layer's forward as one graph, without breaks if `whole`, and the same one for all layers that are alike."""
-    compiled = torch.compile(forward, backend=backend, fullgraph=whole)
+    try:
+        compiled = torch.compile(forward, backend=backend, fullgraph=whole)
+    except torch._dynamo.exc.InvalidBackend as error:
+        known = torch.compiler.list_backends()
+        names = ", ".join(known) + nearest(backend, known)
+        raise UserError(f"compile.backend = {backend!r} must be one of {names}") from error
 
     def run(
         x: torch.Tensor, rotary: RotaryTables | None, attend: PackedAttention, routing: Routing | None = None

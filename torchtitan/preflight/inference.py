@@ -133,6 +133,7 @@ def _check_engine(check: Check) -> None:
     for problem in wrong_options(inference.engine_args):
         check.say("inference.engine_args", f"inference.engine_args: {problem}")
     shows = backend == "vllm" and sync.route in ("auto", "direct") and not config.lora.rank
+    shows = shows and inference.mode == "server"
     text = f"inference.backend {backend} does not show its weights like this, take probe (or auto)"
     refuse("weight_sync.verify", sync.verify == "digest" and not shows, text)
     refuse("inference.exact", inference.exact, "needs inference.backend = embedded")

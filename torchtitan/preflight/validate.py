@@ -362,7 +362,8 @@ def _check_weight_sync(check: Check) -> None:
     too_short = config.inference.update_mode == "drain" and 0 < sync.apply_timeout_s <= drain_s
     refuse("weight_sync.apply_timeout_s", too_short, text)
     text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
-    refuse("weight_sync.blocking_timeout_s", sync.blocking_timeout_s < sync.apply_timeout_s, text)
+    too_short = not config.grpo.async_weight_update and sync.blocking_timeout_s < sync.apply_timeout_s
+    refuse("weight_sync.blocking_timeout_s", too_short, text)
     if check.ranks == 1:
         return
     several_machines = int(os.environ.get("LOCAL_WORLD_SIZE", check.ranks)) < check.ranks

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
+from torchtitan.errors import UserError
 from torchtitan.models import attention
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
@@ -198,7 +199,10 @@ def test_twelve_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch)
     expected = _losses(plain, packs)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config.compile.enable, config.compile.backend = True, "aot_eager"
+    config.compile.enable, config.compile.backend = True, "inductr"
+    with pytest.raises(UserError, match="compile.backend = 'inductr' must be .*nearest: inductor"):
+        build_policy(config, dims)
+    config.compile.backend = "aot_eager"
     policy = build_policy(config, dims)
     assert _losses(policy, packs) == pytest.approx(expected, abs=1e-5)
     for name, parameter in policy.named_parameters():

@@ -52,6 +52,8 @@ oops | 'oops' belongs to no
 --inference.backend sglang --inference.mode colocate | mode = "colocate" | colocate is for vllm
 --inference.backend sglang --inference.update_mode drain | update_mode = "drain" | end first
 --inference.backend vllm --weight_sync.route agent --weight_sync.verify digest | verify = "digest" | take probe
+--inference.backend vllm --inference.mode colocate --weight_sync.verify digest | verify = "digest" | take probe
+--training.seed -1 | seed = -1 | 0 to 4294967295
 --inference.backend vllm --inference.exact | inference.exact = true | backend = embedded
 --inference.backend vllm --inference.engine_python /no/python | "/no/python" | no such file
 --inference.backend vllm --inference.engine_args.tp 2 | tp = 2 | inference.tensor_parallel_size
@@ -341,6 +343,9 @@ def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, mon
     arguments = [*write_config(), "--weight_sync.blocking_timeout_s", "120"]
     blocking = [*arguments, "--grpo.async_weight_update", "false"]
     load_config(blocking)
+    load_config([*arguments, "--weight_sync.apply_timeout_s", "121"])
+    with pytest.raises(ConfigError, match="blocking_timeout_s = 120.0 .* at least weight_sync.apply_timeout_s = 121"):
+        load_config([*blocking, "--weight_sync.apply_timeout_s", "121"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     load_config(arguments)
     load_config([*blocking, "--comm.train_timeout_seconds", "121"])
