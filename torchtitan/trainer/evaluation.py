@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchtitan.config.derived import judging_reward
@@ -33,11 +33,6 @@ PASSING_REWARD = 1.0
 # Ways in which actors and reward workers let an evaluation down; everything else is a mistake in the program.
 # The three timeouts are one class from Python 3.11 on.
 FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
-
-
-@dataclass
-class _Missing(Exception):
-    reason: str
 
 
 class Evaluator:
@@ -63,8 +58,8 @@ class Evaluator:
         started = time.perf_counter()
         try:
             figures = await self._evaluate(step, version, started + timeout_s)
-        except (_Missing, *FAILURES) as error:
-            reason = error.reason if isinstance(error, _Missing) else f"{type(error).__name__}: {error}"
+        except FAILURES as error:
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             self.events.write(
                 "evaluation_missing", level=logging.WARNING, step=step, version=version, reason=reason.strip(": ")
             )
@@ -73,7 +68,7 @@ class Evaluator:
 
     async def _evaluate(self, step: int, version: int, deadline: float) -> dict[str, float | int | None]:
         if not self.prompts:
-            raise _Missing("there are no held-out prompts")
+            raise UserError("there are no held-out prompts")
         requests = [self._request(step, prompt, greedy=False) for prompt in self.prompts]
         if self.config.eval.greedy:
             requests += [self._request(step, prompt, greedy=True) for prompt in self.prompts]
@@ -84,7 +79,7 @@ class Evaluator:
         judged = [[reward for reward in group if reward is not None] for group in sampled]
         counts = [(len(group), sum(reward >= PASSING_REWARD for reward in group)) for group in judged]
         if all(n == 0 for n, _ in counts):
-            raise _Missing("no sample could be judged by the reward function")
+            raise UserError("no sample could be judged by the reward function")
         figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
         for k in sorted({1, *self.config.eval.pass_at_k}):
             figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
@@ -126,7 +121,7 @@ class Evaluator:
                     results[index] = group
             if len(results) == len(requests):
                 return [results[index] for index in range(len(requests))], redone
-        raise _Missing(
+        raise UserError(
             f"{len(requests) - len(results)} of {len(requests)} requests were answered by other versions than "
             f"{version}, {MAX_ROUNDS} times in a row"
         )
@@ -162,28 +157,20 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 def is_pinned(completion: Completion, epoch: str, version: int) -> bool:
     """Whether every token was sampled under that one version and the completion was not cut off by an abort."""
-    if completion.finish_reason == "abort" or not completion.spans:
-        return False
-    covered = 0
-    for span in completion.spans:
-        if (span.epoch, span.version) != (epoch, version) or span.start != covered:
-            return False
-        covered = span.end
-    return covered == len(completion.token_ids)
+    bounds = [0, *(span.end for span in completion.spans)]
+    expected = [(epoch, version, begin) for begin in bounds[:-1]]
+    whole = bool(expected) and bounds[-1] == len(completion.token_ids) and completion.finish_reason != "abort"
+    return whole and [(span.epoch, span.version, span.start) for span in completion.spans] == expected
 
 
 async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """All results; where one fails or time runs out, the others are cancelled. Raises TimeoutError."""
-    left = deadline - time.perf_counter()
-    if left <= 0:
-        for one in work:
-            one.close()
-        raise _Missing("eval.timeout_s passed")
+    left = max(deadline - time.perf_counter(), 0.0)
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.wait_for(asyncio.gather(*tasks), left))
     except asyncio.TimeoutError:
-        raise TimeoutError(f"not done within {left:g} s") from None
+        raise TimeoutError(f"not done within {left:g} s: a call took too long, or eval.timeout_s passed") from None
     finally:
         for task in tasks:
             task.cancel()

@@ -23,7 +23,6 @@ from torchtitan.config.derived import (
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
-    ContextParallel,
     all_reduce_sum,
     clip_gradients_,
     gather_values,
@@ -269,7 +268,8 @@ class PolicyTrainer:
                 context = self.policy.context
                 if context is not None and loss_of.separable:
                     # What is this rank's of the loss. A loss of whole sequences all ranks of the group compute.
-                    rows = slice(*self._own_rows(context, micro_batch))
+                    bounds = context.bounds(micro_batch.active, self.policy.padded_length(micro_batch.layout.total))
+                    rows = slice(*bounds[context.rank : context.rank + 2])
                 elif context is not None:
                     copies = context.ranks
                 loss = loss_of(log_probs[rows], entropy[rows], rows).sum()
@@ -281,10 +281,6 @@ class PolicyTrainer:
             total += loss.detach()
             totals.add(loss.detach(), loss_of, copies)
         return total
-
-    def _own_rows(self, context: ContextParallel, micro_batch: MicroBatch) -> tuple[int, int]:
-        bounds = context.bounds(micro_batch.active, self.policy.padded_length(micro_batch.layout.total))
-        return bounds[context.rank], bounds[context.rank + 1]
 
     def _count_skips(self, applied: bool, version: int) -> None:
         if applied:

@@ -224,16 +224,8 @@ def end_with_parent(parent: int, whole_group: bool = False) -> None:
     is_our_parent = os.getppid() == parent
 
     def alive() -> bool:
-        if is_our_parent:
-            # Unlike the number, parenthood cannot be taken over by a new process.
-            return os.getppid() == parent
-        try:
-            os.kill(parent, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
+        # Unlike the number, parenthood cannot be taken over by a new process.
+        return os.getppid() == parent if is_our_parent else psutil.pid_exists(parent)
 
     def watch() -> None:
         while alive():
