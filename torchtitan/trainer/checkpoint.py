@@ -284,10 +284,7 @@ class Checkpointer:
         for name, tensor in state.items():
             size = getattr(saved.get(name), "size", None)
             if size is None and name.startswith("optimizer."):
-                raise UserError(
-                    f"{path} was saved with another optimizer, it has no {name}: resume with optimizer.name as it "
-                    f"stands in {self.folder.parent / CONFIG_FILE}, or start a new run from its export"
-                )
+                raise UserError(f"{path} is of another optimizer, without {name}: resume with its optimizer.name")
             if size is None or tuple(size) != tuple(tensor.shape):
                 found = "no such tensor" if size is None else f"shape {list(size)}"
                 raise UserError(

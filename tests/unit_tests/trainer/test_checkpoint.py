@@ -189,7 +189,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         Run(tmp_path / "elsewhere").checkpointer.load()
     other = Run(tmp_path)
     other.checkpointer.optimizer = torch.optim.SGD(other.policy.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(UserError, match=r"another optimizer, .*momentum_buffer: resume with optimizer.name as"):
+    with pytest.raises(UserError, match=r"another optimizer, .*momentum_buffer: resume with its optimizer.name"):
         other.checkpointer.load()
 
 
