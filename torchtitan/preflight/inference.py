@@ -132,8 +132,7 @@ def _check_engine(check: Check) -> None:
     inference, sync, backend = config.inference, config.weight_sync, config.inference.backend
     for problem in wrong_options(inference.engine_args):
         check.say("inference.engine_args", f"inference.engine_args: {problem}")
-    shows = backend == "vllm" and sync.route in ("auto", "direct") and not config.lora.rank
-    shows = shows and inference.mode == "server"
+    shows = backend == "vllm" and inference.mode == "server" and sync.route != "agent" and not config.lora.rank
     text = f"inference.backend {backend} does not show its weights like this, take probe (or auto)"
     refuse("weight_sync.verify", sync.verify == "digest" and not shows, text)
     refuse("inference.exact", inference.exact, "needs inference.backend = embedded")
