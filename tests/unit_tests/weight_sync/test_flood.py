@@ -18,8 +18,12 @@ def flood(job: Job, ports: list[str], seconds: float) -> list[Channel]:
     """So many connections to each of the ports within so many seconds, all of which then say nothing."""
     stranger, opened, rng = Process(job.machine, "stranger"), list[Channel](), random.Random(1)
 
+    def stay(channel: Channel) -> None:
+        channel.on_message = lambda _channel, _challenge: None
+        opened.append(channel)
+
     def dial(port: str) -> None:
-        stranger.runtime.dial(port, opened.append, lambda _reason: None)
+        stranger.runtime.dial(port, stay, lambda _reason: None)
 
     for port in ports:
         for _ in range(STRANGERS):
