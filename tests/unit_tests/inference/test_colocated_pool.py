@@ -10,18 +10,10 @@ from typing import Any
 import pytest
 
 from tests.patience import asynchronous
+from tests.unit_tests.inference.test_colocated_replica import completion, request
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import Answer, ColocatedPool, Round
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
-
-
-def completion(name: str) -> Completion:
-    return Completion([int(name.rpartition(".")[2])], [-1.0], "stop", [VersionSpan("e1-x", 3, 0, 1)])
-
-
-def request(name: str = "a", n: int = 2) -> GenerateRequest:
-    return GenerateRequest(name, [1, 1], SamplingParameters(8, n, seed=5))
 
 
 def pool(replicas: int = 1, max_sequences: int = 4) -> ColocatedPool:

@@ -64,8 +64,7 @@ class FakeEngine:
 
 
 def completion(name: str) -> Completion:
-    sample = int(name.rpartition(".")[2])
-    return Completion([sample], [-1.0], "stop", [VersionSpan("e1-x", 3, 0, 1)])
+    return Completion([int(name.rpartition(".")[2])], [-1.0], "stop", [VersionSpan("e1-x", 3, 0, 1)])
 
 
 def request(name: str = "a", steps: int = 1, n: int = 2, length: int = 2) -> GenerateRequest:
