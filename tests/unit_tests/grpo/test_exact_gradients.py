@@ -1,4 +1,4 @@
-"""The expected gradient of what the code computes, without sampling, against autograd of what the objectives mean.
+"""The expected loss that the code computes, and its gradient, without sampling, against what the objectives mean.
 
 The policy is a table: three symbols, of which 0 ends, and at most two tokens, so there are seven sequences. A batch is
 two groups of two; all 7⁴ batches are enumerated with their probability under the policy μ that samples, with the
@@ -21,7 +21,7 @@ import torch
 from torchtitan.config.training_tables import ADVANTAGES, CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
-from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions, load_objective
+from torchtitan.grpo.objectives import NORMALIZERS, OBJECTIVES, ClipRange, ObjectiveOptions, load_objective
 from torchtitan.grpo.off_policy import CorrectionOptions
 
 LARGEST_ERROR = 1e-9
@@ -40,6 +40,7 @@ MASKS = {
     "product": {"product_low": 0.7, "product_high": 1.5},
     "negative": {"negative_threshold": 0.1},
 }
+SEVERAL = {"geometric_low": 0.8, "product_high": 1.5, "negative_threshold": 0.1}
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,12 @@ class MicroBatch:
     weights: torch.Tensor
 
 
-def code_gradient(terms: Terms, situation: Situation, settings: LossSettings) -> torch.Tensor:
+def with_gradient(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """[1 + 9] the loss, and its gradient behind it."""
+    return torch.cat([loss.detach().view(1), torch.autograd.grad(loss, logits)[0].flatten()])
+
+
+def code_loss(terms: Terms, situation: Situation, settings: LossSettings) -> torch.Tensor:
     owner = torch.tensor([e for e, i in enumerate(terms.sequences) for _ in SEQUENCES[i]])
     states = torch.tensor([state for i in terms.sequences for state, _ in SEQUENCES[i]])
     symbols = torch.tensor([symbol for i in terms.sequences for _, symbol in SEQUENCES[i]])
@@ -226,7 +232,7 @@ def code_gradient(terms: Terms, situation: Situation, settings: LossSettings) ->
         reference=tokens(situation.reference) if settings.kl_coefficient else None,
     )
     loss = MicroBatchLoss(batch, fixed, settings)(tokens(logits), entropy, slice(0, len(owner))).sum()
-    return torch.autograd.grad(loss, logits)[0]
+    return with_gradient(loss, logits)
 
 
 # What it means.
@@ -284,11 +290,13 @@ def sequence_factor(mask: str, product: torch.Tensor, length: torch.Tensor, adva
         return ((product >= 0.7) & (product <= 1.5)).double()
     if mask == "negative":
         return (~((advantage < 0) & (mean < math.exp(-0.1)))).double()
+    if mask == "several":
+        return sequence_factor("negative", product, length, advantage) * ((mean >= 0.8) & (product <= 1.5))
     return torch.ones_like(product)
 
 
 @functools.cache
-def policy_gradient(name: str, normalizer: str, correction: str, mask: str, kind: str, where: str) -> torch.Tensor:
+def policy_loss(name: str, normalizer: str, correction: str, mask: str, kind: str, where: str) -> torch.Tensor:
     situation, terms = SITUATIONS[where], defined_terms(normalizer, kind, where)
     logits = situation.now.clone().requires_grad_()
     lengths = torch.tensor([len(SEQUENCES[i]) for i in terms.sequences], dtype=torch.float64)
@@ -305,7 +313,7 @@ def policy_gradient(name: str, normalizer: str, correction: str, mask: str, kind
     factor = token_factor(correction, drift, situation.old is not None)
     factor = factor * sequence_factor(mask, drift.prod(-1), lengths, terms.advantages)[:, None]
     loss = objective_loss(name, ratio, chance, advantage, exists) * factor * exists * terms.masses[:, None]
-    return torch.autograd.grad(loss.sum(), logits)[0]
+    return with_gradient(loss.sum(), logits)
 
 
 def visits_of(terms: Terms) -> torch.Tensor:
@@ -318,23 +326,23 @@ def visits_of(terms: Terms) -> torch.Tensor:
 
 
 @functools.cache
-def shaping_gradient(normalizer: str, estimator: str, corrected: bool, where: str) -> torch.Tensor:
-    """KL and entropy terms. With the correction: Σ over symbols of π log(π/π_ref) - π + π_ref, which is the KL, each
-    term but for what the cap takes of π/μ. Without: the estimate's mean under μ."""
+def shaping_loss(normalizer: str, estimator: str, corrected: bool, where: str) -> torch.Tensor:
+    """KL and entropy terms: the estimate's mean under μ. With the correction it is weighted with π/μ up to the cap, and
+    has the gradient of Σ over symbols of π log(π/π_ref) - π + π_ref, which is the KL, but for what the cap takes."""
     situation = SITUATIONS[where]
     visits = visits_of(defined_terms(normalizer, "group/none", where))
     logits = situation.now.clone().requires_grad_()
     pi, behaviour, reference = logits.softmax(-1), situation.behaviour.softmax(-1), situation.reference.softmax(-1)
     loss = ENTROPY_COEFFICIENT * (visits.sum(-1, keepdim=True) * pi * pi.log()).sum()
-    if estimator and corrected:
-        share = (BOUNDS.cap * behaviour / pi.detach()).clamp(max=1)
-        terms = pi * (pi / reference).log() - pi + reference
-        loss = loss + KL_COEFFICIENT * (visits / behaviour * share * terms).sum()
-    elif estimator:
-        ratio = reference / pi
+    if estimator:
+        ratio, weight = reference / pi, (pi / behaviour).clamp(max=BOUNDS.cap).detach()
         estimate = {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator]
-        loss = loss + KL_COEFFICIENT * (visits * estimate).sum()
-    return torch.autograd.grad(loss, logits)[0]
+        divergence = (visits * estimate).sum()
+        if corrected:
+            slope = (visits * weight / pi.detach() * (pi * (pi / reference).log() - pi + reference)).sum()
+            divergence = slope + ((visits * weight * estimate).sum() - slope).detach()
+        loss = loss + KL_COEFFICIENT * divergence
+    return with_gradient(loss, logits)
 
 
 NORMALIZER_OF = {**dict.fromkeys(("grpo", "gspo", "gspo_token", "gmpo", "sapo"), "sequence"), "dr_grpo": "constant"}
@@ -343,10 +351,10 @@ ALL_CORRECTIONS = [*((name, "") for name in CORRECTIONS), *(("truncate", mask) f
 
 
 def combinations(name: str) -> Iterator[tuple[str, float]]:
-    """Every combination with one objective, and the relative error of the code's gradient there."""
+    """Every combination with one objective, and the relative error of the code's loss and gradient there."""
     normalizer = NORMALIZER_OF.get(name, "token")
     for where, kind, (correction, mask) in itertools.product(SITUATIONS, SOME_ADVANTAGES, ALL_CORRECTIONS):
-        policy = policy_gradient(name, normalizer, correction, mask, kind, where)
+        policy = policy_loss(name, normalizer, correction, mask, kind, where)
         for estimator, corrected in DIVERGENCE_TERMS:
             settings = LossSettings(
                 OBJECTIVES[name],
@@ -358,8 +366,8 @@ def combinations(name: str) -> Iterator[tuple[str, float]]:
                 corrected,
                 ENTROPY_COEFFICIENT,
             )
-            found = code_gradient(code_terms(name, kind, where), SITUATIONS[where], settings)
-            expected = policy + shaping_gradient(normalizer, estimator, corrected, where)
+            found = code_loss(code_terms(name, kind, where), SITUATIONS[where], settings)
+            expected = policy + shaping_loss(normalizer, estimator, corrected, where)
             label = f"{name}, {where}, {kind}, {correction} {mask}, {estimator} corrected={corrected}"
             yield label, relative_error(found, expected)
 
@@ -369,11 +377,22 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", LOSS_TYPES)
-def test_expected_gradient_is_that_of_the_definition(name: str) -> None:
+def test_expected_loss_and_gradient_are_those_of_the_definition(name: str) -> None:
     errors = dict(combinations(name))
     assert len(errors) == 3 * len(SOME_ADVANTAGES) * 7 * 7
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < LARGEST_ERROR, worst
+
+
+@pytest.mark.parametrize("where", SITUATIONS)
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_ratio_and_normalizer_by_choice_under_several_masks(normalizer: str, where: str) -> None:
+    objective, behaviour = load_objective("dapo", normalizer, "sequence"), SITUATIONS[where].behaviour
+    advantages = by_kind(code_advantages, "group/none")
+    terms = terms_of(advantages, lambda lengths: objective.token_weights(lengths, LONGEST), behaviour)
+    found = code_loss(terms, SITUATIONS[where], LossSettings(objective, OPTIONS, bounds=replace(BOUNDS, **SEVERAL)))
+    expected = policy_loss("gspo", normalizer, "truncate", "several", "group/none", where)
+    assert objective.sees_sequences and relative_error(found, expected) < LARGEST_ERROR
 
 
 @pytest.mark.parametrize("kind", EVERY_ADVANTAGE)
@@ -389,12 +408,12 @@ def test_on_policy_it_is_the_gradient_of_the_expected_reward(name: str) -> None:
     situation = SITUATIONS["on policy"]
     advantages = by_kind(code_advantages, "rloo/none")
     terms = terms_of(advantages, lambda lengths: objective.token_weights(lengths, LONGEST), situation.behaviour)
-    found = code_gradient(terms, situation, LossSettings(objective, OPTIONS, bounds=BOUNDS))
+    found = code_loss(terms, situation, LossSettings(objective, OPTIONS, bounds=BOUNDS))[1:]
     logits = situation.now.clone().requires_grad_()
     pi = logits.softmax(-1)
     reward = sum(REWARDS[i] * math.prod(pi[place] for place in sequence) for i, sequence in enumerate(SEQUENCES))
     (expected,) = torch.autograd.grad(-reward / LONGEST, logits)
-    assert relative_error(found, expected) < LARGEST_ERROR
+    assert relative_error(found, expected.flatten()) < LARGEST_ERROR
 
 
 def divergence_gradient(estimator: str, corrected: bool, where: str) -> torch.Tensor:
@@ -404,7 +423,7 @@ def divergence_gradient(estimator: str, corrected: bool, where: str) -> torch.Te
     terms = terms_of(none, lambda lengths: normalizer_of(lengths, "constant"), situation.behaviour)
     bounds = CorrectionOptions(cap=1e6)
     settings = LossSettings(OBJECTIVES["dr_grpo"], OPTIONS, "truncate", bounds, 1.0, estimator, corrected)
-    return code_gradient(terms, situation, settings) * LONGEST
+    return code_loss(terms, situation, settings)[1:] * LONGEST
 
 
 def true_gradient(where: str, forward: bool = False) -> torch.Tensor:
@@ -415,7 +434,8 @@ def true_gradient(where: str, forward: bool = False) -> torch.Tensor:
     pi, reference = logits.softmax(-1), situation.reference.softmax(-1)
     a, b = (reference, pi) if forward else (pi, reference)
     each = (a * (a / b).log()).sum(-1)
-    return torch.autograd.grad((torch.tensor([1.0, first[1], first[2]], dtype=torch.float64) * each).sum(), logits)[0]
+    visits = torch.tensor([1.0, first[1], first[2]], dtype=torch.float64)
+    return with_gradient((visits * each).sum(), logits)[1:]
 
 
 @pytest.mark.parametrize("where", SITUATIONS)
