@@ -51,8 +51,7 @@ def make_config(**inference: Any) -> JobConfig:
     config.inference.health_interval_s = 0.1
     config.inference.health_timeout_s = 0.5
     config.inference.startup_timeout_s = PATIENCE_S
-    for name, value in inference.items():
-        setattr(config.inference, name, value)
+    vars(config.inference).update(inference)
     return config
 
 

@@ -66,13 +66,14 @@ def test_a_run_with_adapters(processes: Processes, tmp_path: Path) -> None:
     run_dir, rows = made.folder, made.steps()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     # What the actor sampled with is what the trainer trains.
-    assert all(row["mismatch_kl/same_version"] < 1e-6 for row in rows if row["mismatch_kl/same_version"] is not None)
+    same = [row["mismatch_kl/same_version"] for row in rows if row["mismatch_kl/same_version"] is not None]
+    assert same and max(same) < 1e-6
     assert 0 <= rows[0]["reference_kl"] < 1e-6 < rows[-1]["reference_kl"]
     norm, applied = (rows[-1][f"weight_sync/actor-0/{key}"] for key in ("adapter_norm", "adapter_applied_norm"))
     assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
     whole = 4 * sum(parameter.numel() for parameter in policy.parameters())
     # A step may deliver two versions.
-    assert all(0 < row["weight_sync/bytes_full"] < 0.2 * whole for row in rows if row["weight_sync/bytes_full"])
+    assert 0 < max(row["weight_sync/bytes_full"] or 0 for row in rows) < 0.2 * whole
     # The base is in no checkpoint; merged, it is base + adapter.
     stored = sum(path.stat().st_size for path in (run_dir / "checkpoint" / "step-4").iterdir())
     assert stored < 0.5 * whole

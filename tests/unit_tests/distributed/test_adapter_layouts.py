@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
+from tests.unit_tests.distributed.test_parallel import COMPILED, EP, RECOMPUTED, TP
 from tests.unit_tests.models.test_lora import config_of, fill
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
@@ -26,16 +27,11 @@ from torchtitan.trainer.optimizer import build_optimizer
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"parallelism.tensor_parallel_degree": 2},
-    {
-        "parallelism.tensor_parallel_degree": 2,
-        "activation_checkpoint.mode": "full",
-        "compile.enable": True,
-        # One of each kind of split: tracing all of them would take longest of this file.
-        "lora.target_modules": ["q_proj", "down_proj", "lm_head"],
-    },
-    {"activation_checkpoint.mode": "full", "training.dtype": "bfloat16"},
-    {"parallelism.expert_parallel_degree": 2},
+    {TP: 2},
+    # One of each kind of split: tracing all of them would take longest of this file.
+    {TP: 2, **RECOMPUTED, **COMPILED, "lora.target_modules": ["q_proj", "down_proj", "lm_head"]},
+    {**RECOMPUTED, "training.dtype": "bfloat16"},
+    {EP: 2},
 ]
 
 
@@ -80,18 +76,13 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "tp", "tp, full, compiled", "fsdp, full, bfloat16", "ep"])
 def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, layout: dict[str, Any]) -> None:
     directory = tiny_checkpoint("qwen2", False)
-    if "parallelism.expert_parallel_degree" in layout:
+    if EP in layout:
         directory = make_mixture(tmp_path / "mixture", "qwen3_moe", mlp_only_layers=[])
     alone = {key: value for key, value in layout.items() if key.partition(".")[0] in ("training", "lora")}
     expected = step(str(directory), alone, str(tmp_path / "alone"))
     assert expected["norm"] > 0.1
-    results = run_distributed(
-        "tests.unit_tests.distributed.test_adapter_layouts:step",
-        2,
-        directory=str(directory),
-        layout=layout,
-        scratch=str(tmp_path / "two"),
-    )
+    function, scratch = "tests.unit_tests.distributed.test_adapter_layouts:step", str(tmp_path / "two")
+    results = run_distributed(function, 2, directory=str(directory), layout=layout, scratch=scratch)
     rounds = "training.dtype" in layout
     tolerance = 2e-2 if rounds else 1e-4
     for result in results:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
-from tests.unit_tests.distributed.test_parallel import Layout, _config, check_layouts
+from tests.unit_tests.distributed.test_parallel import CP, EP, REPLICATE, TP, Layout, _config, check_layouts
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.models.attention import PackedLayout
@@ -22,9 +22,6 @@ from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank
 
-EP, TP = "parallelism.expert_parallel_degree", "parallelism.tensor_parallel_degree"
-CP = "parallelism.context_parallel_degree"
-REPLICATE = "parallelism.data_parallel_replicate_degree"
 TWO_RANKS: list[Layout] = [
     {"name": "fsdp"},
     {"name": "ep", EP: 2},
@@ -106,12 +103,8 @@ def save_and_load(directory: str, folder: str) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
     directory = make_mixture(tmp_path / "checkpoint", "qwen3_moe")
-    run_distributed(
-        "tests.unit_tests.distributed.test_expert_parallel:save_and_load",
-        2,
-        directory=str(directory),
-        folder=str(tmp_path),
-    )
+    function = "tests.unit_tests.distributed.test_expert_parallel:save_and_load"
+    run_distributed(function, 2, directory=str(directory), folder=str(tmp_path))
     original = load_file(directory / "model.safetensors")
     for number in range(4):
         policy, optimizer, checkpointer = _run(str(directory), {}, str(tmp_path / str(number)))

@@ -34,39 +34,27 @@ REFERENCE = "reference.safetensors"
 UNEVEN = {"vocab_size": 131, "hidden_size": 54, "intermediate_size": 90, "head_dim": 16}
 
 Layout = dict[str, Any]
+TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
+EP, REPLICATE = "parallelism.expert_parallel_degree", "parallelism.data_parallel_replicate_degree"
+RECOMPUTED, COMPILED = {"activation_checkpoint.mode": "full"}, {"compile.enable": True}
 TWO_RANKS: list[Layout] = [
     {"name": "fsdp"},
-    {"name": "tp", "parallelism.tensor_parallel_degree": 2},
-    {"name": "replicate", "parallelism.data_parallel_replicate_degree": 2},
-    {"name": "fsdp, selective", "activation_checkpoint.mode": "selective", "compile.enable": True},
-    {
-        "name": "tp, full, compiled",
-        "parallelism.tensor_parallel_degree": 2,
-        "activation_checkpoint.mode": "full",
-        "compile.enable": True,
-    },
-    {"name": "cp", "parallelism.context_parallel_degree": 2},
-    {
-        "name": "cp, full, compiled",
-        "parallelism.context_parallel_degree": 2,
-        "activation_checkpoint.mode": "full",
-        "compile.enable": True,
-    },
+    {"name": "tp", TP: 2},
+    {"name": "replicate", REPLICATE: 2},
+    {"name": "fsdp, selective", "activation_checkpoint.mode": "selective", **COMPILED},
+    {"name": "tp, full, compiled", TP: 2, **RECOMPUTED, **COMPILED},
+    {"name": "cp", CP: 2},
+    {"name": "cp, full, compiled", CP: 2, **RECOMPUTED, **COMPILED},
     {"name": "fsdp, offloaded", "training.enable_cpu_offload": True, "parallelism.fsdp_reshard_after_forward": "never"},
 ]
 FOUR_RANKS: list[Layout] = [
     {"name": "fsdp", "parallelism.fsdp_reshard_after_forward": "always"},
-    {"name": "2 x 2", "parallelism.tensor_parallel_degree": 2},
-    {"name": "cp x fsdp", "parallelism.context_parallel_degree": 2},
-    {"name": "cp x tp", "parallelism.context_parallel_degree": 2, "parallelism.tensor_parallel_degree": 2},
-    {"name": "cp, more ranks than key heads", "parallelism.context_parallel_degree": 4},
-    {"name": "hsdp", "parallelism.data_parallel_replicate_degree": 2},
-    {
-        "name": "replicas of tp",
-        "parallelism.data_parallel_replicate_degree": 2,
-        "parallelism.tensor_parallel_degree": 2,
-        "training.enable_cpu_offload": True,
-    },
+    {"name": "2 x 2", TP: 2},
+    {"name": "cp x fsdp", CP: 2},
+    {"name": "cp x tp", CP: 2, TP: 2},
+    {"name": "cp, more ranks than key heads", CP: 4},
+    {"name": "hsdp", REPLICATE: 2},
+    {"name": "replicas of tp", REPLICATE: 2, TP: 2, "training.enable_cpu_offload": True},
 ]
 
 

@@ -88,8 +88,7 @@ def make_config(**sync: Any) -> JobConfig:
     config.inference.servers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     config.inference.health_interval_s = 0.05
     config.inference.health_timeout_s = 2.0
-    for name, value in sync.items():
-        setattr(config.weight_sync, name, value)
+    vars(config.weight_sync).update(sync)
     return config
 
 

@@ -74,6 +74,8 @@ def test_sglang_gets_each_sample_with_its_seed() -> None:
     assert [one["sampling_seed"] for one in again] == seeds[:2]
     assert call.body["sampling_params"][0]["ignore_eos"] is False and again[0]["ignore_eos"] is True
     assert call.body["sampling_params"][0]["top_k"] == -1 and call.body["return_sampling_mask"] is False
+    truncated = SGLANG.generate(request(top_p=0.9, top_k=10**6)).body
+    assert truncated["return_sampling_mask"] and truncated["sampling_params"][0]["top_k"] == MOST_KEPT
 
 
 def test_sglang_completions_have_spans_and_log_probs() -> None:
@@ -83,20 +85,6 @@ def test_sglang_completions_have_spans_and_log_probs() -> None:
     assert completion.spans == [VersionSpan("epoch-1", 3, 0, 2), VersionSpan("epoch-1", 4, 2, 3)]
     length = sglang_answer(finish_reason={"type": "length", "length": 3})
     assert SGLANG.completions(request(), [length])[0].finish_reason == "length"
-    aborted = sglang_answer(finish_reason={"type": "abort", "message": "Abort"})
-    assert SGLANG.completions(request(), [aborted])[0].finish_reason == "abort"
-
-
-def test_sglang_says_what_truncation_kept() -> None:
-    sampling = {"top_p": 0.9, "top_k": 10**6}
-    call = SGLANG.generate(request(**sampling))
-    assert call.body["return_sampling_mask"] and call.body["sampling_params"][0]["top_k"] == MOST_KEPT
-    kept = {
-        "output_token_sampling_mask": [[9, 2], [8], [1, 5, 6]],
-        "output_token_sampling_logprobs": [-0.5, 0.0, -1.0],
-    }
-    (completion,) = SGLANG.completions(request(**sampling), [sglang_answer(**kept)])
-    assert completion.kept_token_ids == [[9, 2], [8], [1, 5, 6]] and completion.log_probs == [-0.5, 0.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +130,7 @@ def test_an_engine_of_somebody_else_never_gets_our_token(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("workers", "questions"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 3)])
-def test_files_stay_until_the_last_worker_has_had_time_to_read_them(
-    workers: int, questions: int, tmp_path: Path
-) -> None:
+def test_files_stay_until_the_last_worker_has_time_to_read_them(workers: int, questions: int, tmp_path: Path) -> None:
     """The order is answered by the first; a question is answered when one more level of the others has obeyed."""
     folder = tmp_path / "not-yet"
     there: list[bool] = []

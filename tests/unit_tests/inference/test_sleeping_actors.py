@@ -104,8 +104,7 @@ def make_config(**inference: Any) -> JobConfig:
     config = parity_config()
     config.grpo.async_weight_update, config.inference.sleep_level = False, 1
     config.inference.sleep_timeout_s = config.inference.drain_timeout_s = 20.0
-    for name, value in inference.items():
-        setattr(config.inference, name, value)
+    vars(config.inference).update(inference)
     return config
 
 

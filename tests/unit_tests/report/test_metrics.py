@@ -45,8 +45,7 @@ def make_config(**settings: object) -> JobConfig:
     config.training.steps = 10
     config.metrics.console = "plain"
     config.metrics.enable_tensorboard = False
-    for name, value in settings.items():
-        setattr(config.metrics, name, value)
+    vars(config.metrics).update(settings)
     return config
 
 

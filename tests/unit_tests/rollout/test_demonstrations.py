@@ -28,8 +28,7 @@ def make(folder: Path, row: dict[str, Any], template: str = CHAT_TEMPLATE, **sft
     tokenizer = Tokenizer(write_chat_tokenizer(folder, template))
     config = JobConfig()
     config.rollout.prompt_column = "messages" if "messages" in row else "prompt"
-    for name, value in sft.items():
-        setattr(config.sft, name, value)
+    vars(config.sft).update(sft)
     made: Demonstration = DemonstrationMaker(config, tokenizer).make(row, 0)
     branches = made.branches
     for branch in branches:

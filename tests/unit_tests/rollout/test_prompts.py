@@ -43,8 +43,7 @@ def make_config(**rollout: Any) -> JobConfig:
     config = JobConfig()
     config.rollout.max_completion_tokens = 8
     config.training.seq_len = 40
-    for name, value in rollout.items():
-        setattr(config.rollout, name, value)
+    vars(config.rollout).update(rollout)
     return config
 
 

@@ -31,8 +31,7 @@ def make_config(*functions: str, **settings: Any) -> JobConfig:
     config.rewards.functions = [name if name in ("arithmetic", "accuracy") else f"{HERE}:{name}" for name in functions]
     config.rollout.max_completion_tokens = 16
     config.rewards.timeout_s = 5.0
-    for name, value in settings.items():
-        setattr(config.rewards, name, value)
+    vars(config.rewards).update(settings)
     return config
 
 

@@ -105,8 +105,7 @@ def make_config(max_staleness: int = 1, **rollout: Any) -> JobConfig:
     config.grpo.group_size = GROUP_SIZE
     config.rollout.max_staleness = max_staleness
     config.rollout.data_timeout_s = 20.0
-    for name, value in rollout.items():
-        setattr(config.rollout, name, value)
+    vars(config.rollout).update(rollout)
     return config
 
 

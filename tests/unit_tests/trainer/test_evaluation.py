@@ -77,8 +77,7 @@ class Actors:
 def make(tmp_path: Path, actors: Actors, **settings: object) -> Evaluator:
     config = JobConfig()
     config.eval.pass_at_k, config.eval.samples_per_prompt = [1, 2, 4], 4
-    for name, value in settings.items():
-        setattr(config.eval, name, value)
+    vars(config.eval).update(settings)
     tokenizer = SimpleNamespace(eos_token_ids=[9], decode=str)
     groups = GroupMaker(config, actors, actors, tokenizer, EPOCH)  # type: ignore[arg-type]
     prompts = PROMPTS[: config.eval.num_prompts]

@@ -257,8 +257,7 @@ def test_experts_of_another_model_are_refused(mixture: Path) -> None:
 def test_engines_that_would_pair_them_wrongly_are_refused(changes: dict[str, str], problem: str) -> None:
     config = JobConfig()
     config.grpo.routing_replay = True
-    for name, value in changes.items():
-        setattr(config.inference, name, value)
+    vars(config.inference).update(changes)
     check = Check(config, 1, planning=True)
     check_inference(check)
     said = [one.text for one in check.problems if one.key == "grpo.routing_replay"]
