@@ -168,19 +168,15 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, 
                 raise UserError(
                     f"{key} = {dataset!r}, row {number}: no column {column!r} ({setting}); there are {there}"
                 )
-        problem = _prompt_problem(row[config.rollout.prompt_column])
-        if problem:
+        prompt = row[config.rollout.prompt_column]
+        if problem := _prompt_problem(prompt):
             raise UserError(f"{key} = {dataset!r}, row {number}, column {config.rollout.prompt_column!r}: {problem}")
         if config.job.stage == "sft":
             problem = _completion_problem(row, config)
-        elif _role_of_last(row[config.rollout.prompt_column]) == "assistant" and not plays_through_gateway(config):
+        elif not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" and not plays_through_gateway(config):
             problem = "the chat ends with the assistant's answer: a prompt ends before it"
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
-
-
-def _role_of_last(prompt: Any) -> Any:
-    return prompt[-1]["role"] if isinstance(prompt, list) else None
 
 
 def _completion_problem(row: Row, config: JobConfig) -> str | None:

@@ -332,16 +332,13 @@ def branches_from_json(data: Sequence[Sequence[Any]]) -> list[Branch]:
 
 
 def canonical_message(message: Mapping[str, Any]) -> Canonical:
-    """What makes a message the same one, whatever a program or its library has done to its form: role, text, calls."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    """What makes a plain message the same one, whatever a program has done to its form: role, text, calls."""
     calls = tuple(
         (one["function"].get("name"), _canonical_json(one["function"].get("arguments")))
         for one in message.get("tool_calls") or ()
         if isinstance(one, dict) and isinstance(one.get("function"), dict)
     )
-    return message.get("role"), content, calls, message.get("tool_call_id"), message.get("name")
+    return message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")
 
 
 def _canonical_tools(tools: Messages) -> str:
