@@ -44,6 +44,9 @@ from torchtitan.weight_sync.facade import WeightSync
 
 logger = logging.getLogger(__name__)
 
+# What machines of one job may differ in.
+OF_A_MACHINE = ("comm.interface", "training.threads")
+
 
 class Job:
     """Context manager around a run. The same on every rank, but for `controller`, which only rank 0 has."""
@@ -366,7 +369,8 @@ class Job:
         # Ranks of several machines may have read several files.
         for rank, tables in enumerate(gather_bytes(json.dumps(asdict(self.config)).encode()) or []):
             for key, both in changed_keys(json.loads(tables), self.config).items():
-                raise UserError(f"rank {rank} has another configuration than rank 0: {key} = {both} on rank 0")
+                if key not in OF_A_MACHINE:
+                    raise UserError(f"rank {rank} has another configuration than rank 0: {key} = {both} on rank 0")
         if device.rank() == 0:
             start = open_run_directory(self.config)
             facts = json.dumps((asdict(start), mint_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()
