@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.models import BF16_SPREAD, FP32_TOLERANCE, LAYERS, log_probs
 from tests.engines.vllm_traps import PROBE, SCORED
@@ -85,17 +86,20 @@ def test_an_element_that_is_not_as_it_was_sent_is_found(both: list[Results]) -> 
 
 
 def check_in_place(results: Results, tolerance: float) -> None:
-    """Four matrices of each layer; that memory may change once they are loaded."""
-    assert results["in_place_layers"] == 4 * LAYERS
+    """All that is packed; that memory may change once they are loaded."""
+    assert results["in_place_layers"] == results["layers_without_weight"]
     assert difference(results, "in_place") < tolerance and difference(results, "in_place", "old") > WRONG + tolerance
     assert results["in_place"] == results["loaded"], "the layers hold the same either way"
 
 
 def test_weights_are_packed_from_where_they_were_staged(results: Results) -> None:
+    assert results["in_place_layers"] == 4 * LAYERS, "four matrices of each layer"
     check_in_place(results, FP32_TOLERANCE)
 
 
 def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(both: list[Results]) -> None:
+    # Where oneDNN packs nothing in bfloat16 for a processor, vLLM computes with torch's products: without AVX-512.
+    assert both[1]["in_place_layers"] == 4 * LAYERS or not torch.cpu._is_avx512_supported()
     # Twice the root mean square, since the mean is of a few tokens: less than what is wrong.
     check_in_place(both[1], 2 * BF16_SPREAD)
 

@@ -178,6 +178,8 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
         with mock.patch.object(loading, "_joined", mock.Mock(side_effect=loading._joined)) as joined:
             engine.load(staged, again)
         results["in_place_layers"] = joined.call_count
+        weights = (getattr(layer, "weight", None) for layer in engine.model.modules())
+        results["layers_without_weight"] = sum(weight is not None and weight.numel() == 0 for weight in weights)
         for tensor in staged.values():
             tensor.fill_(7.0)
         engine.llm.reset_prefix_cache()
