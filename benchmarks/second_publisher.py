@@ -1,5 +1,5 @@
 """A process that publishes versions to actors of its own while another one trains: what the loads of a weight
-synchronisation cost a machine, whoever publishes.
+synchronisation cost a machine, no matter which process publishes.
 
 As a script it is that process: it trains nothing, and publishes when it is told to.
 """
@@ -13,7 +13,6 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,6 @@ import torch  # noqa: E402
 from benchmarks import common  # noqa: E402
 from benchmarks.small_trainer import Job  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-
-RECOVERY_SECONDS = 60.0
-
-
-def serve_newest(job: Job) -> None:
-    """Wait until every actor of a job serves its newest version, so that nothing is left to be sent. Ends the benchmark
-    when they do not in time."""
-    deadline = time.monotonic() + RECOVERY_SECONDS
-    while not all(actor.version == job.version for actor in job.sync.actors().values()):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the actors do not recover: {job.sync.actors()}")
-        owed = job.sync.owed
-        if owed is not None and job.sync.reserve():
-            job.sync.snapshot_owed(owed)
-        time.sleep(0.01)
 
 
 class SecondPublisher:
@@ -86,7 +70,7 @@ def run(arguments: dict[str, Any]) -> None:
             for line in sys.stdin:
                 message = json.loads(line)
                 if "settle" in message:
-                    serve_newest(job)
+                    job.all_serve_newest()
                     common.say({"published": published})
                     continue
                 no_vote = not job.sync.reserve()

@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import secrets
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,7 @@ from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
 from torchtitan.weight_sync.staging import StagedVersion, to_copy  # noqa: E402
 
 JOIN_SECONDS = 60.0
+RECOVERY_SECONDS = 60.0
 
 
 class Block(nn.Module):
@@ -106,6 +108,18 @@ class Job:
             raise SystemExit(
                 f"version {self.version} was applied by {sorted(outcome.applied)}, not by {outcome.missing}"
             )
+
+    def all_serve_newest(self) -> None:
+        """Wait until every actor serves the newest version, so that nothing is left to be sent. Ends the benchmark when
+        they do not in time."""
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while not all(actor.version == self.version for actor in self.sync.actors().values()):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"the actors do not recover: {self.sync.actors()}")
+            owed = self.sync.owed
+            if owed is not None and self.sync.reserve():
+                self.sync.snapshot_owed(owed)
+            time.sleep(0.01)
 
 
 def start_actor(

@@ -18,7 +18,7 @@ turns, block by block:
 
     frozen_step_ratio      median step, frozen ÷ healthy
     publish_step_ratio     median step, healthy ÷ none; with --backend vllm healthy ÷ loads, because three servers that
-                           load a version each in every step slow the machine down, whoever publishes
+                           load a version each in every step slow the machine down, no matter which publishes
     same_loads_step_ratio  median step, healthy ÷ loads
     machine_step_ratio     median step, loads ÷ none
     sync_stall_pNN_share   all that the trainer thread spends on the synchronisation per step (reserve, commit, fence;
@@ -51,7 +51,7 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
-from benchmarks.second_publisher import SecondPublisher, serve_newest  # noqa: E402
+from benchmarks.second_publisher import SecondPublisher  # noqa: E402
 from benchmarks.small_policy import PolicyTrainer  # noqa: E402
 from benchmarks.small_trainer import Job, Trainer, start_actor  # noqa: E402
 from benchmarks.vllm_actor import VLLMActor  # noqa: E402
@@ -157,7 +157,7 @@ class Benchmark:
     def block(self, condition: str, steps: int) -> None:
         """`steps` measured steps of a condition."""
         if condition != "frozen":
-            serve_newest(self.job)
+            self.job.all_serve_newest()
         before = self.second.settle()
         for number in range(-SETTLING_STEPS, steps):
             if condition == "frozen":
