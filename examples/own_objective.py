@@ -25,7 +25,7 @@ if __name__ == "__main__":
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     settings = {
         "training.steps": steps,
-        # An asynchronous run wants to know what bounds the weight of an old sample: here the ratio itself does.
+        # An asynchronous run must bound the weight of an old sample: here the ratio itself is bounded.
         "grpo.allow_uncorrected": True,
     }
     run = train("debug_cpu", settings, loss=tanh_ratio, advantage=above_the_worst)

@@ -1,14 +1,14 @@
-"""Training from Python, in a script or a notebook; `from torchtitan import train` finds it here.
+"""Training from Python, in a script or a notebook. `from torchtitan import train` resolves to this module.
 
     run = train("train_configs/debug_cpu.toml", {"training.steps": 50})
     print(run.metrics["eval/pass@1"])
 
 The command line (grpo_train.py) runs the same job.
 
-Functions, classes and rows that are Python objects become files that workers and later runs can read. A function that
-can be imported by name stays where it is. Of one that cannot (from a script that is running, or a cell of a notebook)
-the source is written to a module, with the imports, functions, classes and constants that it uses. Nothing is pickled,
-and no code of the script but these definitions runs again.
+Python functions, classes and rows are written to files that workers and later runs can read. A function that can be
+imported by name is used from there. For one that cannot (in a running script or a notebook cell), the source is written
+to a module, together with the imports, functions, classes and constants that it uses. Nothing is pickled, and no other
+code of the script runs again.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ HEAD = "from __future__ import annotations\n"
 def names_of(
     things: Iterable[str | Callable[..., Any]], folder: Path, what: str, kind: type = FunctionType
 ) -> list[str]:
-    """What to write in a configuration: names as they are, functions and classes as module:name, in `folder` if need
-    be. Messages call them `what`.
+    """Return the names for the configuration: strings are kept, functions and classes become module:name, written to
+    `folder` if necessary. Error messages call them `what`.
 
     Raises:
-        UserError: one that cannot be imported, and whose source cannot stand alone.
+        UserError: an object that cannot be imported, and whose source is not self-contained.
     """
     return [thing if isinstance(thing, str) else _name(thing, folder, what, kind) for thing in things]
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:
-    """Rows as a .jsonl file in `folder`; its path. Raises UserError for what JSON cannot hold."""
+    """Write rows to a .jsonl file in `folder` and return its path. Raises UserError for values JSON cannot hold."""
     lines = []
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
@@ -72,7 +72,7 @@ def _name(function: Callable[..., Any], folder: Path, what: str, kind: type) -> 
         return name
     if not isinstance(function, kind):
         made = "function (def)" if kind is FunctionType else "class"
-        raise UserError(f"{what} {function!r}: must be a {made}, or one that a module has by its name")
+        raise UserError(f"{what} {function!r}: must be a {made}, or importable from a module by its name")
     parts: dict[str, str] = {}
     _collect(function.__name__, function, f"{what} {function.__name__}", parts)
     path = _write(folder, "own", HEAD + "\n".join(parts.values()) + "\n", ".py")
@@ -80,7 +80,7 @@ def _name(function: Callable[..., Any], folder: Path, what: str, kind: type) -> 
 
 
 def _importable(thing: Any) -> str | None:
-    """`module:name` where importing the module gives this very object, without running the script again."""
+    """`module:name` if importing the module gives this very object, without running the script again."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__name__", None)
     found = sys.modules.get(module or "")
     if found is None or module == "__main__" or getattr(found, "__spec__", None) is None:
@@ -89,7 +89,7 @@ def _importable(thing: Any) -> str | None:
 
 
 def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
-    """Add what defines `name` to `parts`, after all that it uses itself."""
+    """Add the definition of `name` to `parts`, after everything that it uses."""
     if name in parts:
         return
     if isinstance(value, ModuleType):
@@ -98,12 +98,12 @@ def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
         module, _, original = importable.partition(":")
         parts[name] = f"from {module} import {original} as {name}"
     elif isinstance(value, (FunctionType, type)):
-        parts[name] = ""  # it may use itself
+        parts[name] = ""  # it may refer to itself
         source = _source(name, value, user)
         namespace = value.__globals__ if isinstance(value, FunctionType) else vars(sys.modules[value.__module__])
         if (namesake := namespace.get(value.__name__, value)) is not value and namesake is not None:
             raise UserError(
-                f"{user}: {name} was defined as {value.__name__}, which is something else by now: rename one"
+                f"{user}: {name} was defined as {value.__name__}, which now names something else: rename one"
             )
         for used in _used_names(source, user):
             if used in namespace and used != name:
@@ -117,7 +117,7 @@ def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
     else:
         raise UserError(
             f"{user}: uses {name}, a {type(value).__name__} that exists only in this process, but it runs in "
-            "worker processes: make it inside of the function, or put both into a module and import that"
+            "worker processes: create it inside the function, or put both into a module and import that"
         )
 
 
@@ -125,18 +125,18 @@ def _source(name: str, value: Any, user: str) -> str:
     advice = "write it as a plain function (def) at the top level of a script, a cell or a module"
     if isinstance(value, FunctionType):
         if value.__name__ == "<lambda>":
-            raise UserError(f"{user}: a lambda has no name to be found by; {advice}")
+            raise UserError(f"{user}: a lambda has no name by which worker processes could find it; {advice}")
         if value.__code__.co_freevars:
             names = ", ".join(value.__code__.co_freevars)
             raise UserError(f"{user}: it is a closure over {names}, which worker processes do not have; {advice}")
     try:
         return textwrap.dedent(inspect.getsource(value)).rstrip("\n")
     except (OSError, TypeError) as error:
-        raise UserError(f"{user}: the source of {name} cannot be had ({error}); {advice}") from error
+        raise UserError(f"{user}: the source of {name} cannot be read ({error}); {advice}") from error
 
 
 def _used_names(source: str, user: str) -> list[str]:
-    """Global names that a definition reads; with HEAD, annotations are not among them. Raises UserError."""
+    """Global names that a definition reads; with HEAD, annotations do not count. Raises UserError."""
 
     def read(table: symtable.SymbolTable) -> Iterator[str]:
         for symbol in table.get_symbols():
@@ -159,11 +159,11 @@ def _is_constant(value: Any) -> bool:
 
 
 def _write(folder: Path, stem: str, text: str, suffix: str) -> Path:
-    """The file of this content, whose name tells it from others: a later run in the same folder changes nothing."""
+    """Write a file named after its content, so that a later run in the same folder changes no existing file."""
     path = folder / f"{stem}_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}{suffix}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # In one piece: another run's worker may be importing it.
+        # Replace the file atomically, because another run's worker may be importing it.
         unfinished = path.with_suffix(f".{os.getpid()}.part")
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
@@ -189,27 +189,27 @@ def train(
     correction: str | Callable[..., Any] | None = None,
     group_filter: str | Callable[..., Any] | None = None,
 ) -> Run:
-    """Run a job in this process, as one rank, until its last step or a stop signal; call it in the main thread.
+    """Run a job in this process, as one rank, until its last step or a stop signal. Call it in the main thread.
 
-    SIGINT and SIGTERM save and end the run, a second one ends the process; afterwards they mean what they did before.
+    SIGINT and SIGTERM save and end the run; a second one ends the process. The previous handlers are then restored.
 
     Args:
         config: a TOML file (or the name of a shipped one, such as "debug_cpu"), a dict of its tables, or a JobConfig.
         overrides: values by `table.key`, such as {"training.steps": 3}.
-        rewards: for rewards.functions: names, or functions in TRL's call convention, which worker processes run.
+        rewards: for rewards.functions: names, or functions in TRL's call convention, run by worker processes.
         dataset: for rollout.dataset: its name, rows (dicts of columns), or a function that returns them.
-        environment: for environment.factory: its name, or the class, of which worker processes make instances.
-        tools: for environment.tools: names, or functions, which worker processes run.
+        environment: for environment.factory: its name, or the class, which worker processes instantiate.
+        tools: for environment.tools: names, or functions, run by worker processes.
         loss, advantage, correction, group_filter: for grpo.loss_type, .advantage, .off_policy_correction and
-            .group_filter: a name, or a function, which this process runs (docs/adding_an_objective.md).
+            .group_filter: a name, or a function, run by this process (docs/adding_an_objective.md).
 
     Raises:
-        UserError: a mistake in the configuration (ConfigError, with all of them), or what stopped the run early.
+        UserError: a mistake in the configuration (ConfigError, which lists all of them), or what stopped the run early.
     """
     if world_size() > 1:
-        raise UserError("train() is one rank; several are started by: torchrun -m torchtitan.grpo_train (run_grpo.sh)")
+        raise UserError("train() runs one rank; start several with: torchrun -m torchtitan.grpo_train (run_grpo.sh)")
     if threading.current_thread() is not threading.main_thread():
-        raise UserError("train() must be called in the main thread: stop signals reach no other one")
+        raise UserError("train() must be called in the main thread: only that thread gets stop signals")
     draft = draft_of(config, overrides or {})
     folder = Path(draft.build()[0].job.dump_folder).resolve() / FOLDER
     if rewards is not None:
@@ -235,7 +235,7 @@ def train(
 
 @contextlib.contextmanager
 def _as_found(folder: Path) -> Iterator[None]:
-    """Leave the caller's process as it was: its environment, its log handlers, its import path (plus `folder`)."""
+    """Restore the environment, the log handlers and the import path (to which `folder` is added) afterwards."""
     environment, path, logger = dict(os.environ), list(sys.path), logging.getLogger()
     handlers, level = logger.handlers, logger.level
     logger.handlers = []

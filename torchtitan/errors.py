@@ -1,5 +1,5 @@
-"""Mistakes that a person can correct: the one exception that stands for them, exit codes, and names that are not known,
-also those of a person's own functions."""
+"""Errors that a user can correct: their exception, exit codes, and messages for unknown names and for failures in a
+user's own functions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# A rank that ends with this has met what may be over at the next start: another rank that is gone, say.
+# Exit code of a rank whose failure a restart may cure, such as the loss of another rank.
 BROKEN_OFF = 75
-# What a disk says that takes no more.
+# Errors of a disk that cannot be written to.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class UserError(Exception):
-    """A mistake of the user's or of the environment: printed as one message, without a traceback.
+    """A mistake of the user or a fault of the environment, printed as one message without a traceback.
 
     The message says what is wrong, where, and what to do. Entry points turn it into ``exit_code``.
     """
@@ -39,10 +39,10 @@ class ConfigError(UserError):
 
 
 def load_object(name: str, what: str) -> Callable[..., Any]:
-    """The function or class of `package.module:name`; messages call it `what`.
+    """Load the function or class `package.module:name`; error messages call it `what`.
 
     Raises:
-        UserError: no such module or object, or nothing that can be called; names the nearest that is there.
+        UserError: no such module or object, or it is not callable; the message suggests the nearest name.
     """
     module_name, colon, object_name = name.partition(":")
     if not colon or not module_name or not object_name:
@@ -62,7 +62,7 @@ def load_object(name: str, what: str) -> Callable[..., Any]:
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """As load_object, of a function that this process calls itself: what it raises is a UserError that says where."""
+    """Like load_object, for a function that this process calls: its exceptions become a UserError that says where."""
     function = load_object(name, what)
 
     @functools.wraps(function)
@@ -78,6 +78,6 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` (nearest: …)` with the known name most like `name`, or an empty string where none is alike."""
+    """` (nearest: …)` with the most similar known name, or an empty string if none is similar."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (nearest: {close[0]})" if close else ""

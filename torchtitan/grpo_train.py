@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 -m torchtitan.grpo_train --job.config_file train_configs/debug_cpu.toml
 
-Reads like the picture of a step in docs/how_a_step_flows.md: a command arrives (normally a batch), the policy trains on
-it, the new version is offered to the actors, and the next command is asked for. Every rank runs this same loop.
+Like the diagram in docs/how_a_step_flows.md: a command arrives (normally a batch), the policy trains on it, the new
+version is offered to the actors, and the next command is requested. Every rank runs this same loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Ctrl-C while the rest is imported, or before there is a run that answers it.
+    # Handles Ctrl-C during the imports below, and until a run handles it.
     signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
 
 import traceback
@@ -32,31 +32,31 @@ from torchtitan.utils.machine import leave
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has done."""
+    """The result of a run."""
 
     folder: Path
-    """Its run folder: metrics, checkpoints, report (docs/quick_start.md)"""
+    """The run folder with metrics, checkpoints and report (docs/quick_start.md)"""
     version: int
-    """Trained batches"""
+    """The number of trained batches"""
     exit_code: int
     """0, or 128 + the signal that stopped it, such as 130 after Ctrl-C"""
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The last value of every metric in metrics.jsonl, of steps and evaluations."""
+        """The last value of every metric in metrics.jsonl, from steps and evaluations."""
         return {name: value for line in read_json_lines(self.folder / "metrics.jsonl") for name, value in line.items()}
 
 
 def run_job(config: JobConfig) -> Run:
-    """Run a validated job on this rank. Raises UserError for what stopped it early."""
+    """Run a validated job on this rank. Raises UserError for whatever stopped it early."""
     try:
         return _run(config)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
         raise UserError(
-            f"{config.job.dump_folder} cannot be written any more: {error}. When it can be again, go on from the "
-            "newest whole checkpoint with checkpoint.resume"
+            f"{config.job.dump_folder} can no longer be written: {error}. Once it can, continue from the newest whole "
+            "checkpoint with checkpoint.resume"
         ) from error
 
 
@@ -86,7 +86,7 @@ def _run(config: JobConfig) -> Run:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code. Mistakes of the user's are printed without a traceback."""
+    """Run the command line and return the exit code. User errors are printed without a traceback."""
     draft, dry_run = read_command_line(sys.argv[1:] if argv is None else argv)
     try:
         if dry_run:
@@ -103,9 +103,9 @@ def entry_point() -> NoReturn:
     try:
         code = main()
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT  # before there is a run that answers it
+        code = 128 + signal.SIGINT  # no run exists yet to handle it
     except Exception:
-        # A defect, or a collective that another rank has left: the launcher starts all ranks again if it may.
+        # A defect, or a collective that another rank has left: the launcher restarts all ranks if it may.
         traceback.print_exc()
         code = BROKEN_OFF
     leave(code)

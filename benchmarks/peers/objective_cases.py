@@ -192,7 +192,7 @@ DIFFERENT = [
         "grpo, mask_truncated",
         {"loss_type": "grpo", "mask_truncated": True},
         {"mask_truncated_completions": True},
-        reason="Theirs divides by all completions, ours by those that are trained: masking must not shrink the step. "
+        reason="TRL divides by all completions, we divide by those that are trained: masking must not shrink the step. "
         "The two differ by that factor alone.",
     ),
     Case(
@@ -200,23 +200,23 @@ DIFFERENT = [
         {"loss_type": "grpo", "entropy_coefficient": 0.05},
         {"entropy_coef": 0.05},
         liger=False,
-        reason="Theirs is a mean over the micro-batch's tokens, which depends on how a batch is cut; ours has the "
-        "token weights of the objective. Equal for dapo on one micro-batch.",
+        reason="TRL takes the mean over the micro-batch's tokens, which depends on how a batch is split; we use the "
+        "token weights of the objective. Both are equal for dapo on one micro-batch.",
     ),
     Case(
         "gspo, kl_coefficient = 0.1, kl_ratio_correction",
         {"loss_type": "gspo", "kl_coefficient": 0.1, "kl_ratio_correction": True},
         {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True, **SEQUENCE},
-        reason="Theirs multiplies a token's KL by its sequence's ratio, ours by its own, without which it is not "
-        "unbiased.",
+        reason="TRL multiplies a token's KL by its sequence's ratio, we multiply it by the token's own, without which "
+        "the gradient is not that of the KL.",
     ),
     Case(
         "dapo, negative_mask_threshold = 0.01, decoupled",
         {"loss_type": "dapo", **DECOUPLED, "off_policy_correction": "none", "negative_mask_threshold": 0.01},
         {"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": 0.01},
         liger=False,
-        reason="Theirs looks at π/μ in every optimizer step, ours at π_old/μ: known before the forward, so that one "
-        "pass is enough; what π does after that the clip bounds.",
+        reason="TRL looks at π/μ in every optimizer step, we look at π_old/μ, which is known before the forward, so "
+        "that one pass is enough; the clip bounds what π does after that.",
     ),
     corrected(
         "product mask up to 1.5 (theirs: sequence_mask)",
@@ -229,8 +229,8 @@ DIFFERENT = [
     ),
 ]
 DIFFERENT[-1].reason = (
-    "Both leave out sequences whose ratios multiply to more than the bound; theirs then weights every token by that "
-    "product, ours by the token's own ratio: the product of a long answer is mostly noise."
+    "Both drop sequences whose ratios multiply to more than the bound. TRL then weights every token by that product, "
+    "we weight it by the token's own ratio: the product of a long answer is mostly noise."
 )
 
 

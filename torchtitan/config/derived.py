@@ -18,6 +18,7 @@ from typing import Any
 
 from torchtitan.config.job_config import GRPO, JobConfig, Parallelism, WeightSync
 from torchtitan.config.values import show
+from torchtitan.errors import ConfigError
 from torchtitan.utils.machine import count_gpus, gpus_of_driver, hides_gpus
 
 ON_GPU: Mapping[str, Any] = {
@@ -34,7 +35,7 @@ APPLIED_PER_SECOND = 5e8
 PULLED_PER_SECOND = 2.5e8
 SLURM = "slurm:"
 # More is a slip of the pen, and would fill the memory.
-MOST_SERVERS = 4096
+MAX_SERVERS = 4096
 SLURM_FORM = "slurm:NODES:PORT such as slurm:gpu[01-04,7]:8000 or slurm:gpu1,gpu2:8000-8003"
 ENGINE_ARGS = "inference.engine_args"
 # Options that a run gives the engine itself, and where to say it instead. Two values of one option would be a riddle.
@@ -42,12 +43,12 @@ OWN_OPTIONS = {
     "model": "model.hf_assets_path",
     "model-path": "model.hf_assets_path",
     "host": "inference.host",
-    "port": "inference.host, a free port is taken",
+    "port": "a free port of inference.host",
     "dtype": "inference.dtype",
     "tensor-parallel-size": "inference.tensor_parallel_size",
     "tp-size": "inference.tensor_parallel_size",
     "tp": "inference.tensor_parallel_size",
-    "api-key": "nothing, the run makes up a token",
+    "api-key": "a generated token",
 }
 
 
@@ -80,13 +81,23 @@ def without_masters(config: JobConfig) -> str | None:
         return None
     return (
         'training.dtype = "bfloat16" has no float32 master weights: an update below 1/256 of a weight is lost, as most '
-        f'are with optimizer.lr = {config.optimizer.lr:g}. Take training.mixed_precision_param = "bfloat16" instead'
+        f'are with optimizer.lr = {config.optimizer.lr:g}. Set training.mixed_precision_param = "bfloat16" instead'
     )
 
 
+def from_torchrun(name: str, default: str = "", least: int = 0) -> int:
+    """A number that torchrun sets for every rank; without torchrun `default`. Raises ConfigError."""
+    text = os.environ.get(name, default)
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise ConfigError(
+            [f"{name}={text!r} in the environment must be a number from {least} on, which torchrun (run_grpo.sh) sets"]
+        )
+    return int(text)
+
+
 def world_size() -> int:
-    """Ranks of this job: torchrun's WORLD_SIZE, or 1."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Ranks of this job: torchrun's WORLD_SIZE, or 1. Raises ConfigError."""
+    return from_torchrun("WORLD_SIZE", "1", least=1)
 
 
 def ranks_per_pack(parallelism: Parallelism) -> int:
@@ -129,7 +140,7 @@ def teacher_config(config: JobConfig) -> JobConfig:
     """The configuration of the policy that teaches: as the trained one is laid out, with weights of its own."""
     own = copy.deepcopy(config)
     own.model.hf_assets_path, own.model.name, own.model.flavor = config.distill.teacher, "auto", ""
-    own.lora.rank, own.grpo.reference_ema_decay = 0, 0.0
+    own.lora.rank, own.lora.base_bits, own.grpo.reference_ema_decay = 0, 16, 0.0
     return own
 
 
@@ -245,10 +256,10 @@ def slurm_urls(server: str) -> list[str]:
     first = int(match[2])
     ports = range(first, int(match[3] or first) + 1)
     if not ports or not 0 < first <= ports[-1] < 65536:
-        raise ValueError(f"{match[2]} to {match[3]} are no ports" if match[3] else f"{first} is no port")
-    urls = [f"http://{node}:{port}" for node in itertools.islice(nodes(match[1]), MOST_SERVERS + 1) for port in ports]
-    if len(urls) > MOST_SERVERS:
-        raise ValueError(f"more than {MOST_SERVERS} servers")
+        raise ValueError(f"{match[2]} to {match[3]} is not a range of ports" if match[3] else f"{first} is not a port")
+    urls = [f"http://{node}:{port}" for node in itertools.islice(nodes(match[1]), MAX_SERVERS + 1) for port in ports]
+    if len(urls) > MAX_SERVERS:
+        raise ValueError(f"more than {MAX_SERVERS} servers")
     return urls
 
 
@@ -258,7 +269,7 @@ def nodes(expression: str) -> Iterator[str]:
     for host in re.split(r",(?![^\[]*\])", expression):
         parts = re.split(r"\[([^\[\]]*)\]", host)
         if not re.fullmatch(r"[A-Za-z0-9.-]*", "".join(parts[::2])) or not host:
-            raise ValueError(f"{host!r} is no node: must be {SLURM_FORM}")
+            raise ValueError(f"{host!r} is not a node: must be {SLURM_FORM}")
         choices = [[part] if index % 2 == 0 else _numbers(part) for index, part in enumerate(parts)]
         yield from map("".join, itertools.product(*choices))
 
@@ -268,11 +279,11 @@ def _numbers(text: str) -> list[str]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         if match is None:
-            raise ValueError(f"[{text}] is no list of numbers: must be {SLURM_FORM}")
+            raise ValueError(f"[{text}] is not a list of numbers: must be {SLURM_FORM}")
         first, last = match[1], match[2] or match[1]
         count = int(last) - int(first) + 1
-        if not 0 < count <= MOST_SERVERS:
-            raise ValueError(f"[{text}]: {first} to {last} is no range, or one of more than {MOST_SERVERS}")
+        if not 0 < count <= MAX_SERVERS:
+            raise ValueError(f"[{text}]: {first} to {last} is not a range of 1 to {MAX_SERVERS} nodes")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
 
@@ -306,9 +317,9 @@ def wrong_options(engine_args: Mapping[str, Any]) -> Iterator[str]:
         option = option_name(name)
         text = f"{name} = {show(value)} is not allowed:"
         if not option.strip("-.") or option.startswith("-") or any(map(str.isspace, option)) or "=" in option:
-            yield f"{text} an option's name without its hyphens, such as max-model-len"
+            yield f"{text} it must be an option's name without its hyphens, such as max-model-len"
         elif option in OWN_OPTIONS:
-            yield f"{text} the run says it by {OWN_OPTIONS[option]}"
+            yield f"{text} the run sets it itself ({OWN_OPTIONS[option]})"
         elif option in seen:
             yield f"{text} it is the same option as {seen[option]}"
         seen[option] = name

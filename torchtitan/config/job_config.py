@@ -45,17 +45,17 @@ __all__ = [
 @dataclass(config=TABLE)
 class Job:
     config_file: str = ""
-    """TOML file to read; command-line overrides come on top"""
+    """TOML file to read; command-line options override it"""
 
     dump_folder: PathText = "./outputs"
-    """Every launch writes to a fresh folder {dump_folder}/{name}-{time}, and `latest` links to it"""
+    """Each launch writes to a new folder {dump_folder}/{name}-{time}; the link `latest` points to the newest"""
 
     name: RunName = "grpo"
-    """Name of the job, first part of its run folder's name"""
+    """Name of the job; its run folder's name starts with it"""
 
     stage: Literal["sft", "grpo", "distill"] = "grpo"
-    """What the policy learns from: demonstrations (supervised fine-tuning), rewards, or a teacher's log-probs of what
-    it samples itself (on-policy distillation)"""
+    """What the policy learns from: demonstrations (sft: supervised fine-tuning), rewards (grpo), or a teacher's
+    log-probs of the policy's own samples (distill: on-policy distillation)"""
 
     description: str = ""
     """One line about the job, printed at the start and in the report"""
@@ -79,7 +79,7 @@ class Metrics:
     """Steps between two console lines (metrics.jsonl always has one object per step)"""
 
     console: Literal["auto", "rich", "plain"] = "auto"
-    """Live display, or one line per step; auto takes rich on a terminal"""
+    """A live display (rich), or one line per step (plain); auto chooses rich on a terminal"""
 
     enable_tensorboard: bool = True
     """Write TensorBoard event files"""
@@ -94,7 +94,7 @@ class Metrics:
     """Completions written to completions.jsonl per step; -1 for all"""
 
     live_port: Annotated[int, Range(0, 65535)] = 0
-    """Port of the live page on 127.0.0.1, which shows the run while it goes on; 0 for none"""
+    """Port on 127.0.0.1 of a live page that shows the run while it goes on; 0 for none"""
 
 
 @dataclass(config=TABLE)
@@ -109,38 +109,37 @@ class Checkpoint:
     """Steps between two checkpoints"""
 
     async_mode: Literal["disabled", "async"] = "disabled"
-    """Write in the background"""
+    """async writes checkpoints in the background"""
 
     keep_latest_k: CountOrZero = 3
-    """Checkpoints that are kept; 0 keeps all"""
+    """Number of checkpoints to keep; 0 keeps all"""
 
     resume: PathText = ""
-    """Run folder to resume from (its latest whole checkpoint), or `latest`; the run continues in that folder"""
+    """Run folder to resume from (at its latest complete checkpoint), or `latest`; the run continues in that folder"""
 
     load_step: Annotated[int, Range(-1)] = -1
-    """With resume: the step to load; -1 is the latest whole one"""
+    """With resume: the step to load; -1 is the latest complete checkpoint"""
 
     last_save_in_hf: bool = True
     """Export a Hugging Face checkpoint directory at the end (also on demand: SIGUSR1)"""
 
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights in that directory; auto: the one in the config.json of model.hf_assets_path, or else
-    training.dtype"""
+    """Type of the exported weights; auto is the type in config.json of model.hf_assets_path, or else training.dtype"""
 
     save_deadline_s: Annotated[float, Range(0, MAX_SAVE_DEADLINE_S, low_open=True)] = 60.0
-    """After SIGTERM or SIGINT the run saves and exits within this time"""
+    """After SIGTERM or SIGINT, the run saves and exits within this time"""
 
 
 @dataclass(config=TABLE)
 class FaultInjection:
     enable: bool = False
-    """Break the weight synchronisation on purpose, for tests; says so loudly"""
+    """Inject faults into the weight sync, for tests; the log says so"""
 
     seed: CountOrZero = 0
-    """Decides where faults with a probability strike"""
+    """Seed of the faults that strike with a probability"""
 
     faults: list[str] = field(default_factory=list)
-    """action:key=value,...; see docs/reliability.md"""
+    """Faults as action:key=value,...; see docs/reliability.md"""
 
 
 @dataclasses.dataclass

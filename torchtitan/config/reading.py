@@ -24,11 +24,11 @@ from torchtitan.errors import nearest
 logger = logging.getLogger(__name__)
 
 GONE_KEYS: dict[str, str] = {
-    "weight_sync.streams": "a connection takes what the network has",
-    "weight_sync.full_every": "a version is sent in full where an actor does not hold the one before",
+    "weight_sync.streams": "one connection uses the whole bandwidth",
+    "weight_sync.full_every": "an actor that lacks the version before gets the new one in full",
     "weight_sync.offer_timeout_s": "actors ask for versions themselves",
-    "weight_sync.evict_after_versions": "slow actors hold nothing up; see weight_sync.lease_s",
-    "rollout.gate_on": "the gate looks at a sample's oldest token",
+    "weight_sync.evict_after_versions": "slow actors delay nobody; see weight_sync.lease_s",
+    "rollout.gate_on": "the gate always uses the oldest token of a sample",
     "inference.pin_cores": "start servers on cores of their own (taskset), and name them in inference.servers",
 }
 """A key that has no meaning any more -> why; it is passed over for now, and a line says so"""
@@ -91,7 +91,7 @@ class Draft:
         # TOML has neither; Python's callers have both.
         value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value
         if key in GONE_KEYS:
-            logger.warning("%s: %s has no effect any more: %s", place, key, GONE_KEYS[key])
+            logger.warning("%s: %s no longer has any effect: %s", place, key, GONE_KEYS[key])
         elif table := free_table(key):
             self._set_option(table, key.removeprefix(f"{table}."), value, place)
         elif key not in known_keys():
@@ -179,7 +179,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
         elif options:
             options[-1][1].append(token)
         else:
-            draft.refuse("", f"{PLACE}: {token!r} belongs to no --table.key")
+            draft.refuse("", f"{PLACE}: {token!r} does not belong to any --table.key")
     settings = [setting for name, words in options if (setting := _setting(draft, name, words)) is not None]
     files = [words[0] for key, words in settings if key == "job.config_file" and len(words) == 1]
     if files and files[-1]:
@@ -202,7 +202,7 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
     switches_off = positive != name and positive in known_keys() and _kind(positive) is bool
     if name == "dry_run" or switches_off:
         if words:
-            draft.refuse(name, f"{PLACE}: {words[0]!r} belongs to no --table.key: --{option} takes no value")
+            draft.refuse(name, f"{PLACE}: {words[0]!r} does not belong to any --table.key: --{option} takes no value")
         return (positive, ["false"]) if switches_off else None
     if takes_options:
         text = f"needs the name of an option, such as --{name}.NAME VALUE"

@@ -45,19 +45,19 @@ class Rollout:
     """System message in front of every prompt (chat_template only)"""
 
     chat_template_kwargs: Options = field(default_factory=dict)
-    """Variables of the chat template, wherever one is applied: {enable_thinking = false} (Qwen3)"""
+    """Variables for the chat template, wherever it is applied: {enable_thinking = false} (Qwen3)"""
 
     shuffle: bool = True
-    """Shuffle the prompts anew in every pass, from training.seed"""
+    """Reshuffle the prompts in every pass, seeded by training.seed"""
 
     held_out_fraction: ShareBelowOne = 0.1
-    """Share of the dataset kept out of training for evaluation, where [eval] names no dataset of its own"""
+    """Share of the dataset kept out of training, for evaluation if eval.dataset is empty"""
 
     max_completion_tokens: Count = 1024
-    """Longest completion"""
+    """Longest completion, in tokens"""
 
     temperature: Positive = 1.0
-    """Sampling temperature; the trainer's log-probs use the same"""
+    """Sampling temperature; the trainer applies it to its log-probs too"""
 
     top_p: ShareAboveZero = 1.0
     """Nucleus sampling; 1 turns it off"""
@@ -66,50 +66,50 @@ class Rollout:
     """Sample from the k most likely tokens; 0 turns it off"""
 
     min_p: ShareBelowOne = 0.0
-    """Drop tokens less likely than this share of the most likely one; 0 turns it off"""
+    """Drop tokens less likely than this share of the most likely token; 0 turns it off"""
 
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end a completion, besides the end tokens of the checkpoint"""
+    """Tokens that end a completion, besides the checkpoint's own end tokens"""
 
     max_staleness: Annotated[int, Range(0, 8)] = 2
-    """A sample is admitted if trainer version − its oldest token's version is at most this; 0 to 8"""
+    """A sample is admitted if the trainer's version minus the version of its oldest token is at most this"""
 
     max_groups_in_flight: CountOrZero = 0
     """Groups being generated or waiting for the trainer; 0 derives it from the batch and max_staleness"""
 
     data_timeout_s: Positive = 600.0
-    """The run stops with a message when no completion arrived for this long"""
+    """The run stops with a message if no completion arrives for this long"""
 
     replay: PathText = ""
-    """Run folder whose recorded rollouts are trained on, without actors"""
+    """Run folder whose recorded rollouts are trained on, without any actors"""
 
 
 @dataclass(config=TABLE)
 class Rewards:
     functions: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Built-in names or `package.module:function`, each with TRL's call convention"""
+    """Built-in names or `package.module:function`, called as TRL calls reward functions"""
 
     weights: Weights = field(default_factory=list)
     """One weight per function; empty means 1 each"""
 
     answer_column: Column = "answer"
-    """Column that holds the reference answer; passed to the functions under this name and as `answer`"""
+    """Column that holds the reference answer; the functions get it under this name and as `answer`"""
 
     num_workers: Count = 1
     """Reward worker processes; async functions have one more"""
 
     async_calls: Count = 16
-    """Calls of async functions, each over one group, that run side by side"""
+    """Concurrent calls of async functions; each call covers one group"""
 
     timeout_s: Positive = 10.0
-    """A reward call over one group's completions is cut off after this time"""
+    """Deadline of one reward call, which covers one group's completions"""
 
     memory_limit_mb: Annotated[int, Range(16)] = 2048
-    """Address space that a reward worker may use beyond what it has at start"""
+    """Address space, in MiB, that a reward worker may use beyond what it starts with"""
 
     isolate: bool = False
-    """Run the functions without a network, without a view of other processes, and with files that they can only read
-    (Linux: bubblewrap, or user namespaces)"""
+    """Run the functions without network access, with read-only files, and unable to see other processes (Linux:
+    bubblewrap, or user namespaces)"""
 
 
 @dataclass(config=TABLE)
@@ -121,10 +121,10 @@ class Eval:
     """Steps between two evaluations; 0 evaluates only before the first step and at the end"""
 
     dataset: PathText = ""
-    """Held-out prompts: a file or dataset name; empty takes the held-out share of rollout.dataset"""
+    """Held-out prompts: a file or dataset name; empty uses the held-out share of rollout.dataset"""
 
     dataset_split: str = "test"
-    """Split of eval.dataset where that is a Hugging Face dataset"""
+    """Split of eval.dataset, if that is a Hugging Face dataset"""
 
     num_prompts: Count = 128
     """Prompts per evaluation"""
@@ -139,65 +139,67 @@ class Eval:
     """Sampling temperature of pass@k"""
 
     greedy: bool = True
-    """Report greedy accuracy beside it"""
+    """Report greedy accuracy as well"""
 
     reward_function: str = ""
-    """Reward that decides: a sample passes at 1.0; empty takes the first of rewards.functions"""
+    """Reward that decides whether a sample passes (at 1.0); empty uses the first of rewards.functions"""
 
     stop_at: Share = 0.0
-    """The run ends, as after its last step, with the first evaluation whose pass@1 is at least this; 0: never"""
+    """The run ends, as after its last step, at the first evaluation whose pass@1 is at least this; 0: never"""
 
     timeout_s: Positive = 300.0
-    """Deadline of one evaluation; when it passes the evaluation is logged as missing and training goes on"""
+    """Deadline of one evaluation; if it passes, the evaluation is logged as missing and training goes on"""
 
 
 @dataclass(config=TABLE)
 class Environment:
     factory: str = ""
-    """`package.module:Class` with reset(**row) and either step(action) or public methods as tools; empty: one turn"""
+    """`package.module:Class` with reset(**row) and either step(action) or public methods as tools; empty for none"""
 
     tools: list[str] = field(default_factory=list)
-    """Functions (`package.module:function`) that the policy may call as tools, with a factory or without"""
+    """Functions (`package.module:function`) that the policy may call as tools, with or without a factory"""
 
     agent: str = ""
-    """A program with a loop of its own, which asks the policy through the gateway: `package.module:function` that gets
-    base_url, key and row and returns a reward, or a command line"""
+    """A program with its own loop, which queries the policy through the gateway: a command line, or
+    `package.module:function`, which gets base_url, key and row and returns a reward"""
 
     verifiers: str = ""
-    """The id of a verifiers taskset, which is played through the gateway in an environment of its own"""
+    """Id of a verifiers taskset; it runs through the gateway, in a Python environment of its own"""
 
     verifiers_harness: str = ""
-    """The id of the harness that plays it; empty takes the taskset's own"""
+    """Id of the harness that runs the taskset; empty uses the taskset's own"""
 
     verifiers_renderer: str = "auto"
-    """The renderer of the `renderers` package that makes tokens of its messages, such as qwen3"""
+    """Renderer of the `renderers` package that turns its messages into tokens, such as qwen3"""
 
     verifiers_python: PathText = ""
-    """Python that has verifiers; empty takes the environment that scripts/install_engine.sh made"""
+    """Python interpreter that has verifiers; empty uses the environment that scripts/install_engine.sh made"""
 
     episode_timeout_s: Positive = 600.0
-    """A whole episode of an agent may take so long"""
+    """Deadline of a whole episode of an agent"""
 
     tool_parser: Annotated[str, Names(("hermes",), own_function=True)] = "hermes"
-    """How tool calls stand in a turn: JSON in <tool_call> tags, or a function from text to [(name, arguments)]"""
+    """How tool calls are written in a turn: hermes (JSON in <tool_call> tags, or as Llama 3 writes it), or your own
+    function from text to [(name, arguments)]"""
 
     max_turns: Count = 16
-    """Turns of an episode; one that is not done by then is cut off (rollout.max_completion_tokens covers all turns)"""
+    """Most turns of an episode; one that is not done by then is cut off (rollout.max_completion_tokens covers all
+    turns)"""
 
     max_retries: CountOrZero = 2
-    """An episode whose environment failed is begun again at most so often; then its group has one sample less"""
+    """How often an episode is restarted after its environment failed; then its group has one sample less"""
 
     num_workers: Count = 1
-    """Environment worker processes; each has many episodes"""
+    """Environment worker processes; each hosts many episodes"""
 
     start_timeout_s: Positive = 30.0
-    """Building and resetting an environment may take so long"""
+    """Deadline for building and resetting an environment"""
 
     step_timeout_s: Positive = 10.0
-    """One turn's step, or all its tool calls, may take so long"""
+    """Deadline of one turn's step, or of all its tool calls"""
 
     memory_limit_mb: Annotated[int, Range(16)] = 2048
-    """Address space that an environment worker may use beyond what it has at start"""
+    """Address space, in MiB, that an environment worker may use beyond what it starts with"""
 
 
 @dataclass(config=TABLE)
@@ -206,34 +208,35 @@ class Inference:
     """Engine that samples: embedded (part of this package), vllm or sglang (see docs/engines.md)"""
 
     mode: Literal["server", "colocate"] = "server"
-    """Actors as separate processes, or on the trainer's own devices (vllm only)"""
+    """Actors are separate processes (server), or run in the trainer's own processes (colocate, vllm only)"""
 
     num_actors: Count = 2
-    """Inference actors that are started"""
+    """Inference actors to start"""
 
     launch: bool = True
-    """Start num_actors actors where no servers are named; false: never start one, servers have to be named"""
+    """Start num_actors actors if servers is empty; false never starts any, so that servers must be set"""
 
     servers: list[str] = field(default_factory=list)
-    """Actors that run already, none is started then: URLs, or slurm:NODES:PORT with Slurm's notation of nodes, such as
-    slurm:gpu[01-04,7]:8000 (a range 8000-8003 of ports is several actors per node)"""
+    """Actors that run already, instead of started ones: URLs, or slurm:NODES:PORT in Slurm's notation of nodes, such as
+    slurm:gpu[01-04,7]:8000 (a range of ports, 8000-8003, is several actors per node)"""
 
     tensor_parallel_size: Count = 1
-    """Devices that share the model of one vllm or sglang actor; with colocate neighbouring ranks"""
+    """Devices that share the model of one vllm or sglang actor; with colocate, neighbouring ranks"""
 
     engine_python: PathText = ""
-    """Python that runs the engine; empty takes the environment that scripts/install_engine.sh made"""
+    """Python interpreter that runs the engine; empty uses the environment that scripts/install_engine.sh made"""
 
     engine_args: Options = field(default_factory=dict)
-    """Options of the engine itself, handed on as they are: max-model-len = 1024 is --max-model-len 1024, true is the
-    option alone, false leaves it out, a list is several values, a table is JSON"""
+    """Options passed on to the engine: max-model-len = 1024 becomes --max-model-len 1024; true passes the option alone,
+    false omits it, a list passes several values, a table is passed as JSON"""
 
     engine_memory_gb: NotNegative = 0.0
-    """Memory for one vllm or sglang actor's KV cache, in GiB; 0 decides from what there is"""
+    """KV cache of one vllm or sglang actor, in GiB; 0 derives it from the available memory"""
 
     sleep_level: Annotated[int, Range(0, 2)] = 0
-    """colocate, or with async_weight_update = false: while the trainer trains, the engines give back their KV cache and
-    their weights, which 1 keeps in host memory and 2 drops; 0 keeps all. Started servers then have the ranks' GPUs"""
+    """With colocate, or with grpo.async_weight_update = false: while the trainer trains, the engines free their KV
+    cache and their weights, which 1 keeps in host memory and 2 drops; 0 frees nothing. Servers that the run starts then
+    use the ranks' GPUs"""
 
     sleep_timeout_s: Positive = 20.0
     """server: deadline for an actor to fall asleep, and for each of the two parts of waking"""
@@ -245,27 +248,28 @@ class Inference:
     """Address that started actors bind to"""
 
     threads_per_actor: CountOrZero = 0
-    """CPU threads of one actor; 0 decides from the cores"""
+    """CPU threads of one actor; 0 divides the cores among the actors"""
 
     max_sequences: Count = 256
     """Sequences that one actor generates at a time"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the actors hold weights and compute; not named, it is bfloat16 for vllm and sglang where the ranks
+    """Type in which the actors hold weights and compute; if not set, it is bfloat16 for vllm and sglang where the ranks
     have GPUs"""
 
     exact: bool = False
-    """Rescore every completion with the trainer's own forward: mismatch 0 where one version sampled it, slower"""
+    """Rescore each completion with the trainer's own forward (slower): no mismatch if a single version sampled it"""
 
     in_flight_kv: Literal["keep", "recompute"] = "keep"
-    """What running requests do with their KV cache when new weights arrive"""
+    """Whether running requests keep or recompute their KV cache when new weights arrive"""
 
     update_mode: Literal["in_flight", "drain"] = "in_flight"
-    """New weights are applied while requests run (tokens are tagged per version), or after the running ones ended"""
+    """Apply new weights while requests run (in_flight; tokens are tagged with their version), or after running requests
+    have finished (drain)"""
 
     drain_timeout_s: Positive = 5.0
-    """drain: running requests get so long to end, then the weights are applied in flight; so long, too, before actors
-    sleep (sleep_level), which those with unfinished requests do not do then"""
+    """drain: how long running requests may take to finish before the weights are applied in flight. sleep_level: how
+    long they may take before their actor sleeps; if they do not finish, it stays awake"""
 
     startup_timeout_s: Positive = 120.0
     """Deadline for an actor to answer its first health probe"""
@@ -277,90 +281,90 @@ class Inference:
     """Seconds between two health probes"""
 
     health_timeout_s: Positive = 10.0
-    """An actor that has not answered for this long is taken out"""
+    """An actor that does not answer for this long is taken out of service"""
 
     max_restarts: CountOrZero = 5
     """How often one started actor is restarted before it is given up"""
 
     max_retries: CountOrZero = 3
-    """How often a group is redone after failures before the run stops"""
+    """How often a group is retried after failures before the run stops"""
 
 
 @dataclass(config=TABLE)
 class WeightSync:
     host: str = "127.0.0.1"
-    """Address by which actors, and trainer ranks, reach rank 0's machine; with the default only this machine does"""
+    """Address at which actors and trainer ranks reach rank 0's machine; the default works on that machine only"""
 
     port: Annotated[int, Range(0, 65000)] = 0
-    """Where the registry listens, on rank 0's machine; the shard servers of a machine take the ports behind it, in the
-    order of their local ranks. 0: any free ports"""
+    """Port of the registry on rank 0's machine; the shard servers of each machine use the ports after it, in the order
+    of their local ranks. 0 uses any free ports"""
 
     transport: Annotated[str, Names(("tcp", "disk", "ipc", "nccl"))] = "tcp"
-    """How weights travel: tcp (host memory and sockets), disk (safetensors files), ipc (memory of the same machine),
-    nccl (a communicator of its own per actor worker; gloo without CUDA)"""
+    """How weights travel: tcp (host memory and sockets), disk (safetensors files), ipc (memory shared on one machine),
+    nccl (a communicator per actor worker; gloo without CUDA)"""
 
     route: Literal["auto", "direct", "agent"] = "auto"
-    """How a vllm or sglang server gets them: by our code inside the engine (direct), or by an agent beside it that
-    hands over whole verified versions (agent); auto is direct for vllm and agent for sglang"""
+    """How a vllm or sglang server gets weights: from our code inside the engine (direct), or from an agent beside it
+    that hands over whole verified versions (agent); auto is direct for vllm and agent for sglang"""
 
     verify: Literal["auto", "digest", "probe", "off"] = "auto"
-    """Proof that actors hold what the trainer sent: what the engine computes with against what came (digest: embedded,
-    and vllm by the direct route, without adapters), log-probs of a fixed prompt against the trainer's (probe), or none;
-    auto is digest for embedded without adapters, else probe"""
+    """How to prove that actors hold what the trainer sent: digest compares what the engine computes with against what
+    arrived (embedded, and vllm by the direct route, without adapters), probe compares log-probs of a fixed prompt with
+    the trainer's, off proves nothing; auto is digest for embedded without adapters, otherwise probe"""
 
     verify_every: Count = 1
     """Versions from one such proof to the next"""
 
     probe_tolerance: NotNegative = 0.0
-    """probe: largest mean difference of log-probs, in nats; 0 takes what rounding explains: 0.001, or
-    with bfloat16 0.01 · sqrt(layers), and 0.03 more for an engine whose logits are bfloat16"""
+    """probe: largest mean difference of log-probs, in nats; 0 allows for rounding: 0.001, or 0.01 · sqrt(layers) with
+    bfloat16, plus 0.03 for an engine whose logits are bfloat16"""
 
     disk_path: str = ""
-    """disk: folder that trainer and actors share; empty is weights/ in the run folder"""
+    """disk: folder shared by trainer and actors; empty is weights/ in the run folder"""
 
     chunk_bytes: Annotated[int, Range(1024, 2**30)] = 4 * 1024 * 1024
     """nccl: bytes of one credited chunk"""
 
     chunk_timeout_s: Positive = 1.0
-    """nccl: deadline of one chunk; a frozen actor can hold a device-wide call of the trainer for at most this long"""
+    """nccl: deadline of one chunk; a frozen actor holds up a device-wide call of the trainer for at most this long"""
 
     delta: bool = False
-    """tcp: send only the elements that changed since the version that the actor holds; takes a slot more"""
+    """tcp: send only the elements that changed since the version that the actor holds; needs one more slot"""
 
     relay: bool = False
-    """tcp: actors that hold a version pass it on, so that the trainer sends it a bounded number of times"""
+    """tcp: actors that hold a version pass it on, which bounds how many times the trainer sends it"""
 
     relay_fanout: Count = 2
-    """relay: actors that receive from the trainer, or from one actor, at a time"""
+    """relay: actors that receive from the trainer, or from one actor, at the same time"""
 
     num_slots: Annotated[int, Range(3)] = 3
-    """Staging slots per trainer rank, each one policy version: one is written, one holds the newest, each further one
-    holds an older version that slow actors finish meanwhile (a lane)"""
+    """Staging slots per trainer rank, each for one version: one is being written, one holds the newest, and each
+    further slot (a lane) holds an older version that slow actors are still pulling"""
 
     lease_s: NotNegative = 0.0
-    """Longest time for which slow actors may go on with a version that is not the newest any more; an actor that cannot
-    finish one in it three times in a row is given up. 0: 60 s, and 4 s per GB of a version"""
+    """Longest time for which slow actors may go on pulling a version that is no longer the newest; an actor that fails
+    to finish one in this time three times in a row is given up. 0: 60 s plus 4 s per GB of a version"""
 
     bucket_bytes: Annotated[int, Range(1024, 2**30)] = 16 * 1024 * 1024
     """Bytes of one checksummed bucket"""
 
     join_timeout_s: Positive = 60.0
-    """Deadline for an actor to join and to apply its first version; an actor with one on its way is not hurried"""
+    """Deadline for an actor to join and to apply its first version; an actor that is receiving one gets more time"""
 
     progress_timeout_s: Positive = 5.0
-    """A transfer that moved no byte for this long is asked for again, over new connections"""
+    """A transfer that has moved no byte for this long is requested again, over new connections"""
 
     apply_timeout_s: NotNegative = 0.0
-    """Deadline for an actor to apply a version that it has received; 0: 10 s, and 2 s per GB of a version"""
+    """Deadline for an actor to apply a version that it has received; 0: 10 s plus 2 s per GB of a version"""
 
     blocking_timeout_s: Positive = 60.0
-    """async_weight_update = false: longest wait for all live actors"""
+    """With grpo.async_weight_update = false: longest wait for all live actors"""
 
     snapshot_timeout_s: Positive = 60.0
-    """A version that not all ranks have snapshotted within this time is dropped"""
+    """A version is dropped if some rank has not taken its snapshot within this time"""
 
     max_restarts: CountOrZero = 5
-    """How often in a row the registry or a shard server is started again after it died or froze"""
+    """How often in a row the registry or a shard server is restarted after it died or froze"""
 
     @property
     def slots_per_rank(self) -> int:

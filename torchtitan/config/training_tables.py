@@ -41,35 +41,37 @@ class Model:
     """Model family; auto reads it from hf_assets_path/config.json"""
 
     implementation: Literal["auto", "native", "transformers"] = "auto"
-    """Whose layers compute the model: native are this program's, which have all parallelisms and the embedded engine;
-    transformers' (its package is an extra) have FSDP2 and LoRA. auto: native where the family is, else transformers"""
+    """Whose layers compute the model: native layers (this package's) support every parallelism and the embedded engine;
+    transformers layers (an extra) support FSDP2 and LoRA. auto is native for the families that have it, otherwise
+    transformers"""
 
     flavor: str = ""
     """Shape from the table of public shapes (e.g. 0.6B); empty reads it from hf_assets_path/config.json"""
 
     hf_assets_path: PathText = ""
     """Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json), or the folder of a run, whose
-    last export is taken"""
+    last export is used"""
 
     logprob_head: Literal["one_pass", "two_pass", "full"] = "one_pass"
-    """Log-probs without full logits, with gradients formed in the forward where the objective is separable by tokens
-    (else two_pass), or always two_pass; full holds all logits, to compare with"""
+    """How log-probs are computed: one_pass holds no full logits and forms gradients in the forward if the objective is
+    separable by token (otherwise it is two_pass); two_pass computes the logits again in the backward; full holds all
+    logits, for comparison"""
 
     logprob_head_budget_mb: CountOrZero = 0
-    """Memory for logits at a time, in MiB; a GPU takes as much again beside it. Not named, it is 1024 where the ranks
-    have GPUs; 0 is 1024 for tensors on a GPU, else an eighth of the head's gradients, 8 to 36"""
+    """Memory for logits at a time, in MiB, of which a GPU uses twice as much. 0 is 1024 on GPUs; on CPUs it is an
+    eighth of the head's gradients, between 8 and 36"""
 
 
 @dataclass(config=TABLE)
 class Lora:
     rank: CountOrZero = 0
-    """Columns of the low-rank adapters that are trained in place of the model's weights; 0 trains the weights"""
+    """Rank of the low-rank adapters that are trained instead of the model's weights; 0 trains the weights"""
 
     alpha: Positive = 32.0
-    """An adapter counts alpha / rank times"""
+    """The output of an adapter is scaled by alpha / rank"""
 
     dropout: ShareBelowOne = 0.0
-    """Share of an adapter's input that is left out while training"""
+    """Share of an adapter's input that is dropped in training"""
 
     target_modules: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -77,13 +79,13 @@ class Lora:
     """Modules that get adapters; lm_head and embed_tokens are possible too"""
 
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules that are trained whole beside the adapters, such as lm_head or norm"""
+    """Modules that are trained in full beside the adapters, such as lm_head or norm"""
 
     adapter_path: str = ""
-    """Adapter directory in PEFT's format to start from; empty starts with adapters that change nothing"""
+    """Adapter directory in PEFT's format to start from; empty starts with new adapters, which change nothing yet"""
 
     base_bits: Literal[4, 16] = 16
-    """Bits of the layers' frozen projections: 4 holds them quantised (QLoRA, NF4), 16 in training.dtype"""
+    """Bits of the layers' frozen projections: 4 quantises them (QLoRA, NF4), 16 keeps them in training.dtype"""
 
 
 @dataclass(config=TABLE)
@@ -110,25 +112,25 @@ class Parallelism:
     """Replicas of the sharded model (HSDP)"""
 
     data_parallel_shard_degree: Annotated[int, Range(1, also=-1)] = -1
-    """Ranks that share one copy of the model (FSDP2); -1 takes the ranks that are left"""
+    """Ranks that share one copy of the model (FSDP2); -1 uses all remaining ranks"""
 
     context_parallel_degree: Count = 1
     """Ranks that share the tokens of every micro-batch, for sequences that do not fit one rank; each rank has an equal
-    part of the tokens, and in attention some of the heads. Parameters are sharded over them, too"""
+    part of the tokens and, in attention, some of the heads. Parameters are sharded over these ranks too"""
 
     tensor_parallel_degree: Count = 1
     """Ranks that share every layer (tensor parallelism with sequence parallelism)"""
 
     expert_parallel_degree: Count = 1
-    """Ranks, among the shards and their tensor-parallel ranks, that have different experts of a mixture: tokens travel
+    """Ranks, among the shards and their tensor-parallel ranks, that hold different experts of a mixture; tokens travel
     to the experts"""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward; default does so for all layers but the last"""
+    """Free gathered parameters after the forward; default frees those of all layers but the last"""
 
     fsdp_reduce_gradients: Literal["micro_batch", "optimizer_step"] = "micro_batch"
-    """Add gradients up over the ranks after every micro-batch, or once per optimizer step: less communication for the
-    memory of the whole model's gradients on each rank, where micro-batches add up in training.mixed_precision_reduce"""
+    """Sum gradients over the ranks after every micro-batch, or once per optimizer step. The latter communicates less,
+    but each rank holds the gradients of the whole model, accumulated in training.mixed_precision_reduce"""
 
 
 @dataclass(config=TABLE)
@@ -140,8 +142,8 @@ class Comm:
     """Deadline of every later collective"""
 
     interface: str = ""
-    """Network interface of the ranks on every machine, such as ib0 (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); empty:
-    gloo takes the one that leads to rank 0, NCCL chooses by itself"""
+    """Network interface of the ranks on every machine, such as ib0 (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). Empty:
+    gloo uses the interface that leads to rank 0, and NCCL chooses one itself"""
 
 
 @dataclass(config=TABLE)
@@ -150,7 +152,7 @@ class Training:
     """Trained batches; each makes one policy version"""
 
     local_batch_size: Count = 64
-    """Completions per data-parallel rank and batch, where global_batch_size is -1"""
+    """Completions per data-parallel rank and batch, if global_batch_size is -1"""
 
     global_batch_size: Annotated[int, Range(1, also=-1)] = -1
     """Completions per batch over all ranks; -1 is local_batch_size × data-parallel degree"""
@@ -162,17 +164,17 @@ class Training:
     """Token budget of one packed micro-batch on one rank; at least seq_len"""
 
     max_norm: NotNegative = 1.0
-    """Gradient norm above which gradients are scaled down; 0 turns clipping off"""
+    """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off"""
 
     max_skipped_steps: Count = 5
     """The run stops after this many consecutive optimizer steps with a non-finite loss or gradient"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the master weights. bfloat16 loses small updates: for float32 masters with products in bfloat16 set
-    mixed_precision_param"""
+    """Type of the master weights. bfloat16 loses small updates; set mixed_precision_param for float32 master weights
+    with products in bfloat16"""
 
     mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
-    """Type in which FSDP gathers parameters and computes; not named, it is bfloat16 where the ranks have GPUs"""
+    """Type in which FSDP gathers parameters and computes; if not set, it is bfloat16 where the ranks have GPUs"""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which FSDP reduces gradients"""
@@ -181,24 +183,24 @@ class Training:
     """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload)"""
 
     expert_bias_rate: NotNegative = 0.0
-    """Mixtures whose routers have a bias: how far an optimizer step moves it towards experts with less than their share
-    of the tokens; 0 leaves it as it is"""
+    """Mixtures whose routers have a bias: how far each optimizer step moves it towards experts with less than their
+    share of the tokens; 0 leaves it unchanged"""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    """Seed of everything that is random"""
+    """Seed of everything random"""
 
     deterministic: bool = False
     """Use deterministic algorithms only (slower on CUDA)"""
 
     threads: CountOrZero = 0
-    """CPU threads of one trainer rank; 0 decides from the cores, the ranks and the actors"""
+    """CPU threads of one trainer rank; 0 derives it from the cores, the ranks and the actors"""
 
 
 @dataclass(config=TABLE)
 class Optimizer:
     name: Literal["AdamW", "Muon", "AdamW8bit"] = "AdamW"
-    """AdamW; Muon for the matrices of layers and AdamW for the rest; or AdamW with its state in eight bits (needs the
-    `bitsandbytes` extra). The last two with one trainer rank only"""
+    """AdamW; Muon, for the matrices of layers, with AdamW for the rest; or AdamW8bit, whose state has eight bits (needs
+    the `bitsandbytes` extra). Muon and AdamW8bit need a single trainer rank"""
 
     lr: Share = 1e-6
     """Peak learning rate; Muon's updates are scaled to the size of AdamW's"""
@@ -225,7 +227,7 @@ class LRScheduler:
     """Batches of linear warmup from 0"""
 
     decay_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay that follows the warmup, over the rest of training.steps"""
+    """Shape of the decay after the warmup, over the rest of training.steps"""
 
     min_lr_factor: Share = 0.0
     """The decay ends at lr × this factor"""
@@ -234,40 +236,40 @@ class LRScheduler:
 @dataclass(config=TABLE)
 class Sft:
     completion_column: Column = "completion"
-    """Column of rollout.dataset that holds what is to be said: text, or chat messages. Where rows have none, the prompt
-    column holds whole conversations, and all that the assistant says in them is trained"""
+    """Column of rollout.dataset that holds the completion: text, or chat messages. If the rows have none, the prompt
+    column holds whole conversations, and everything that the assistant says in them is trained on"""
 
     loss_on: Literal["completion", "all"] = "completion"
-    """Tokens that are trained: those of completions, or those of prompts as well"""
+    """Tokens to train on: those of completions only, or those of prompts as well"""
 
     epochs: CountOrZero = 0
-    """Passes over the rows, from which training.steps follows; 0: training.steps as it is"""
+    """Passes over the rows, which then determine training.steps; 0 uses training.steps"""
 
     sample: bool = False
-    """Evaluate by what the policy samples too (pass@k of eval.reward_function), with actors as GRPO has them"""
+    """Also evaluate what the policy samples (pass@k by eval.reward_function), with actors as in GRPO"""
 
 
 @dataclass(config=TABLE)
 class Distill:
     teacher: PathText = ""
-    """Hugging Face checkpoint directory of the teacher (or the folder of a run, whose last export is taken), which the
-    trainer's ranks hold beside the policy; with teacher_url its tokenizer alone is read"""
+    """Hugging Face checkpoint directory of the teacher (or the folder of a run, whose last export is used), which the
+    trainer's ranks hold beside the policy; with teacher_url, only its tokenizer is read"""
 
     teacher_url: str = ""
-    """A server that has the teacher's weights and gives its log-probs, such as http://127.0.0.1:8000; empty: the ranks
-    do"""
+    """A server that holds the teacher's weights and returns its log-probs, such as http://127.0.0.1:8000; empty: the
+    ranks compute them"""
 
     teacher_backend: Literal["vllm", "sglang", "embedded"] = "vllm"
-    """What the server runs"""
+    """Engine of that server"""
 
     teacher_timeout_s: Positive = 120.0
-    """Deadline of a request to the server, of which three are tried"""
+    """Deadline of one request to the server; a request is tried three times"""
 
     coefficient: NotNegative = 1.0
     """Weight of the reverse KL to the teacher"""
 
     add_rewards: bool = False
-    """Train on the rewards as well, as GRPO does; without they are only written down"""
+    """Train on the rewards as well, as GRPO does; otherwise they are only logged"""
 
 
 @dataclass(config=TABLE)
@@ -279,41 +281,42 @@ class GRPO:
     """Completions per prompt"""
 
     loss_type: Annotated[str, Names(LOSS_TYPES, own_function=True)] = "dapo"
-    """Objective: grpo, dapo, bnpo, dr_grpo, gspo, gspo_token, gmpo, dppo, cispo, sapo or reinforce, or one's own as
-    package.module:function"""
+    """Objective (described in docs/algorithms.md), or your own function as package.module:function"""
 
     loss_normalization: Literal["auto", "token", "sequence", "constant"] = "auto"
-    """How tokens are weighted: as the objective does, all alike, by sequence, or by sequences × longest completion"""
+    """How tokens are weighted: auto as the objective does, token all equally, sequence by 1 / (sequences × length),
+    constant by 1 / (sequences × longest completion)"""
 
     importance_level: Literal["auto", "token", "sequence", "sequence_token"] = "auto"
-    """Importance ratio of every token, one per sequence, or of that value with every token's own gradient; auto is what
-    the objective uses"""
+    """One importance ratio per token, one per sequence, or the sequence's value with each token's own gradient
+    (sequence_token); auto is what the objective uses"""
 
     advantage: Annotated[str, Names(ADVANTAGES, own_function=True)] = "group"
     """Baseline: group (mean of the group), rloo (mean of the others), batch, reinforce_pp (group, then normalised over
-    the batch), reinforce_pp_no_baseline (only normalised), opo (mean of the group by length), or one's own as
-    package.module:function"""
+    the batch), reinforce_pp_no_baseline (only normalised), opo (mean of the group, weighted by length), or your own
+    function as package.module:function"""
 
     group_filter: str = ""
-    """Own function as package.module:function: which scored groups are trained on, besides drop_zero_variance"""
+    """Your own function, as package.module:function, that chooses the scored groups to train on, besides
+    drop_zero_variance"""
 
     recompute_old_log_probs: bool = False
-    """Decoupled mode: the proximal policy is recomputed before the first optimizer step of a batch"""
+    """Decoupled mode: recompute the proximal policy's log-probs before the first optimizer step of a batch"""
 
     epsilon_low: Annotated[float, Range(0, 1, also=-1)] = -1.0
-    """Lower clip range of the ratio; -1 is 0.2, 3e-4 where a ratio is a sequence's (gspo), 0.33 for gmpo"""
+    """Lower clip range of the ratio; -1 is 0.2, or 3e-4 for ratios of sequences (gspo), or 0.33 for gmpo"""
 
     epsilon_high: Annotated[float, Range(0, also=-1)] = -1.0
-    """Upper clip range of the ratio; -1 is 0.28, 4e-4 where a ratio is a sequence's (gspo), 0.49 for gmpo, 0.2 for
-    dppo, where both bound the change of the token's probability"""
+    """Upper clip range of the ratio; -1 is 0.28, or 4e-4 for ratios of sequences (gspo), 0.49 for gmpo, and 0.2 for
+    dppo, whose two ranges bound the change of a token's probability"""
 
     delta: Annotated[float, Range(1, low_open=True, also=0)] = 3.0
-    """Upper bound of the ratio where the advantage is negative, which epsilon_high does not bound; 0 turns it off"""
+    """Upper bound of the ratio where the advantage is negative and epsilon_high bounds nothing; 0 turns it off"""
 
     off_policy_correction: Annotated[str, Names(CORRECTIONS, own_function=True)] = "truncate"
-    """Decoupled mode: weight of a token by π_old/μ: truncate (cap), mask (0 above the cap), icepop (0 outside of a
-    band), none, or one's own as package.module:function. Direct mode: mask, icepop and one's own leave out tokens of
-    weight 0, by π/μ; truncate does nothing"""
+    """Decoupled mode: how π_old/μ weights a token: truncate (capped), mask (0 above the cap), icepop (0 outside a
+    band), none, or your own function as package.module:function. Direct mode: mask, icepop and your own function leave
+    out tokens whose weight by π/μ is 0; truncate does nothing"""
 
     importance_cap: Positive = 2.0
     """Cap of truncate and mask, of the weight of loss_type reinforce, and of kl_ratio_correction"""
@@ -334,37 +337,39 @@ class GRPO:
     """Steepness of loss_type sapo's gate where the advantage is negative"""
 
     allow_uncorrected: bool = False
-    """Start an asynchronous run although nothing bounds how far off policy a sample counts"""
+    """Allow an asynchronous run in which nothing bounds the weight of an off-policy sample"""
 
     geometric_mask_low: Share = 0.0
-    """Sequences whose geometric mean ratio π/μ lies below are masked; 0 turns it off"""
+    """Mask sequences whose geometric mean ratio π/μ is below this; 0 turns it off"""
 
     geometric_mask_high: Annotated[float, Range(1, also=0)] = 0.0
-    """Sequences whose geometric mean ratio π/μ lies above are masked; 0 turns it off"""
+    """Mask sequences whose geometric mean ratio π/μ is above this; 0 turns it off"""
 
     product_mask_low: Share = 0.0
-    """Sequences whose product of ratios lies below are masked (hard on long answers); 0 turns it off"""
+    """Mask sequences whose product of the ratios is below this (affects long answers most); 0 turns it off"""
 
     product_mask_high: Annotated[float, Range(1, also=0)] = 0.0
-    """Sequences whose product of ratios lies above are masked (hard on long answers); 0 turns it off"""
+    """Mask sequences whose product of the ratios is above this (affects long answers most); 0 turns it off"""
 
     negative_mask_threshold: NotNegative = 0.0
-    """Sequences with a negative advantage are masked where the mean of log μ/π exceeds this; 0 turns it off"""
+    """Mask sequences with a negative advantage whose mean of log μ/π exceeds this; 0 turns it off"""
 
     kl_coefficient: NotNegative = 0.0
-    """Weight of the divergence from the reference policy; 0 loads none"""
+    """Weight of the KL divergence from the reference policy; 0 loads no reference"""
 
     kl_estimator: Annotated[str, Names(DIVERGENCES)] = "k3"
-    """Per-token estimate of that divergence: k1, k2 or k3"""
+    """Per-token estimator of that divergence: k1, k2 or k3"""
 
     kl_ratio_correction: bool = True
-    """Weight the divergence by min(π/μ, importance_cap): the gradient is that of the KL, off policy too"""
+    """Weight the divergence by min(π/μ, importance_cap), so that its gradient is that of the KL for off-policy samples
+    too"""
 
     reference_ema_decay: ShareBelowOne = 0.0
-    """Reference policy: 0 keeps the initial weights; else it follows the policy, keeping this share at every sync"""
+    """0 keeps the reference policy at the initial weights; otherwise it follows the policy, keeping this share at every
+    sync"""
 
     reference_sync_interval: Count = 1
-    """Steps between two syncs of a reference policy that follows"""
+    """Steps between two syncs of a reference policy that follows the policy"""
 
     reference_cpu_offload: bool = False
     """Keep the reference policy's weights in host memory"""
@@ -373,11 +378,11 @@ class GRPO:
     """Weight of the entropy bonus"""
 
     entropy_top_share: ShareAboveZero = 1.0
-    """Decoupled mode: only this share of a batch's tokens, those of highest entropy, enters the policy loss"""
+    """Decoupled mode: the policy loss uses only this share of a batch's tokens, those with the highest entropy"""
 
     routing_replay: bool = False
-    """Mixtures of experts: train every token with the experts that the engine has sampled it with. Without, the two
-    choose otherwise for what is mere rounding, and most runs of such models collapse"""
+    """Mixtures of experts: train every token with the experts that the engine used to sample it. Without it, mere
+    rounding makes the two choose different experts, and most runs of such models collapse"""
 
     num_minibatches: Count = 1
     """Optimizer steps per pass over a batch, each on its share of the groups"""
@@ -390,15 +395,16 @@ class GRPO:
     (MaxRL)"""
 
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
-    """One advantage for an episode; or one for each turn, from the rewards that its steps have still brought"""
+    """One advantage per episode (trajectory), or one per turn, from the rewards of its step and later ones"""
 
     reward_aggregation: Literal["sum", "normalize_each"] = "sum"
-    """Several reward functions: sum, then advantages; or the advantages of each, then their weighted sum"""
+    """Of several reward functions, sum the rewards and compute advantages of the sum, or take the weighted sum of each
+    function's advantages"""
 
     drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal, so that every advantage is zero (counted). With advantage = batch,
-    reinforce_pp_no_baseline or one's own none is;
-    with reward_aggregation = normalize_each, those in which every function's rewards are equal"""
+    """Drop (and count) groups whose rewards are all equal, because all their advantages are zero. With
+    reward_aggregation = normalize_each, every function's rewards must be equal; with advantage = batch,
+    reinforce_pp_no_baseline or your own function, no group is dropped"""
 
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss"""
@@ -407,4 +413,4 @@ class GRPO:
     """Warn when the trainer's log-probs diverge from the engine's by more than this and staleness explain; 0: never"""
 
     mismatch_kl_stop: NotNegative = 0.0
-    """Save a checkpoint and stop the run after a step whose mismatch_kl is above; 0: never"""
+    """Save a checkpoint and stop the run after a step whose mismatch_kl exceeds this; 0: never"""

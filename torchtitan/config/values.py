@@ -138,7 +138,7 @@ Positive = Annotated[float, Range(0, low_open=True)]
 Share = Annotated[float, Range(0, 1)]
 ShareBelowOne = Annotated[float, Range(0, 1, high_open=True)]
 ShareAboveZero = Annotated[float, Range(0, 1, low_open=True)]
-Weights = Annotated[list[float], Must(lambda values: all(map(math.isfinite, values)), "every one must be finite")]
+Weights = Annotated[list[float], Must(lambda values: all(map(math.isfinite, values)), "each must be finite")]
 Options = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}")]
 # A leading `~` is resolved here, once; `~nobody` stays, and is refused as a missing folder.
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]

@@ -1,9 +1,8 @@
-"""The few collectives that the training loop needs beside FSDP's and tensor parallelism's own, and context parallelism.
+"""Collectives that the training loop needs beside those of FSDP and tensor parallelism, and context parallelism.
 
-With context parallelism every rank of a group has an equal part of a pack's tokens, and for attention some of the
-heads: around attention tokens are exchanged for heads and back (Ulysses, Jacobs et al. 2023), so attention itself sees
-whole sequences. Windows, sinks and kernels are what they are on one rank, and ranks have the same work whatever the
-lengths.
+With context parallelism, each rank of a group has an equal part of a pack's tokens, and in attention some of the heads.
+Around attention, tokens are exchanged for heads and back (Ulysses, Jacobs et al. 2023), so attention itself sees whole
+sequences. Windows, sinks and kernels are the same as on one rank, and all ranks do equal work whatever the lengths.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_parts(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """x [n, ...] of every rank of the group, whose n are the sizes."""
+    """Return x [n, ...] of every rank of the group; `sizes` lists each rank's n."""
     padded = _padded(x, sizes)
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
@@ -45,7 +44,7 @@ def _padded(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def _sizes(x: torch.Tensor) -> list[int]:
-    """How many rows every rank has."""
+    """Return the number of rows of every rank."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=x.device)
     sizes[dist.get_rank()] = len(x)
     dist.all_reduce(sizes)
@@ -53,35 +52,29 @@ def _sizes(x: torch.Tensor) -> list[int]:
 
 
 def gather_values(values: torch.Tensor) -> torch.Tensor:
-    """The values [n] of all ranks, one after another; n may differ from rank to rank."""
+    """Concatenate the values [n] of all ranks; n may differ from rank to rank."""
     return torch.cat(gather_parts(values, _sizes(values))) if dist.is_initialized() else values
 
 
-def broadcast_bytes(data: bytes | None, src: int = 0) -> bytes:
-    """Bytes from rank `src` to every rank (others pass None). Nothing is unpickled."""
+def broadcast_bytes(data: bytes | None) -> bytes:
+    """Bytes from rank 0 to every rank (others pass None). Nothing is unpickled."""
     if not dist.is_initialized():
         assert data is not None, "the only rank is the source"
         return data
-    sends = dist.get_rank() == src
-    assert not sends or data is not None, "the source passes the bytes"
+    assert data is not None or dist.get_rank() > 0, "rank 0 passes the bytes"
     # Tensors are on the CPU: gloo carries them, also beside NCCL.
-    length = torch.tensor([len(data) if sends and data is not None else 0], dtype=torch.int64)
-    dist.broadcast(length, src)
-    if length.item() == 0:
-        return b""
-    if sends and data is not None:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    else:
-        payload = torch.empty(int(length.item()), dtype=torch.uint8)
-    dist.broadcast(payload, src)
+    length = torch.tensor([len(data or b"")])
+    dist.broadcast(length, 0)
+    payload = torch.from_numpy(numpy.frombuffer(bytearray(data or int(length)), numpy.uint8))
+    dist.broadcast(payload, 0)
     return payload.numpy().tobytes()
 
 
 def gather_bytes(data: bytes) -> list[bytes] | None:
-    """The bytes of all ranks, in their order, on rank 0; None on the others. Nothing is unpickled."""
+    """Return the bytes of all ranks, in rank order, on rank 0; None on the others. Nothing is unpickled."""
     if not dist.is_initialized():
         return [data]
-    # Tensors are on the CPU: gloo carries them, also beside NCCL. Other ranks have no use for so many bytes.
+    # The tensors are on the CPU, so gloo carries them, even beside NCCL. Other ranks need not receive so many bytes.
     content = torch.from_numpy(numpy.frombuffer(bytearray(data), numpy.uint8))
     sizes = _sizes(content)
     padded = _padded(content, sizes)
@@ -119,7 +112,7 @@ def gradient_norm_and_votes(
 
 @torch.no_grad()
 def clip_gradients_(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients by max_norm / norm where `norm` (from `gradient_norm_and_votes`) is larger than max_norm."""
+    """Scale gradients by max_norm / norm if `norm` (from `gradient_norm_and_votes`) exceeds max_norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is not None:
@@ -128,7 +121,7 @@ def clip_gradients_(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
 
 
 def _counts_here(gradient: torch.Tensor) -> bool:
-    """Of the ranks that hold the same elements, the first along every replicated mesh dimension counts them."""
+    """Whether this rank counts its elements. Of equal copies, only the first along each mesh dimension counts."""
     if not is_distributed(gradient):
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = gradient.device_mesh.get_coordinate()
@@ -142,7 +135,7 @@ def _counts_here(gradient: torch.Tensor) -> bool:
 
 
 class _Gather(torch.autograd.Function):
-    """x [n_i, ...] of every rank, one after another. A rank's gradient is its own: all do the same with the result."""
+    """Concatenates x [n_i, ...] of all ranks. A rank keeps its slice of the gradient, as all use the result alike."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -155,24 +148,24 @@ class _Gather(torch.autograd.Function):
 
 
 class ContextParallel:
-    """This rank's place among those that share a pack."""
+    """This rank's position among the ranks that share a pack."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def part(self, tokens: int) -> slice:
-        """This rank's of a pack's tokens, which the ranks divide."""
+        """This rank's part of a pack's tokens, whose number is a multiple of the ranks."""
         each = tokens // self.ranks
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def bounds(self, rows: torch.Tensor, tokens: int) -> list[int]:
-        """Where in the ascending positions `rows` each rank's part of `tokens` begins; [ranks + 1]."""
+        """Where each rank's part of `tokens` begins in the ascending positions `rows`; [ranks + 1]."""
         first = torch.arange(self.ranks + 1, device=rows.device) * (tokens // self.ranks)
         return torch.searchsorted(rows, first).tolist()
 
     def gather(self, x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-        """What the ranks have of every row, whole on each. A gradient comes back to the rank that it is of."""
+        """Gather the rows of all ranks on each rank. Gradients return to the rank that they belong to."""
         sizes = [end - start for start, end in itertools.pairwise(bounds)]
         return _Gather.apply(x, sizes, self.rank, self.group)
 
@@ -182,16 +175,16 @@ class ContextParallel:
         return all_to_all_single_autograd(parts, None, None, self.group).flatten(0, 1)
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The way back."""
+        """Invert `to_heads`."""
         parts = x.unflatten(0, (self.ranks, -1)).contiguous()
         return all_to_all_single_autograd(parts, None, None, self.group).movedim(0, 1).flatten(1, 2)
 
 
 class ContextAttention:
-    """Attention of tokens that are spread over ranks, through one of whole packs: [tokens of this rank, heads, D] each.
+    """Attention over ranks, based on attention of whole packs: [tokens of this rank, heads, D] each.
 
-    Key heads are repeated until the ranks divide them. Where the ranks do not divide q's heads, heads of zeros are
-    added to both, which cost at most one head per rank.
+    Key heads are repeated until the ranks divide their number. If the ranks do not divide q's heads, heads of zeros are
+    added to queries and keys, at a cost of at most one head per rank.
     """
 
     def __init__(self, attend: Any, context: ContextParallel):
@@ -210,7 +203,7 @@ class ContextAttention:
         q, k, v = (self.context.to_heads(F.pad(x, (0, 0, 0, missing)) if missing else x) for x in (q, k, v))
         if layer.sinks is not None:
             sinks = F.pad(layer.sinks, (0, missing)).unflatten(0, (ranks, -1))[self.context.rank]
-            # The layer as this rank sees it: with the sinks of its heads.
+            # The layer from this rank's perspective has only the sinks of its own heads.
             layer = SimpleNamespace(window=layer.window, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
         out = self.context.to_tokens(self.attend(layer, q, k, v))
         return out[:, :heads] if missing else out

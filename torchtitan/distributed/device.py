@@ -1,5 +1,5 @@
-"""The device of this rank and its process group, with the addresses that ranks talk over: cpu with gloo, or cuda with
-nccl. All device differences are here."""
+"""This rank's device and process group (cpu with gloo, or cuda with nccl), and the addresses over which ranks
+communicate. All device differences are handled here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import ipaddress
 import os
 import random
 import re
+import signal
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from torchtitan.config.derived import from_torchrun
 from torchtitan.config.derived import world_size as world_size  # as device.rank() and its like
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-# Dense bf16 operations per second by words of the device's name, the longer ones first. The makers' data sheets have
-# them, beside figures "with sparsity" that are twice as large.
+# Dense bf16 operations per second by words of the device's name. The first match counts: longer names come first.
+# The source is the makers' data sheets, which also list figures "with sparsity" that are twice as large.
 _PEAKS = (
     ("H100 NVL", 835e12),
     ("H100 PCIe", 756e12),
@@ -47,7 +49,7 @@ _PEAKS = (
     ("L40S", 362e12),
     ("MI300X", 1307e12),
 )
-# A copy within the host's memory that takes longer than this will not end.
+# A copy within host memory that takes longer than this is considered stuck.
 _CPU_WORK_SECONDS = 600.0
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
@@ -55,9 +57,9 @@ NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 
 @functools.cache
 def device() -> torch.device:
-    """This rank's device, decided once: CUDA where there is one, unless TORCHTITAN_DEVICE=cpu says otherwise.
+    """This rank's device, decided once: CUDA if available, unless TORCHTITAN_DEVICE=cpu.
 
-    Raises ConfigError where there is a GPU that torch cannot use, UserError where this rank has none of its own.
+    Raises ConfigError if torch cannot use the GPU that is there, UserError if this rank has no GPU of its own.
     """
     wanted = os.environ.get("TORCHTITAN_DEVICE", "")
     if wanted not in ("", "cpu", "cuda"):
@@ -65,7 +67,7 @@ def device() -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        # Device files alone prove nothing: a job without a GPU on a machine that has some sees them too.
+        # Device files alone prove nothing: they are also visible to a job that was given none of the machine's GPUs.
         if wanted == "cuda" or (gpus_of_driver() and not hides_gpus()):
             raise ConfigError([_why_no_cuda()])
         return torch.device("cpu")
@@ -75,7 +77,7 @@ def device() -> torch.device:
 
 
 def _why_no_cuda() -> str:
-    """Training on the CPU beside a GPU that torch cannot use would be slow for a reason that is never said."""
+    """Explain why torch cannot use the GPU. Training on the CPU instead would be slow for no visible reason."""
     what = "this machine shows an NVIDIA GPU" if gpus_of_driver() else "TORCHTITAN_DEVICE=cuda asks for a GPU"
     if torch.version.cuda is None:
         reason = "is a CPU build"
@@ -87,62 +89,71 @@ def _why_no_cuda() -> str:
 
 
 def backend() -> str:
-    """Backends of the process group. With CUDA also gloo, for what lives on the CPU (bytes, offloaded parameters)."""
+    """Backends of the process group. With CUDA, gloo is included for CPU tensors (bytes, offloaded parameters)."""
     return "cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo"
 
 
 def rank() -> int:
-    """This process's rank, as torchrun set it; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank, as torchrun set it; 0 without torchrun. Raises ConfigError."""
+    number = from_torchrun("RANK", "0")
+    if number >= world_size():
+        raise ConfigError([f"RANK={number} in the environment: there are only WORLD_SIZE = {world_size()} ranks"])
+    return number
 
 
 def local_rank() -> int:
     """This process's rank on its machine; 0 without torchrun."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return from_torchrun("LOCAL_RANK", "0")
 
 
 def local_world_size() -> int:
     """Number of ranks on this machine; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return from_torchrun("LOCAL_WORLD_SIZE", "1", least=1)
 
 
 def init_process_group(comm: Comm) -> str:
     """Join the other ranks; with one rank there is no group and nothing happens.
 
-    Returns the address at which this rank meets those of other machines; empty where there are none.
+    Returns the address at which this rank is reached by those of other machines; empty if there are none.
 
-    Runs a first collective, so a rank that is missing shows here. Its deadline is comm.init_timeout_seconds, and
-    stays that until `set_timeouts`. Raises UserError where the ranks do not find each other in time.
+    Runs a first collective, so that a missing rank shows here. The deadline is comm.init_timeout_seconds until
+    `set_timeouts`. Raises UserError if the ranks do not find each other in time.
     """
     if device().type == "cuda":
         torch.cuda.set_device(device())
     if world_size() == 1 or dist.is_initialized():
         return ""
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(["MASTER_ADDR is not in the environment: torchrun (run_grpo.sh) starts several ranks"])
     address = ""
     if local_world_size() < world_size():
         address = choose_interface(comm.interface, os.environ["MASTER_ADDR"])
     if local_world_size() == world_size() and "lo" in psutil.net_if_addrs():
-        # All ranks are on this machine: nothing needs to listen on the outside.
+        # All ranks are on this machine, so nothing needs to listen on external interfaces.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # While torch waits for the others no handler of Python's runs, and nothing is there yet to be closed.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         dist.init_process_group(backend(), timeout=timeout, store=_store(timeout), rank=rank(), world_size=world_size())
         dist.all_reduce(torch.ones(1, device=device()))
     except (RuntimeError, ValueError) as error:
         if _restarts():
-            raise  # the launcher may try once more
+            raise  # the launcher may retry
         raise UserError(
             f"rank {rank()} of {world_size()}: the ranks did not come together within comm.init_timeout_seconds = "
             f"{comm.init_timeout_seconds}: {error}{f' (this rank is at {address})' if address else ''}"
         ) from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
     return address
 
 
 def choose_interface(wanted: str, leader: str) -> str:
-    """Have gloo use an interface, and NCCL too where `wanted` (comm.interface) names it; for ranks on several machines.
+    """Make gloo use an interface, and NCCL too if `wanted` (comm.interface) names it; for ranks on several machines.
 
-    Without a name it is GLOO_SOCKET_IFNAME's, or the one by which this machine reaches `leader` (rank 0's MASTER_ADDR).
-    NCCL is left its own choice then: it looks for InfiniBand first.
+    Without a name, the interface is GLOO_SOCKET_IFNAME, or the one by which this machine reaches `leader` (rank 0's
+    MASTER_ADDR). NCCL then chooses for itself, because it prefers InfiniBand.
 
     Returns:
         The address and its interface, such as "10.0.0.8 (ib0)".
@@ -167,12 +178,12 @@ def choose_interface(wanted: str, leader: str) -> str:
             )
     os.environ[GLOO_VARIABLE] = name
     if wanted:
-        os.environ[NCCL_VARIABLE] = f"={wanted}"  # that one exactly, not all that begin so
+        os.environ[NCCL_VARIABLE] = f"={wanted}"  # an exact match, not a prefix
     return f"{here.get(name, leader)} ({name})"
 
 
 def _addresses() -> Mapping[str, str]:
-    """The address of each interface that is up: IPv4 where it has one."""
+    """The address of each interface that is up, preferably IPv4."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -183,7 +194,7 @@ def _addresses() -> Mapping[str, str]:
 
 
 def address_towards(leader: str) -> str:
-    """The address that packets to `leader` would leave with. Nothing is sent. Raises UserError."""
+    """Return the source address of packets to `leader`. Nothing is sent. Raises UserError."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -194,16 +205,16 @@ def address_towards(leader: str) -> str:
 
 
 def _restarts() -> int:
-    """How often torchrun has started the ranks again."""
+    """How often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _store(timeout: timedelta) -> Store:
-    """Where ranks find each other's addresses. torchrun keeps one store over all restarts, so without a prefix of its
-    own a rank would find the address of one that is dead."""
+    """The store in which ranks find each other's addresses. torchrun keeps one store over all restarts, so without a
+    prefix per start a rank would find the address of a dead one."""
     held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     leads = rank() == 0 and not held_by_torchrun
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], from_torchrun("MASTER_PORT")
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address, port, world_size(), leads, timeout, wait_for_workers=False
     )
@@ -211,16 +222,16 @@ def _store(timeout: timedelta) -> Store:
 
 
 def ensure_process_group() -> None:
-    """A group of this process alone, where there is none: FSDP2 needs one for mixed precision or offload."""
+    """Make a group of this process alone if there is none; FSDP2 needs one for mixed precision or offload."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend(), store=store, rank=0, world_size=1)
 
 
 def set_timeouts(seconds: float, groups: Iterable[ProcessGroup] = ()) -> None:
-    """Deadline of every collective from now on, in the default group and in `groups`.
+    """Set the deadline of every later collective in the default group and in `groups`.
 
-    Called once the first step is over: compilation and the first connections take longer than any later collective.
+    Called after the first step, because compilation and the first connections take longer than any later collective.
     """
     if dist.is_initialized():
         for group in (dist.group.WORLD, *groups):
@@ -229,16 +240,16 @@ def set_timeouts(seconds: float, groups: Iterable[ProcessGroup] = ()) -> None:
 
 
 def shutdown() -> None:
-    """Leave the group without waiting for anyone."""
+    """Leave the group without waiting for other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def set_threads(threads: int, beside: int) -> int:
     """Set torch's CPU threads in this process; 0 means an equal share of this machine's cores among its ranks and
-    `beside` more processes. Returns them.
+    `beside` other processes. Returns their number.
 
-    Where the CPU is the device, its memory is kept from here on as well.
+    If the CPU is the device, the process also keeps freed memory from here on.
     """
     chosen = threads or max(1, len(usable_cores()) // (local_world_size() + beside))
     torch.set_num_threads(chosen)
@@ -248,7 +259,7 @@ def set_threads(threads: int, beside: int) -> int:
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed Python, numpy and torch alike on every rank; on request allow deterministic algorithms only."""
+    """Seed Python, numpy and torch alike on every rank; optionally allow only deterministic algorithms."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -261,7 +272,7 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 
 def synchronize() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device().type == "cuda":
         torch.cuda.synchronize()
 
@@ -276,14 +287,14 @@ class Fence(Protocol):
         """Block this thread until it is reached."""
 
     def hold(self) -> None:
-        """What the compute stream is given from now on waits for it; this thread does only on the CPU."""
+        """Make later work of the compute stream wait for it; only on the CPU does this block the thread."""
 
 
 class SideStream(Protocol):
     """A queue of device work beside the compute stream."""
 
     def run(self, work: Callable[[], None]) -> Fence:
-        """Queue `work` behind everything that the compute stream has been given so far."""
+        """Queue `work` behind everything queued on the compute stream so far."""
 
 
 class _CpuFence:
@@ -300,12 +311,12 @@ class _CpuFence:
         if error := self._work.exception():
             raise RuntimeError("work beside the computation has failed") from error
 
-    # A CPU has no queue of work that could wait for the fence: this thread, which computes, has to.
+    # A CPU has no queue that could wait for the fence, so this thread, which computes, has to wait.
     hold = wait
 
 
 class _CpuStream:
-    """A thread: its copies run beside the calling thread's computation."""
+    """A thread whose copies run beside the calling thread's computation."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "side-stream")
@@ -330,7 +341,7 @@ class _CudaFence:
 
 class _CudaStream:
     def __init__(self, where: torch.device):
-        # Its few short kernels (casts) go first: the next optimizer step waits for them.
+        # Its few short kernels (casts) have priority, because the next optimizer step waits for them.
         self._stream = torch.cuda.Stream(where, priority=-1)
 
     def run(self, work: Callable[[], None]) -> Fence:
@@ -346,18 +357,18 @@ class _CudaStream:
 _NOTHING = Future[None]()
 _NOTHING.set_result(None)
 REACHED: Fence = _CpuFence(_NOTHING)
-"""Nothing was given yet"""
+"""A fence that is always reached, because no work was queued"""
 
 
 def use(where: torch.device) -> None:
-    """Right at the start of every thread that is to touch `where`: without it the first touch of a thread makes another
-    context of about 0.5 GB, on the first GPU."""
+    """Call this first in every thread that uses `where`: otherwise the thread's first access creates another context of
+    about 0.5 GB on the first GPU."""
     if where.type == "cuda":
         torch.cuda.set_device(where)
 
 
 def side_stream(where: torch.device) -> SideStream:
-    """A stream of its own on `where`; on the CPU one thread for the whole process."""
+    """Make a separate stream on `where`; on the CPU one thread serves the whole process."""
     return _CudaStream(where) if where.type == "cuda" else _cpu_stream()
 
 
@@ -372,7 +383,7 @@ def _background_stream(index: int) -> torch.cuda.Stream:
 
 
 def in_background(where: torch.device) -> contextlib.AbstractContextManager[object]:
-    """In this block the calling thread's device work does not queue up behind the compute stream's."""
+    """Inside the block, the calling thread's device work does not queue behind the compute stream's."""
     if where.type == "cuda":
         assert where.index is not None
         return torch.cuda.stream(_background_stream(where.index))
@@ -380,13 +391,13 @@ def in_background(where: torch.device) -> contextlib.AbstractContextManager[obje
 
 
 def finish_background(where: torch.device) -> None:
-    """Block this thread until what it gave `in_background` is done."""
+    """Block this thread until its work from `in_background` is done."""
     if where.type == "cuda":
         torch.cuda.current_stream(where).synchronize()
 
 
 def finish_compute(where: torch.device) -> None:
-    """Block this thread until what was given to the compute stream so far is done."""
+    """Block this thread until the work queued on the compute stream so far is done."""
     if where.type == "cuda":
         torch.cuda.default_stream(where).synchronize()
 
@@ -394,7 +405,7 @@ def finish_compute(where: torch.device) -> None:
 def pin_host_memory(address: int, length: int) -> None:
     """Pin mapped host memory, so that the device copies to it at full speed and beside other work. CPU: a no-op.
 
-    Raises UserError where the driver refuses.
+    Raises UserError if the driver refuses.
     """
     if device().type == "cuda":
         result = int(torch.cuda.cudart().cudaHostRegister(address, length, 1))
@@ -406,7 +417,7 @@ def pin_host_memory(address: int, length: int) -> None:
 
 
 def unpin_host_memory(address: int) -> None:
-    """The memory is about to go. CPU: a no-op."""
+    """Unpin memory before it is freed. CPU: a no-op."""
     if device().type == "cuda":
         result = int(torch.cuda.cudart().cudaHostUnregister(address))
         if result != 0:
@@ -424,7 +435,7 @@ def memory_statistics() -> dict[str, float]:
 
 
 def release_cached_memory() -> None:
-    """Give memory that this rank has freed back to its device, for other processes there."""
+    """Return memory that this rank has freed to its device, for other processes there."""
     if device().type == "cuda":
         torch.cuda.empty_cache()
 
@@ -436,7 +447,7 @@ def matmul_converts(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def peak_flops() -> float | None:
-    """Operations per second of this device's dense bf16 matrix products, as its maker says; None where not known."""
+    """Operations per second of dense bf16 matrix products on this device, from its data sheet; None if not known."""
     if device().type != "cuda":
         return None
     return _peak_of(torch.cuda.get_device_name(device()))
@@ -449,17 +460,17 @@ def _peak_of(name: str) -> float | None:
 
 
 def matmul_operand(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as `matmul` takes it."""
+    """`tensor` in the type that `matmul` takes."""
     return tensor.float() if matmul_converts(tensor) else tensor
 
 
 def matmul(
     first: torch.Tensor, second: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
 ) -> torch.Tensor:
-    """first [n, k] @ second [k, m], summed and returned in fp32; into (or added to) `out`, where there is one."""
+    """first [n, k] @ second [k, m], summed and returned in fp32; into (or added to) `out` if given."""
     plain = first.dtype == torch.float32
     if out is not None and accumulate:
-        # A product beside the sum would be as large as the sum.
+        # A separate product would be as large as the sum itself.
         if plain:
             return out.addmm_(first, second)
         return torch.addmm(out, first, second, out_dtype=torch.float32, out=out)
@@ -467,6 +478,6 @@ def matmul(
 
 
 def chunk_elements(where: torch.device) -> int:
-    """Elements for a chain of small operations at a time, beside whose result little is held: on the CPU they fit its
-    caches; elsewhere they are worth the launches."""
+    """How many elements to process at a time in a chain of small operations: on the CPU they fit its caches; elsewhere
+    they justify the launches."""
     return 2**18 if where.type == "cpu" else 2**23

@@ -1,10 +1,9 @@
-"""How the ranks are laid out (replicas × shards × context × tensor parallelism, and experts across the latter three),
-and where the part of a tensor that a rank holds lies in the whole tensor."""
+"""The layout of the ranks (replicas × shards × context × tensor parallelism, and experts across the last three), and
+the position of a rank's part of a tensor in the whole tensor."""
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import TypeIs
 
-from torchtitan.config.derived import shard_degree
+from torchtitan.config.derived import from_torchrun, shard_degree
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.device import device, ensure_process_group
 
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
 class ParallelDims:
     """Degrees of parallelism; their product is the world size.
 
-    Ranks are numbered with tensor parallelism fastest, then context parallelism, shards and replicas, so that the ranks
-    that talk most are neighbours. Parameters are sharded over shards × context, whose ranks all add to the gradients.
+    Tensor parallelism varies fastest in rank numbers, then context parallelism, shards and replicas, so that the ranks
+    that communicate most are neighbours. Parameters are sharded over shards × context, and all these ranks contribute
+    gradients.
     """
 
     dp_replicate: int
@@ -38,7 +38,7 @@ class ParallelDims:
     world_size: int
     rank: int = 0
     ep: int = 1
-    """Ranks, neighbours among the shards and their tensor-parallel ranks, that have different experts"""
+    """Ranks with different experts: neighbouring shards and their tensor-parallel ranks"""
     cp: int = 1
     """Ranks that share each pack"""
 
@@ -46,7 +46,7 @@ class ParallelDims:
     def from_config(cls, parallelism: Parallelism, world_size: int, rank: int | None = None) -> ParallelDims:
         """Fill in the shard degree where it is -1; without a rank, take the one that torchrun set. That the degrees fit
         the world size preflight/validate.py has seen to."""
-        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        rank = from_torchrun("RANK", "0") if rank is None else rank
         replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
         experts, context = parallelism.expert_parallel_degree, parallelism.context_parallel_degree
         return cls(replicate, shard_degree(parallelism, world_size), tensor, world_size, rank, experts, context)
@@ -63,14 +63,14 @@ class ParallelDims:
 
     @property
     def fsdp_enabled(self) -> bool:
-        """With several ranks FSDP2 always holds the parameters, if only to reduce gradients in one place."""
+        """With several ranks, FSDP2 always holds the parameters, if only to reduce gradients in one place."""
         return self.world_size > 1
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh with dimensions dp_replicate, dp_shard (context-parallel ranks among them) and tp.
+        """The mesh with dimensions dp_replicate, dp_shard (which includes context-parallel ranks) and tp.
 
-        Making it is a collective of all ranks.
+        Creating it is a collective of all ranks.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -80,7 +80,7 @@ class ParallelDims:
 
     @functools.cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """The same ranks for the experts: dp_replicate, efsdp (ranks with the same experts) and ep."""
+        """The same ranks arranged for the experts: dp_replicate, efsdp (ranks with the same experts) and ep."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = (self.dp_replicate, self.dp_shard * self.cp * self.tp // self.ep, self.ep)
@@ -88,7 +88,7 @@ class ParallelDims:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What `fully_shard` gets: shards, or replicas × shards (HSDP)."""
+        """The mesh for `fully_shard`: shards, or replicas × shards (HSDP)."""
         return self.mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else self.mesh["dp_shard"]
 
     @property
@@ -97,7 +97,7 @@ class ParallelDims:
 
     @functools.cached_property
     def cp_group(self) -> ProcessGroup:
-        """The ranks that share a pack with this one. Making it is a collective of all ranks."""
+        """The ranks that share a pack with this one. Creating the group is a collective of all ranks."""
         from torch.distributed.device_mesh import init_device_mesh
 
         kind = self.mesh.device_type
@@ -107,27 +107,27 @@ class ParallelDims:
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Process groups of the mesh, for `device.set_timeouts`; none where no mesh was made."""
+        """Process groups of the mesh, for `device.set_timeouts`; none if no mesh exists."""
         meshes = [self.__dict__[name] for name in ("mesh", "expert_mesh") if name in self.__dict__]
         shared = [self.cp_group] if "cp_group" in self.__dict__ else []
         return [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names] + shared
 
 
-# What of a parameter is a tensor of its own in files: all of it, an entry along its first dimension, or rows of one.
+# The part of a parameter that files store as a tensor: all of it, an entry of its first dimension, or rows of one.
 Place = int | tuple[int, tuple[int, int]] | None
 
 
 @dataclass(frozen=True, eq=False)
 class StackPart:
-    """One entry of a stack along its first dimension: a tensor of its own in files, engines and on the wire.
+    """One entry of a stack along its first dimension: a separate tensor in files, engines and transfers.
 
-    It is never copied out of the stack for that, and the stack may be sharded in any way.
+    It is not copied out of the stack, and the stack may be sharded in any way.
     """
 
     stack: torch.Tensor
     index: int
     rows: tuple[int, int] | None = None
-    """First and end of the entry's rows that it is, where it is not all: then entries are whole on their rank"""
+    """Start and end of its rows in the entry if it is not the whole entry; entries are then whole on their rank"""
 
     @property
     def shape(self) -> torch.Size:
@@ -136,7 +136,7 @@ class StackPart:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Of this tensor, what this rank holds where it holds some of the entry."""
+        """The region of this tensor that this rank holds, if it holds some of the entry."""
         rows, *others = local_region(self.stack)[1:]
         return rows if self.rows is None else slice(0, self.shape[0]), *others
 
@@ -145,7 +145,7 @@ class StackPart:
         return self.stack.dtype
 
     def local(self) -> torch.Tensor | None:
-        """This rank's part of the entry, a view of its part of the stack; None where it has nothing of it."""
+        """This rank's part of the entry, as a view of its part of the stack; None if it holds nothing of it."""
         first = local_region(self.stack)[0]
         if not first.start <= self.index < first.stop:
             return None
@@ -154,20 +154,20 @@ class StackPart:
 
 
 def part_of(tensor: torch.Tensor, place: Place) -> torch.Tensor | StackPart:
-    """That part of a parameter."""
+    """Return the part of a parameter at `place`."""
     if place is None:
         return tensor
     return StackPart(tensor, *place) if isinstance(place, tuple) else StackPart(tensor, place)
 
 
 def is_distributed(tensor: object) -> TypeIs[DTensor]:
-    """Whether it is a DTensor. Importing those takes half a second, which engines without them are spared."""
+    """Whether it is a DTensor. This avoids the half second of importing DTensor in engines that do not use it."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
@@ -185,10 +185,10 @@ def region_at(
     coordinate: Sequence[int] | None,
     placements: Sequence[Placement],
 ) -> tuple[slice, ...]:
-    """The region of a tensor that the rank at this coordinate of a mesh holds; nothing where it is outside of the mesh.
+    """The region of a tensor that the rank at this coordinate of a mesh holds; empty for a rank outside the mesh.
 
-    Covers tensors sharded any number of times per dimension, uneven shards included. FSDP2 shards what tensor
-    parallelism has already sharded; torch marks that as a strided shard, which comes after those to its right. The
+    Supports tensors sharded any number of times per dimension, including uneven shards. FSDP2 shards what tensor
+    parallelism has already sharded; torch marks that as a strided shard, which is applied after those to its right. The
     region stays one contiguous block in every dimension.
     """
     if coordinate is None:
@@ -203,7 +203,7 @@ def region_at(
             plain.append((index, placement.dim))  # type: ignore[attr-defined]
     for index, shard_dim in plain + strided[::-1]:
         dim = shard_dim % len(shape)
-        # As torch.chunk cuts: every part but the last ones has the rounded-up size.
+        # As in torch.chunk, every part but the last ones has the rounded-up size.
         part = -(-length[dim] // mesh_shape[index])
         begin = min(coordinate[index] * part, length[dim])
         start[dim] += begin
@@ -217,7 +217,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     local = tensor.to_local()
     if local.device.type != tensor.device_mesh.device_type:
-        # An offloaded parameter: its mesh's collectives run on the device.
+        # The parameter is offloaded, but its mesh's collectives run on the device.
         local = local.to(device())
         tensor = type(tensor).from_local(
             local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
@@ -226,7 +226,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def held_part(one: torch.Tensor | StackPart) -> tuple[tuple[slice, ...], torch.Tensor | None]:
-    """The region of it that this rank holds, and what is there; None where it has nothing of a stack's entry."""
+    """The region that this rank holds, and its values; None if it holds nothing of a stack's entry."""
     if isinstance(one, StackPart):
         return one.region, one.local()
     return local_region(one), local_tensor(one)
@@ -234,7 +234,7 @@ def held_part(one: torch.Tensor | StackPart) -> tuple[tuple[slice, ...], torch.T
 
 @torch.no_grad()
 def copy_full_(target: torch.Tensor | StackPart, full: torch.Tensor) -> None:
-    """Fill `target`, sharded or not, from the whole tensor; no communication."""
+    """Fill `target`, sharded or not, from the whole tensor, without communication."""
     region, local = held_part(target)
     if local is not None:
         local.copy_(full[region])

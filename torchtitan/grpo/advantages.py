@@ -9,7 +9,7 @@ import torch
 
 from torchtitan.errors import UserError, load_function
 
-# Added to a standard deviation, so that nearly constant rewards do not blow up.
+# Added to a standard deviation, so that nearly constant rewards do not give huge advantages.
 STD_EPSILON = 1e-4
 
 Groups = list[torch.Tensor]
@@ -42,19 +42,19 @@ def reinforce_pp_no_baseline(rewards: Groups, tokens: Groups) -> Groups:
 
 
 def opo(rewards: Groups, tokens: Groups) -> Groups:
-    """R - Σ length · R / Σ length over its group: the baseline of least variance where the squared norm of a sample's
+    """R - Σ length · R / Σ length over its group: the minimum-variance baseline if the squared norm of a sample's
     gradient grows with its length (Hao et al. 2025, OPO, arXiv 2505.23585)."""
     pairs = zip(rewards, tokens, strict=True)
     return [one - (one * lengths).sum() / lengths.sum().clamp(min=1) for one, lengths in pairs]
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:
-    """Standard deviation with n - 1, as TRL and verl have it; 0 for a single value."""
+    """Standard deviation with n - 1, as in TRL and verl; 0 for a single value."""
     return values.std() if values.numel() > 1 else torch.zeros((), dtype=values.dtype)
 
 
 def _normalized(advantages: Groups, tokens: Groups) -> Groups:
-    """Mean 0 and standard deviation 1 over the whole batch, in which a sample counts once for each of its tokens."""
+    """Normalise to mean 0 and standard deviation 1 over the batch; a sample counts once for each of its tokens."""
     if not advantages:
         return []
     everything, counts = torch.cat(advantages), torch.cat(tokens)
@@ -64,7 +64,7 @@ def _normalized(advantages: Groups, tokens: Groups) -> Groups:
     return [(one - mean) / (deviation + STD_EPSILON) for one in advantages]
 
 
-# (rewards, trained tokens of every sample) -> advantages
+# (rewards, number of trained tokens of every sample) -> advantages
 ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
     "group": group,
     "rloo": rloo,
@@ -77,7 +77,7 @@ ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
 
 @functools.cache
 def load_estimator(name: str) -> Callable[[Groups, Groups], Groups]:
-    """Advantages by name, or one's own as `package.module:function`. Raises UserError where it cannot be found."""
+    """Return an estimator by name, or a user's `package.module:function`. Raises UserError if it cannot be found."""
     return ESTIMATORS.get(name) or load_function(name, "grpo.advantage")
 
 
@@ -91,18 +91,18 @@ def group_advantages(
     estimator: str = "group",
     tokens: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
-    """Advantages of every sample of every group.
+    """Compute the advantages of every sample of every group.
 
     Args:
         groups: rewards, one list per group; groups may differ in size.
-        scale_rewards: `none` (Dr. GRPO), `group` divides by the group's standard deviation + 1e-4 (GRPO),
-            `batch` by that of all rewards; standard deviations with n - 1. `mean` divides by the mean of the group's
-            rewards, which must not be negative, and makes 0 of a group without any (Tajwar et al. 2026, MaxRL).
-        estimator: a name of ESTIMATORS, or of a function; reinforce_pp has a scale of its own.
-        tokens: how many tokens of every sample are trained (reinforce_pp, opo); 1 each where not given.
+        scale_rewards: `none` (Dr. GRPO); `group` divides by the group's standard deviation + 1e-4 (GRPO); `batch`
+            divides by that of all rewards; standard deviations use n - 1. `mean` divides by the mean of the group's
+            rewards, which must not be negative, and gives 0 if that mean is 0 (Tajwar et al. 2026, MaxRL).
+        estimator: a name in ESTIMATORS, or of a function; reinforce_pp has its own scale.
+        tokens: how many tokens of every sample are trained (reinforce_pp, opo); default 1 each.
 
     Raises:
-        UserError: a function of one's own does not return advantages, or a negative reward is to be scaled by `mean`.
+        UserError: a user's function does not return advantages, or a negative reward is to be scaled by `mean`.
     """
     rewards = [torch.tensor(one, dtype=torch.float64) for one in groups]
     counts = _ones(rewards) if tokens is None else [torch.tensor(one, dtype=torch.float64) for one in tokens]
@@ -128,15 +128,16 @@ def normalized_each(
     estimator: str = "group",
     tokens: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
-    """Advantages of every reward function by itself, then their weighted sum (Liu et al. 2026, GDPO).
+    """Compute advantages for each reward function separately, then their weighted sum (Liu et al. 2026, GDPO).
 
-    Where rewards are scaled, the sum is normalised over the batch, as there: its size does not grow with the functions.
-    groups: per sample the rewards by function; None is absent: it neither counts in its group's mean nor adds anything.
+    If rewards are scaled, the sum is normalised over the batch, as in that paper, so that its size does not grow with
+    the number of functions. groups: the rewards by function, per sample; None is absent: it is not part of its group's
+    mean and adds nothing.
     """
     result = [[0.0] * len(samples) for samples in groups]
     for name, weight in weights.items():
         present = [[i for i, rewards in enumerate(s) if rewards.get(name) is not None] for s in groups]
-        # Groups in which no sample has this reward are left out: their mean does not exist.
+        # Groups in which no sample has this reward are left out, because they have no mean.
         used = [number for number, members in enumerate(present) if members]
         values = [[float(groups[number][i][name] or 0.0) for i in present[number]] for number in used]
         counts = None if tokens is None else [[tokens[number][i] for i in present[number]] for number in used]

@@ -23,25 +23,25 @@ from torchtitan.grpo.objectives import (
 )
 from torchtitan.grpo.off_policy import CorrectionOptions, load_correction
 
-# Log-ratios are bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 is far outside any clip range.
+# Log-ratios are bounded before exp, because inf times a mask of 0 would be NaN. e^20 is far outside any clip range.
 LARGEST_LOG_RATIO = 20.0
-# Figures of a batch that compare the policy with the one that has sampled: of demonstrations there is none.
+# Figures of a batch that compare the policy with the one that sampled it; demonstrations have none.
 OF_SAMPLES = ("clip/", "ratio/", "masked_fraction", "mismatch_kl", "reference_kl")
 
 
 def k1(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """log π - log π_ref [N]: unbiased for KL(π ‖ π_ref), of any sign; its gradient alone has mean zero."""
+    """log π - log π_ref [N]: unbiased for KL(π ‖ π_ref), of either sign; its own gradient has mean zero."""
     return log_probs - reference
 
 
 def k2(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """½ (log π - log π_ref)² [N]: biased; its gradient alone, on policy, has the mean of the KL's."""
+    """½ (log π - log π_ref)² [N]: biased; on policy, its own gradient equals the KL's in expectation."""
     return 0.5 * (log_probs - reference).square()
 
 
 def k3(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """r - 1 - log r [N] with r = π_ref / π: unbiased and never negative (GRPO, Shao et al. 2024, eq. 4). Its gradient
-    alone, on policy, has the mean of that of KL(π_ref ‖ π)."""
+    """r - 1 - log r [N] with r = π_ref / π: unbiased and never negative (GRPO, Shao et al. 2024, eq. 4). On policy, its
+    own gradient equals that of KL(π_ref ‖ π) in expectation."""
     log_ratio = reference - log_probs
     return log_ratio.expm1() - log_ratio
 
@@ -55,15 +55,15 @@ def corrected(
     """ratio × estimate [N] with the gradient of KL(π ‖ π_ref) in expectation; ratio: π/μ [N] without gradient.
 
     That gradient is E_μ[π/μ · log(π/π_ref) · ∇log π]. Differentiating the product π/μ · k3 gives it sample by sample,
-    π/μ · k1 as well but for a part of mean zero, and π/μ · k2 does not: that is the gradient of E_π[k2], so there the
-    ratio has to be stopped. Here all three take sg(π/μ) ∇k2; they differ in the value alone.
+    and so does π/μ · k1 up to a term of mean zero. π/μ · k2 does not: it gives the gradient of E_π[k2], so its ratio
+    must be detached. Here all three use sg(π/μ) ∇k2 and differ only in their value.
     """
     slope = k2(log_probs, reference)
     return ratio * (estimate.detach() + (slope - slope.detach()))
 
 
 class TrainedTokens(Protocol):
-    """The trained tokens of a packed micro-batch: A of them, of a number of sequences."""
+    """The A trained tokens of a packed micro-batch, from a number of sequences."""
 
     @property
     def num_sequences(self) -> int: ...
@@ -80,7 +80,7 @@ class TrainedTokens(Protocol):
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What of the configuration the loss needs."""
+    """The settings that the loss needs."""
 
     objective: Objective
     options: ObjectiveOptions = field(default_factory=lambda: ObjectiveOptions(ClipRange(0.2, 0.28)))
@@ -89,30 +89,30 @@ class LossSettings:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     kl_ratio_correction: bool = False
-    """Weight the KL term by min(π/μ, bounds.cap), for the gradient of the KL (DeepSeek-V3.2 2025, section 3.1)"""
+    """Weight the KL term by min(π/μ, bounds.cap), to get the gradient of the KL (DeepSeek-V3.2 2025, section 3.1)"""
     entropy_coefficient: float = 0.0
 
 
 @dataclass
 class FixedLogProbs:
-    """Log-probs [A] that one forward before the first optimizer step of a batch has given; None where not asked for."""
+    """Log-probs [A] from one forward before the first optimizer step of a batch; None if not needed."""
 
     old: torch.Tensor | None = None
-    """Of the proximal policy: decoupled mode"""
+    """Those of the proximal policy, in decoupled mode"""
     reference: torch.Tensor | None = None
     trained: torch.Tensor | None = None
-    """[A] 0 or 1: tokens that the policy loss leaves out (low entropy)"""
+    """[A] 0 or 1: 0 for tokens that the policy loss leaves out (low entropy)"""
 
 
 class MicroBatchLoss:
-    """The loss of every active token as a function of the policy's log-prob and entropy there.
+    """The loss of every active token as a function of the policy's log-prob and entropy at that token.
 
-    Direct mode (no old log-probs): the behaviour policy μ is the proximal policy, the clip acts on π/μ, and masks look
-    at π/μ. Decoupled mode: the clip acts on π/π_old and each token is weighted by the correction of π_old/μ (Hilton et
-    al. 2021; Fu et al. 2025, AReaL, eq. 5), at which masks look too. The KL and entropy terms are not masked.
+    Direct mode (no old log-probs): the behaviour policy μ is the proximal policy, the clip acts on π/μ, and masks use
+    π/μ. Decoupled mode: the clip acts on π/π_old, and each token is weighted by the correction of π_old/μ (Hilton et
+    al. 2021; Fu et al. 2025, AReaL, eq. 5), which masks use, too. The KL and entropy terms are not masked.
 
-    Call it with all tokens at once, or, where `separable`, with any slices that make up all of them: a head that forms
-    gradients tile by tile does that. `sums` collects over the calls what the metrics need.
+    Call it with all tokens at once, or, if `separable`, with slices that together make up all of them, as a head does
+    that forms gradients tile by tile. `sums` collects what the metrics need over the calls.
     """
 
     def __init__(self, micro_batch: TrainedTokens, fixed: FixedLogProbs, settings: LossSettings):
@@ -122,7 +122,7 @@ class MicroBatchLoss:
         self._masks_sequences = off_policy.uses_sequences(settings.bounds)
         self._correction = off_policy.load_correction(settings.correction)
         self._sequences = Sequences(micro_batch.sequence, micro_batch.num_sequences)
-        # What is known before the forward.
+        # This part is known before the forward.
         self._factor = torch.ones_like(behaviour)
         self._kept = torch.ones_like(behaviour)
         if fixed.old is not None:
@@ -139,12 +139,12 @@ class MicroBatchLoss:
 
     @property
     def separable(self) -> bool:
-        """Whether a token's loss depends on its own log-prob and entropy alone."""
+        """Whether a token's loss depends only on its own log-prob and entropy."""
         masks_see = self._masks_sequences or self._correction.sees_sequences
         return not (self.settings.objective.sees_sequences or (self.fixed.old is None and masks_see))
 
     def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The loss of the tokens `rows`, [n], already divided: their sum is minimised."""
+        """The losses [n] of the tokens `rows`, already normalised: their sum is minimised."""
         micro_batch, settings, fixed = self.micro_batch, self.settings, self.fixed
         weights, advantages = micro_batch.weights[rows], micro_batch.advantages[rows]
         log_ratio = (log_probs - self._proximal[rows]).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -159,7 +159,8 @@ class MicroBatchLoss:
             kl = ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
             self.sums["reference_kl"] += kl.detach().sum()
             if settings.kl_ratio_correction:
-                # Of the policy that sampled, in decoupled mode too, and stopped: no clip bounds it, so the cap does.
+                # The ratio is to the sampling policy (even in decoupled mode) and detached; no clip bounds it, so the
+                # cap must.
                 drawn = (
                     (log_probs.detach() - micro_batch.behaviour_log_probs[rows]).exp().clamp(max=settings.bounds.cap)
                 )
@@ -191,7 +192,7 @@ class MicroBatchLoss:
 
 
 def loss_settings(grpo: GRPO) -> LossSettings:
-    """Raises UserError where loss_type, advantage or off_policy_correction name a function that cannot be loaded."""
+    """Raises UserError if loss_type, advantage or off_policy_correction names a function that cannot be loaded."""
     load_estimator(grpo.advantage)
     load_correction(grpo.off_policy_correction)
     return LossSettings(
@@ -224,20 +225,20 @@ def loss_settings(grpo: GRPO) -> LossSettings:
 def likelihood(
     log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
 ) -> TokenLoss:
-    """-log π per token: cross-entropy with what was demonstrated."""
+    """-log π per token: cross-entropy with the demonstrations."""
     never = torch.zeros_like(log_probs, dtype=torch.bool)
     return TokenLoss(-log_probs, never, never)
 
 
 def stage_settings(config: JobConfig) -> LossSettings:
-    """The loss of the stage.
+    """Return the loss settings of the stage.
 
-    sft: cross-entropy, the mean over the batch's tokens (or as grpo.loss_normalization says).
-    distill: KL(π ‖ teacher) of every sampled token, the teacher in the place of the reference policy, by the gradient
-    E_μ[min(π/μ, cap) · log(π/π_teacher) · ∇log π] (Agarwal et al. 2024, GKD, section 3, with λ = 1 and the reverse
-    KL; see loss.corrected), and the policy loss, which is zero where rewards give no advantages.
+    sft: cross-entropy, averaged over the batch's tokens (or according to grpo.loss_normalization).
+    distill: KL(π ‖ teacher) of every sampled token, with the teacher as the reference policy, by the gradient
+    E_μ[min(π/μ, cap) · log(π/π_teacher) · ∇log π] (Agarwal et al. 2024, GKD, section 3, with λ = 1 and the reverse KL;
+    see loss.corrected), plus the policy loss, which is zero if rewards give no advantages.
 
-    Raises UserError where grpo.loss_type names a function that cannot be loaded.
+    Raises UserError if grpo.loss_type names a function that cannot be loaded.
     """
     if config.job.stage == "sft":
         named = config.grpo.loss_normalization
@@ -249,7 +250,7 @@ def stage_settings(config: JobConfig) -> LossSettings:
 
 
 def stage_figures(config: JobConfig, figures: dict[str, float | None]) -> dict[str, float | None]:
-    """The figures of a batch that the stage has, under their names there."""
+    """Select the figures of a batch that exist in this stage, under the stage's names."""
     if config.job.stage == "sft":
         return {name: value for name, value in figures.items() if not name.startswith(OF_SAMPLES)}
     if config.job.stage == "distill":

@@ -1,8 +1,8 @@
-"""Policy-gradient objectives: a per-token loss, and the weight with which each token counts.
+"""Policy-gradient objectives: a per-token loss, and the weight of each token.
 
 Every objective is a sum over tokens of weight × loss. The weights depend only on lengths, which are known before the
-first forward, so packing, micro-batching and the number of ranks cannot change the result (bnpo's purpose is that they
-do). To add one: see docs/adding_an_objective.md.
+first forward, so packing, micro-batching and the number of ranks cannot change the result (except in bnpo, by design).
+To add one, see docs/adding_an_objective.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchtitan.errors import UserError, load_function
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which of `count` sequences each of N tokens belongs to. A sequence without tokens has sums of 0."""
+    """The assignment of N tokens to `count` sequences. A sequence without tokens has sums of 0."""
 
     of_token: torch.Tensor
     """[N] int64"""
@@ -37,19 +37,19 @@ class Sequences:
         return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=1)
 
     def spread(self, of_sequence: torch.Tensor) -> torch.Tensor:
-        """What each sequence has [count], for each of its tokens [N]."""
+        """Copy each sequence's value [count] to its tokens [N]."""
         return of_sequence[self.of_token]
 
 
 @functools.cache
 def takes_sequences(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter `sequences`: it looks at whole sequences, and gets their Sequences."""
+    """Whether a function uses whole sequences: it has a parameter `sequences`, and is passed their Sequences."""
     return "sequences" in inspect.signature(function).parameters
 
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Bounds of the importance ratio ρ = π / π_old. `delta` = 0 leaves the two-sided clip off."""
+    """Bounds of the importance ratio ρ = π / π_old. `delta` = 0 turns the two-sided clip off."""
 
     low: float
     high: float
@@ -76,10 +76,10 @@ class TokenLoss:
     clipped_high: torch.Tensor
 
 
-# (log π, log π - log π_old, advantages, options), tensors [N] each -> the loss of every token; with sees_sequences also
-# `sequences`, and then N are all tokens of these.
+# (log π, log π - log π_old, advantages, options), tensors [N] each -> the loss of every token. With sees_sequences,
+# `sequences` is passed too, and the N tokens are all tokens of these sequences.
 TokenLossFunction = Callable[..., TokenLoss | torch.Tensor]
-# (active tokens per sequence, longest completion) -> the weight of each token, per sequence.
+# (active tokens per sequence, longest completion) -> the weight of each sequence's tokens.
 Normalizer = Callable[[list[int], int], list[float]]
 
 
@@ -88,8 +88,7 @@ def clipped_surrogate(
 ) -> TokenLoss:
     """-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A) per token (Schulman et al. 2017, eq. 7; DAPO's asymmetric range).
 
-    With `delta`, ρ is bounded by it where the advantage is negative too (two-sided clip, Team et al. 2025,
-    INTELLECT-2, section 3.4).
+    `delta` also bounds ρ if the advantage is negative (two-sided clip, Team et al. 2025, INTELLECT-2, section 3.4).
     """
     clip, ratio = options.clip, log_ratio.exp()
     bounded = ratio.clamp(max=clip.delta) if clip.delta > 0 else ratio
@@ -110,7 +109,7 @@ def _capped_score(log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: 
 def cispo(
     log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
 ) -> TokenLoss:
-    """-sg(min(ρ, cap)) A log π per token: the weight is clipped, the gradient never is (MiniMax-M1 2025, eq. 4)."""
+    """-sg(min(ρ, cap)) A log π per token: the weight is clipped, the gradient is not (MiniMax-M1 2025, eq. 4)."""
     return _capped_score(log_probs, log_ratio, advantages, options.cispo_cap)
 
 
@@ -124,7 +123,7 @@ def reinforce(
 def sapo(
     log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
 ) -> TokenLoss:
-    """-(4/τ) σ(τ (ρ - 1)) A per token, τ by the sign of A: a soft gate in the clip's place (Gao et al. 2025, SAPO)."""
+    """-(4/τ) σ(τ (ρ - 1)) A per token, τ by the sign of A: a soft gate instead of the clip (Gao et al. 2025, SAPO)."""
     ratio = log_ratio.exp()
     positive = advantages > 0
     temperature = torch.full_like(ratio, options.sapo_temperature_negative)
@@ -136,10 +135,10 @@ def sapo(
 def dppo(
     log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
 ) -> TokenLoss:
-    """-ρ A per token while |π - π_old| of the token is small, else 0 where A drives the two further apart: a trust
-    region by the total variation of "this token or another" (Qi et al. 2026, DPPO, binary TV, arXiv 2602.04879).
+    """-ρ A per token while |π - π_old| of the token is small, else 0 if A would increase the difference: a trust region
+    by the total variation of "this token or another" (Qi et al. 2026, DPPO, binary TV, arXiv 2602.04879).
 
-    The thresholds are ε_high where A is positive, ε_low where it is negative.
+    The threshold is ε_high if A is positive and ε_low if it is negative.
     """
     ratio, probability = log_ratio.exp(), log_probs.detach().exp()
     moved = probability - probability * (-log_ratio.detach()).exp()
@@ -155,8 +154,8 @@ def gmpo(
     options: ObjectiveOptions,
     sequences: Sequences,
 ) -> TokenLoss:
-    """-(Π min(ρ, 1 + ε_high))^(1/length) A of its sequence, per token; max(ρ, 1 - ε_low) where A is negative: the
-    geometric mean of token ratios that are clipped one by one (Zhao et al. 2025, GMPO, arXiv 2507.20673)."""
+    """-(Π min(ρ, 1 + ε_high))^(1/length) A of its sequence, per token; with max(ρ, 1 - ε_low) if A is negative: the
+    geometric mean of individually clipped token ratios (Zhao et al. 2025, GMPO, arXiv 2507.20673)."""
     clip = options.clip
     lowest, highest = math.log(1 - clip.low) if clip.low < 1 else -math.inf, math.log(1 + clip.high)
     high, low = (log_ratio > highest) & (advantages > 0), (log_ratio < lowest) & (advantages < 0)
@@ -165,13 +164,13 @@ def gmpo(
 
 
 def per_token(lengths: list[int], max_length: int) -> list[float]:
-    """Every token of the batch counts the same (DAPO, Yu et al. 2025, section 3.3)."""
+    """Every token of the batch has the same weight (DAPO, Yu et al. 2025, section 3.3)."""
     total = sum(lengths)
     return [1.0 / max(total, 1)] * len(lengths)
 
 
 def per_sequence(lengths: list[int], max_length: int) -> list[float]:
-    """Every sequence counts the same, its tokens share its weight (GRPO, Shao et al. 2024, eq. 3)."""
+    """Every sequence has the same weight, which its tokens share (GRPO, Shao et al. 2024, eq. 3)."""
     active = sum(1 for length in lengths if length > 0)
     return [1.0 / (max(active, 1) * length) if length else 0.0 for length in lengths]
 
@@ -186,15 +185,15 @@ NORMALIZERS: dict[str, Normalizer] = {"token": per_token, "sequence": per_sequen
 
 @dataclass(frozen=True)
 class Objective:
-    """A per-token loss and how tokens are weighted."""
+    """A per-token loss and the weighting of tokens."""
 
     token_loss: TokenLossFunction
     token_weights: Normalizer
     ratio: str = "token"
     """`sequence`: ρ is one number per sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7).
-    `sequence_token`: ρ has that value, and each token the gradient of its own, sg(ρ) π/sg(π) (GSPO-token, eq. 14)"""
+    `sequence_token`: ρ has that value, but each token has its own gradient, sg(ρ) π/sg(π) (GSPO-token, eq. 14)"""
     local: bool = False
-    """token_weights sees one micro-batch at a time, and micro-batches count the same"""
+    """token_weights is computed per micro-batch, and micro-batches have equal weight"""
 
     @property
     def sees_sequences(self) -> bool:
@@ -216,7 +215,7 @@ class Objective:
         options: ObjectiveOptions,
         sequences: Sequences,
     ) -> TokenLoss:
-        """The loss of every token. Raises UserError where a user's function does not return it."""
+        """Return the loss of every token. Raises UserError if a user's function does not return it."""
         more = {"sequences": sequences} if takes_sequences(self.token_loss) else {}
         result = self.token_loss(log_probs, log_ratio, advantages, options, **more)
         if isinstance(result, torch.Tensor):
@@ -232,7 +231,7 @@ class Objective:
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(clipped_surrogate, per_sequence),
     "dapo": Objective(clipped_surrogate, per_token),
-    # Kept for parity with TRL: the result depends on how the batch is cut.
+    # Kept for parity with TRL: the result depends on how the batch is split into micro-batches.
     "bnpo": Objective(clipped_surrogate, per_token, local=True),
     "dr_grpo": Objective(clipped_surrogate, per_constant),
     "gspo": Objective(clipped_surrogate, per_sequence, "sequence"),
@@ -246,10 +245,10 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def load_objective(name: str, normalization: str = "auto", ratio_level: str = "auto") -> Objective:
-    """An objective by name, or a token loss of one's own as `package.module:function` (weighted per token).
+    """Return an objective by name, or a user's token loss by `package.module:function` (weighted per token).
 
-    normalization: token, sequence or constant instead of the objective's own. ratio_level: likewise, see Objective.
-    Raises UserError where the function cannot be found.
+    normalization: token, sequence or constant, instead of the objective's own. ratio_level: likewise, see Objective.
+    Raises UserError if the function cannot be found.
     """
     found = OBJECTIVES.get(name) or Objective(load_function(name, "grpo.loss_type"), per_token)
     if normalization != "auto":

@@ -1,6 +1,6 @@
-"""Corrections for samples that an older policy, or another numeric path, produced.
+"""Corrections for samples from an older policy, or from an engine with different numerics.
 
-w is π_old/μ in decoupled mode; in direct mode, where the clip already acts on π/μ, only masks apply, and to π/μ.
+w is π_old/μ in decoupled mode. In direct mode, where the clip already acts on π/μ, only masks apply, and they use π/μ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchtitan.grpo.objectives import Sequences, takes_sequences
 
 @dataclass(frozen=True)
 class CorrectionOptions:
-    """Bounds of all corrections; 0 leaves one off."""
+    """Bounds of all corrections; 0 turns one off."""
 
     cap: float = 2.0
     icepop_low: float = 0.5
@@ -35,32 +35,32 @@ def truncate(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
 
 
 def mask(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
-    """w where w <= cap, else 0: tokens that have become much likelier teach nothing (masked importance sampling)."""
+    """w if w <= cap, else 0: tokens that have become much likelier are left out (masked importance sampling)."""
     return torch.where(ratio <= options.cap, ratio, 0.0)
 
 
 def icepop(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
-    """w inside the band [low, high], else 0 (Ring team 2025, IcePop)."""
+    """w inside [low, high], else 0 (Ring team 2025, IcePop)."""
     return torch.where((ratio >= options.icepop_low) & (ratio <= options.icepop_high), ratio, 0.0)
 
 
 def none(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
-    """1."""
+    """Weight 1 for every token."""
     return torch.ones_like(ratio)
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A weight of tokens, and what it needs."""
+    """A function that weights tokens, and what it needs."""
 
     weigh: Callable[..., torch.Tensor]
     """(w [N], options) -> weights [N]; with sees_sequences also `sequences`"""
     masks: bool = False
-    """Tokens of weight 0 are left out in direct mode too, by π/μ"""
+    """Tokens of weight 0 are also left out in direct mode, where w is π/μ"""
     sees_sequences: bool = False
 
     def __call__(self, ratio: torch.Tensor, options: CorrectionOptions, sequences: Sequences) -> torch.Tensor:
-        """The weights [N]. Raises UserError where a user's function does not return them."""
+        """Return the weights [N]. Raises UserError if a user's function does not return them."""
         weights = self.weigh(ratio, options, **({"sequences": sequences} if self.sees_sequences else {}))
         if not isinstance(weights, torch.Tensor) or weights.shape != ratio.shape:
             raise UserError(f"grpo.off_policy_correction must return a weight per token, of shape {list(ratio.shape)}")
@@ -77,7 +77,7 @@ CORRECTIONS: dict[str, Correction] = {
 
 @functools.cache
 def load_correction(name: str) -> Correction:
-    """A correction by name, or one's own as `package.module:function`. Raises UserError where it cannot be found."""
+    """Return a correction by name, or a user's `package.module:function`. Raises UserError if it cannot be found."""
     if name in CORRECTIONS:
         return CORRECTIONS[name]
     function = load_function(name, "grpo.off_policy_correction")
@@ -87,13 +87,13 @@ def load_correction(name: str) -> Correction:
 def sequence_mask(
     log_ratio: torch.Tensor, advantages: torch.Tensor, sequences: Sequences, options: CorrectionOptions
 ) -> torch.Tensor:
-    """1 for tokens [N] of sequences that stay within all bounds, else 0. log_ratio: log w per token [N].
+    """1 for tokens [N] of sequences within all bounds, else 0. log_ratio: log w per token [N].
 
-    - geometric: exp(mean log w) in [low, high]; the geometric mean does not grow with the length, unlike the product,
+    - geometric: exp(mean log w) in [low, high]. Unlike the product, the geometric mean does not grow with the length,
       so long answers are not masked more often.
     - product: exp(Σ log w) in [low, high].
-    - negative: of sequences with a negative advantage, those whose mean -log w exceeds the threshold are masked
-      (DeepSeek-V3.2 2025, section 3.1): what the policy has left behind need not be unlearned.
+    - negative: sequences with a negative advantage are masked if their mean -log w exceeds the threshold (DeepSeek-V3.2
+      2025, section 3.1): the policy need not unlearn what it no longer samples.
     """
     total, mean = sequences.sums(log_ratio.detach()), sequences.means(log_ratio.detach())
     keep = torch.ones_like(mean, dtype=torch.bool)

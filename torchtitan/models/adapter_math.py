@@ -1,15 +1,16 @@
-"""What a low-rank adapter adds to its module's weight, and four-bit NormalFloat, in which that may be held meanwhile.
+"""What a low-rank adapter adds to its module's weight, and four-bit NormalFloat, in which that weight may be held.
 
-The one definition for the trainer and for everything that merges adapters, also in processes without a model of ours,
-such as workers of other engines: it needs what those have anyway, and is the same on every device.
+This is the one definition for the trainer and for everything that merges adapters, including processes without this
+project's model, such as other engines' workers. It needs only what they already have, and gives the same result on
+every device.
 
-NF4 (Dettmers et al. 2023, QLoRA) is what a frozen weight becomes where lora.base_bits = 4. bitsandbytes makes the same
-bits of a bfloat16 weight (the tests hold one against the other), but those engines lack it, and torchao's NF4 has
-become private.
+With lora.base_bits = 4, frozen weights are held in NF4 (Dettmers et al. 2023, QLoRA). bitsandbytes produces the same
+bits from a bfloat16 weight (the tests compare the two), but those engines lack it, and torchao's NF4 has become
+private.
 
-A weight is first rounded to bfloat16, in which engines may hold it: so all get to the same four bits. It also makes
-them unique. No quotient of two bfloat16 numbers comes closer to the middle between two levels than 1e-6 of it, so that
-the last bit of a division never decides.
+A weight is first rounded to bfloat16, in which engines may hold it, so that all processes get the same four bits. The
+rounding also makes the bits unambiguous: no quotient of two bfloat16 numbers lies within a relative 1e-6 of the
+midpoint between two levels, so the last bit of a division never decides.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torchtitan.models.shape import BLOCK
 
 FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
 ALPHA = "lora_alpha"
-"""Under this name alpha is published beside the factors: its sum is alpha"""
+"""The name under which alpha is published beside the factors, as a tensor whose sum is alpha"""
 BASE_BITS = "lora_base_bits"
-"""Under this name, where it is not 16: in how many bits the base is held that the factors were trained on"""
+"""The name under which the bits of the base that the factors were trained on are published, unless they are 16"""
 
 
 def is_factor(name: str) -> bool:
@@ -35,12 +36,12 @@ def is_factor(name: str) -> bool:
 
 
 def low_rank_product(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """scale · B A in fp32 (float64 where the factors are): what an adapter adds to its module's weight [out, in]."""
+    """Return scale · B A in fp32 (float64 if the factors are), the adapter's addition to the weight [out, in]."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return scale * (b.to(wide) @ a.to(wide))
 
 
-# Quantiles of a normal distribution, as the paper's appendix E lists them.
+# Quantiles of a normal distribution, as listed in the paper's appendix E.
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -59,21 +60,21 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-# Cells of [-1, 1], so narrow that there is one middle between two levels in each at most.
+# Cells of [-1, 1], narrow enough that each holds at most one midpoint between two levels.
 _CELLS = 32
 
 
 def is_quantized(name: str) -> bool:
-    """Whether lora.base_bits = 4 is about the parameter of this name; it spares those that are trained."""
+    """Whether lora.base_bits = 4 applies to the parameter of this name; trained parameters are exempt."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module.rpartition(".")[2] in PROJECTIONS
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [out, in] -> two levels a byte, the first in the upper half [out, in / 2] uint8, and the largest absolute
-    value of every block [out, in / 64] bfloat16.
+    """Quantize weight [out, in] to two levels per byte, the first in the upper half [out, in / 2] uint8, and the
+    largest absolute value of every block [out, in / 64] bfloat16.
 
-    Raises ValueError where a row is not made of whole blocks.
+    Raises ValueError if a row is not a whole number of blocks.
     """
     rows, columns = weight.shape
     if columns % BLOCK:
@@ -86,7 +87,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = some.bfloat16().float().unflatten(1, (-1, BLOCK))
         largest = blocks.abs().amax(-1, keepdim=True)
         scaled = (blocks / torch.where(largest > 0, largest, 1.0)).flatten()
-        # A search among the fifteen middles takes five times as long.
+        # A search among the fifteen midpoints would take five times as long.
         cell = ((scaled + 1) * (_CELLS / 2)).int()
         level = below.index_select(0, cell) + (scaled > middle.index_select(0, cell))
         level = level.view(len(some), columns)
@@ -96,7 +97,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(packed: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [out, in] that `quantize` gave these of: level × scale in fp32, rounded to `dtype` once.
+    """Return the weight [out, in] behind the results of `quantize`: level × scale in fp32, rounded to `dtype` once.
 
     packed and absmax may have been cast to any type that holds them (older versions of FSDP2 do so).
     """
@@ -112,20 +113,20 @@ def dequantize(packed: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """weight [out, in] as it is after four bits, in fp32. A second time changes nothing, also after bfloat16."""
+    """Return weight [out, in] after four-bit rounding, in fp32. Repeating this changes nothing, even via bfloat16."""
     return dequantize(*quantize(weight), torch.float32)
 
 
 @functools.cache
 def _pairs(device: torch.device) -> torch.Tensor:
-    """Byte -> its two levels, as one number of 8 bytes, so that one look-up finds both [256] int64."""
+    """Map a byte to its two levels, as one 8-byte number, so that one look-up finds both [256] int64."""
     levels = torch.tensor(LEVELS, dtype=torch.float32)
     return torch.stack((levels.repeat_interleave(16), levels.repeat(16)), 1).view(torch.int64).flatten().to(device)
 
 
 @functools.cache
 def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cell -> levels whose upper end lies below it, and the end that lies in it, or infinity."""
+    """Map a cell to the number of levels whose upper end lies below it, and to the end inside it, or infinity."""
     levels = torch.tensor(LEVELS, dtype=torch.float32)
     ends = (levels[:-1] + levels[1:]) / 2
     below = torch.bucketize(torch.arange(_CELLS + 1, dtype=torch.float32) * (2 / _CELLS) - 1, ends)

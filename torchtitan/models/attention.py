@@ -1,10 +1,10 @@
-"""Causal attention of packed sequences as one operator of tensors, so that it is a node of compiled graphs.
+"""Causal attention of packed sequences as one operator on tensors, so that it is a node of compiled graphs.
 
-A pack is one row of tokens [T] that holds whole sequences one after another. Projections run over the row, so no
-padding is computed there; attention runs per sequence. The operator chooses: torch's variable-length flash attention on
-GPUs in half precision, torch's flash attention over buckets of sequences on CPUs, and for everything else plain
-products, a block of queries at a time. None of them holds a score for every pair of tokens. The backward computes
-probabilities again from the sums that the forward kept.
+A pack is one row of tokens [T] that holds whole sequences one after another. Projections run over the row, so they
+compute no padding; attention runs per sequence. The operator chooses torch's variable-length flash attention on GPUs in
+half precision, torch's flash attention over buckets of sequences on CPUs, and otherwise plain products for one block of
+queries at a time. None of them holds a score for every pair of tokens. The backward recomputes probabilities from the
+sums that the forward kept.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch.nn.functional as F
 
 from torchtitan.models.batch_invariance import KEY_BLOCK, key_length, padded_length
 
-# A bucket takes sequences down to this share of its longest one, so at most a quarter of its rows is padding
-# (and what rounding adds).
+# A bucket takes sequences down to this share of its longest, so at most a quarter of its rows is padding (plus
+# rounding).
 BUCKET_FILL = 0.75
-# The sum of a query that does not exist: no key has a probability under it, whatever its score.
+# The sum of a padding query: no key has a probability under it, whatever its score.
 NO_QUERY = 1e30
 
 
 class Buckets:
-    """How a pack [T, heads, D] becomes sequences of similar length in buckets, and back.
+    """The mapping between a pack [T, heads, D] and buckets of sequences of similar length.
 
-    A key head and the query heads that it serves are a sequence of their own: a bucket is [sequences × key heads,
-    width, ...], so that keys need no copy per query head. Padding lies to the right of a sequence, where causality
-    hides it from every real token.
+    A key head and its query heads are treated as a separate sequence: a bucket is [sequences × key heads, width, ...],
+    so that keys need no copy per query head. Padding lies to the right of a sequence, where causality hides it from
+    every real token.
     """
 
     def __init__(self, lengths: tuple[int, ...], heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
         self.total, self.heads = sum(lengths), heads
         self.widths: list[tuple[int, int, int]] = []
-        """(sequences × key heads, queries of each, keys of each) of every bucket"""
+        """(sequences × key heads, queries of each, keys of each) per bucket"""
         size = torch.tensor(lengths)
         offsets = F.pad(size.cumsum(0), (1, 0))
         order = size.argsort(descending=True, stable=True).tolist()
@@ -59,7 +59,7 @@ class Buckets:
     def split(self, x: torch.Tensor, padding: float | None = None) -> list[torch.Tensor]:
         """x [T or more, heads of q, ...] -> [sequences × key heads, query heads of each, width, ...] of each bucket.
 
-        padding: what lies where no token is; None: anything.
+        padding: the value of padding; None: it is undefined.
         """
         rows = x.unflatten(1, (self.heads, -1)).flatten(0, 1).index_select(0, self.queries.tokens)
         if padding is not None:
@@ -80,7 +80,7 @@ class Buckets:
         ]
 
     def join(self, parts: list[torch.Tensor], rows: int, of_keys: bool = False) -> torch.Tensor:
-        """The way back, from [sequences × key heads, width, ...], to `rows` rows; those past the last token are 0."""
+        """Invert `split`: [sequences × key heads, width, ...] to `rows` rows; those past the last token are 0."""
         flat = [part.flatten(0, 1) for part in parts]
         places = self.keys.places if of_keys else self.queries.places
         joint = (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, places)
@@ -89,12 +89,12 @@ class Buckets:
 
 
 class _Rows:
-    """Index tensors between rows (token, key head) and the places of all buckets, one after another."""
+    """Index tensors between rows (token, key head) and the places of all buckets in sequence."""
 
     def __init__(self, size: torch.Tensor, offsets: torch.Tensor, heads: int):
         self.size, self.offsets, self.heads, self.base = size, offsets, heads, 0
         self.tokens = self.padding = torch.empty(0, dtype=torch.int64)
-        """The row of each place, any for padding; the places that hold none"""
+        """The row of each place (any row for padding), and the places that are padding"""
         self.places = torch.empty(int(size.sum()) * heads, dtype=torch.int64)
         """The place of each row"""
 
@@ -122,13 +122,13 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 def _buckets(
     lengths: tuple[int, ...], heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, threads: int
 ) -> Buckets:
-    # All layers of a pack ask for the same buckets. Good lengths of keys may depend on the number of threads.
+    # All layers of a pack request the same buckets. Suitable key lengths may depend on the number of threads.
     return Buckets(lengths, heads, head_dim, dtype, device)
 
 
 def _pieces(length: int, keys: int, window: int, block: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, with the keys that they may see. Those begin at multiples of KEY_BLOCK, where the kernels'
-    own blocks do, so that a token's sums do not depend on where it lies in its block of queries."""
+    """Blocks of queries, with the keys that they may attend to. Those begin at multiples of KEY_BLOCK, like the
+    kernels' own blocks, so that a token's sums do not depend on its place in its block of queries."""
     for start in range(0, length, block):
         end = min(start + block, length)
         first = max(0, start - window + 1) // KEY_BLOCK * KEY_BLOCK if window else 0
@@ -136,7 +136,7 @@ def _pieces(length: int, keys: int, window: int, block: int) -> Iterator[tuple[s
 
 
 def _mask(rows: slice, columns: slice, window: int, like: torch.Tensor) -> torch.Tensor:
-    """What is added to scores [rows, keys]: 0 where a query sees a key, -inf elsewhere."""
+    """The addend for scores [rows, keys]: 0 where a query attends to a key, -inf elsewhere."""
     back = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
     back = back - torch.arange(columns.start, columns.stop, device=like.device)
     seen = (back >= 0) & (back < window) if window else back >= 0
@@ -146,7 +146,7 @@ def _mask(rows: slice, columns: slice, window: int, like: torch.Tensor) -> torch
 def _scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores [..., L, keys], and where there is a soft cap its slope."""
+    """Scores [..., L, keys], and with a soft cap its slope."""
     scores = (q @ k.transpose(-2, -1)) * scale
     slope = None
     if softcap:
@@ -177,8 +177,8 @@ def attend_masked(
 
 
 def with_sinks(out: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention out [..., heads, D] with sums total [..., heads] as it is with one more key of score sinks [heads] and
-    value 0 (gpt-oss)."""
+    """Add one more key with score sinks [heads] and value 0 to attention out [..., heads, D] with sums total [...,
+    heads] (gpt-oss)."""
     joint = torch.logaddexp(total, sinks.to(total.dtype))
     return out * (total - joint).exp()[..., None].to(out.dtype), joint
 
@@ -212,7 +212,7 @@ def _sequences_backward(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by q, k and v of `_sequences_forward`'s out."""
+    """Gradients with respect to q, k and v of `_sequences_forward`."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     on_cpu = _flash_on_cpu(q, softcap)
     if on_cpu and not window:
@@ -240,7 +240,7 @@ def _sequences_backward(
 
 
 def uses_varlen_flash(q: torch.Tensor, softcap: float = 0.0) -> bool:
-    """Whether flash attention takes the pack as it is: CUDA since Ampere, half precision, head sizes in steps of 8 up
+    """Whether flash attention handles the pack directly: CUDA since Ampere, half precision, head sizes in steps of 8 up
     to 256, no soft cap."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or softcap:
         return False
@@ -301,7 +301,7 @@ def _buckets_backward(
     scale: float,
     softcap: float,
 ) -> Iterator[torch.Tensor]:
-    """Gradients by q, k and v from what each bucket had and gave."""
+    """Gradients with respect to q, k and v, from each bucket's inputs and outputs."""
     found: list[list[torch.Tensor]] = [[], [], []]
     for g, part, (out, total) in zip(buckets.split(gradient, 0.0), parts, done, strict=True):
         of_q, of_k, of_v = _sequences_backward(g, *part, out, total, window, scale, softcap)
@@ -312,8 +312,8 @@ def _buckets_backward(
 
 
 class _InBuckets(torch.autograd.Function):
-    """The operator outside of compiled graphs, where it may keep its buckets for the backward instead of making them
-    again: (q, k, v, lengths, window, scale, softcap) -> out."""
+    """The operator outside compiled graphs, where it can keep its buckets for the backward instead of rebuilding them:
+    (q, k, v, lengths, window, scale, softcap) -> out."""
 
     @staticmethod
     def forward(
@@ -352,11 +352,11 @@ def _backward(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With out and total those of attention with its sinks, the same kernels give the gradients with sinks."""
+    """If out and total include the sinks, the same kernels give the gradients with sinks."""
     lengths = tuple(bounds.diff().tolist())
     if uses_varlen_flash(q, softcap):
         used, longest = sum(lengths), max(lengths)
-        # Dropout, which there is not, would need a state.
+        # The kernel wants a random state, although there is no dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         found = torch.ops.aten._flash_attention_backward(
             *(x[:used].contiguous() for x in (gradient, q, k, v, out)),
@@ -377,7 +377,7 @@ def _backward(
     return by_q, by_k, by_v, by_sinks.to(sinks.dtype)
 
 
-# Not torch.library.custom_op, which imports the compiler into every engine with its first call (1.4 s of 3.3 s).
+# torch.library.custom_op would import the compiler into every engine at its first call (1.4 s of 3.3 s).
 _library = torch.library.Library("torchtitan", "FRAGMENT")
 _SETTINGS = "Tensor cumulative, Tensor bounds, int window, float scale, float softcap"
 _library.define(f"packed_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_SETTINGS}) -> (Tensor, Tensor)")
@@ -432,15 +432,15 @@ def packed_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each sequence of a pack with itself: q [T, heads, D] -> the same.
+    """Causal attention within each sequence of a pack: q [T, heads, D] -> the same shape.
 
     Args:
-        k, v: [T, key-value heads, D]; each of their heads serves as many neighbours among q's.
+        k, v: [T, key-value heads, D]; each of their heads serves as many consecutive heads of q.
         cumulative: [sequences + 1] int32 on q's device, offsets of the sequences; tokens past the last give zero.
         bounds: the same in int64 on the host.
-        window: a token sees itself and window - 1 tokens before it; 0: all before it.
-        scale: of the products of q and k.
-        softcap: scores become softcap · tanh(scores / softcap) (Gemma 2); 0: as they are.
+        window: a token attends to itself and the window - 1 tokens before it; 0: all before it.
+        scale: factor of the products of q and k.
+        softcap: scores become softcap · tanh(scores / softcap) (Gemma 2); 0: unchanged.
         sinks: [heads], scores of one more key with value 0.
     """
     if not torch.compiler.is_compiling() and sinks is None and not uses_varlen_flash(q, softcap):
@@ -476,10 +476,10 @@ class PackedLayout:
 
 
 class AttentionLayer(Protocol):
-    """What a layer says of its attention; see `packed_attention`."""
+    """What attention needs to know of a layer; see `packed_attention`."""
 
     index: int
-    """Which layer it is"""
+    """The layer's index"""
     window: int
     scale: float
     softcap: float
@@ -493,14 +493,14 @@ AttentionFunction = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.
 class PackedAttention:
     """Attention of a pack, as the decoder calls it: (layer, q [T, Hq, D], k [T, Hkv, D], v) -> [T, Hq, D].
 
-    T may be larger than the layout's: what belongs to no sequence comes out as zero.
+    T may exceed the layout's; rows that belong to no sequence are zero.
     """
 
     def __init__(self, layout: PackedLayout):
         self.cumulative, self.bounds = layout.cumulative, layout.bounds
 
     def __call__(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # Its index is not looked at: compiled graphs would be one layer's only.
+        # The layer's index is not read, because compiled graphs would then be specific to one layer.
         return packed_attention(
             q,
             k,

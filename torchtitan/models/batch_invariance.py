@@ -1,11 +1,11 @@
-"""Batch invariance: the sizes at which a CPU computes a token alike, to the last bit, whatever else is in its batch.
+"""Batch invariance: sizes at which a CPU computes a token alike, to the last bit, whatever else is in its batch.
 
 A matrix kernel may sum in another order for a few rows, for rows that its tiles do not divide, and for inner lengths
-that it cuts in pieces; where that begins depends on processor, library, model and number of threads. So it is looked
-for, once per process, and trainer and embedded engine both compute at the sizes that were found: what the engine says
-of a token is then what the trainer computes for it.
+that it splits. The thresholds depend on processor, library, model and number of threads, so they are measured once per
+process. Trainer and embedded engine both compute at the sizes found, so that the engine's log-prob of a token equals
+the trainer's.
 
-For fp32 on a CPU only. Other types and devices take every size as it comes; their results are not promised to be equal.
+This covers only fp32 on a CPU. Other types and devices run at any size, without a promise of equal results.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch.nn.functional as F
 from torchtitan.models.model_args import ModelArgs
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
-# What is taken where no size was found: few dummies, and the order of sums of most kernels.
+# These are used if no size was found: few dummy rows, and the summation order of most kernels.
 USUAL_ROWS, USUAL_QUERIES = 16, 8
-# Rows of a product whose results the others are held against; so many of its first ones are looked at.
+# Rows of the reference product, and how many of its first rows are compared.
 REFERENCE_ROWS, COMPARED_ROWS = 512, 192
-# A larger weight is represented by so many of its outputs: the order of sums is a matter of rows and inputs.
-MOST_OUTPUTS = 2048
-# Attention runs over key lengths in multiples of this, the lanes of the widest processors...
+# A larger weight is represented by this many outputs, because rows and inputs decide the order of sums.
+MAX_OUTPUTS = 2048
+# Attention runs over key lengths in multiples of this, the lanes of the widest processors ...
 KEY_STEP = 16
-# ... and cuts them in blocks of this (torch's flash attention on CPUs).
+# ... and splits them into blocks of this size (torch's flash attention on CPUs).
 KEY_BLOCK = 512
 KEY_BLOCKS = 3
 
@@ -42,16 +42,16 @@ Found = TypeVar("Found")
 
 
 def reproducible_products() -> None:
-    """Ask MKL for its strict reproducibility, which makes products independent of the number of rows and threads.
+    """Request MKL's strict reproducibility, which makes products independent of the number of rows and threads.
 
-    It has that for Intel's processors, at no cost that could be measured, and reads the variable at the first product.
-    Elsewhere it offers only modes that are slower and no better.
+    MKL offers it on Intel processors, at no measurable cost, and reads the variable at the first product. On other
+    processors it has only slower modes that are no better.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     try:
         with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
-            # The vendor is in the second line; a machine may have hundreds of cores.
+            # The vendor is in the second line, and the file may be long on a machine with hundreds of cores.
             about = file.read(1024)
     except OSError:
         about = platform.processor()
@@ -64,22 +64,22 @@ reproducible_products()
 
 @dataclass(frozen=True)
 class InvariantSizes:
-    """At which sizes results do not depend on the batch."""
+    """Sizes at which results do not depend on the batch."""
 
     rows: int = 1
-    """Matrix products run over multiples of so many tokens"""
+    """Matrix products run over multiples of this many tokens"""
     queries: int = 1
-    """A step of generation attends with multiples of so many queries per key head"""
+    """A generation step attends with multiples of this many queries per key head"""
     unmet: tuple[str, ...] = ()
-    """What no size was found for"""
+    """The operations for which no size was found"""
 
     def padding(self, tokens: int) -> int:
-        """Tokens that are missing to a multiple of `rows`."""
+        """How many tokens are missing up to a multiple of `rows`."""
         return -tokens % self.rows
 
 
 def invariant_sizes(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> InvariantSizes:
-    """The sizes for a model on this machine, with as many threads as torch uses now."""
+    """Find the sizes for a model on this machine, with torch's current number of threads."""
     if not _counts(dtype, device):
         return InvariantSizes()
     threads = torch.get_num_threads()
@@ -91,7 +91,7 @@ def invariant_sizes(args: ModelArgs, dtype: torch.dtype, device: torch.device) -
 
 
 def said_of(sizes: InvariantSizes, what: str) -> str | None:
-    """One line for a person where `what` will not be equal to the last bit; None where it will be."""
+    """Return a one-line message if `what` will not be equal to the last bit; None if it will be."""
     if not sizes.unmet:
         return None
     return (
@@ -101,12 +101,12 @@ def said_of(sizes: InvariantSizes, what: str) -> str | None:
 
 
 def padded_length(length: int) -> int:
-    """The length that a sequence of `length` tokens is computed with; attention may take further keys (key_length)."""
+    """The length at which a sequence of `length` tokens is computed; attention may use more keys (key_length)."""
     return -(-length // KEY_STEP) * KEY_STEP
 
 
 def key_length(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The number of keys that attention over `length` positions runs with; those beyond are masked."""
+    """The number of keys with which attention over `length` positions runs; keys beyond `length` are masked."""
     length = padded_length(length)
     if not _counts(dtype, device):
         return length
@@ -122,7 +122,7 @@ def _counts(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _product_shapes(args: ModelArgs) -> tuple[tuple[int, int], ...]:
-    """(inputs, outputs) of the model's matrix products, those for generation included (fused_projections.py)."""
+    """(inputs, outputs) of the model's matrix products, including those for generation (fused_projections.py)."""
     hidden, wide = args.hidden_size, args.intermediate_size
     query, key = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
     shapes = [(columns, rows) for rows, columns in args.projection_shapes().values()]
@@ -131,16 +131,16 @@ def _product_shapes(args: ModelArgs) -> tuple[tuple[int, int], ...]:
         for size in {args.experts.intermediate_size, args.experts.shared_intermediate_size} - {0}:
             shapes += [(hidden, size), (hidden, 2 * size), (size, hidden)]
         shapes.append((hidden, args.experts.count))
-    return tuple(sorted({(inputs, min(outputs, MOST_OUTPUTS)) for inputs, outputs in shapes}))
+    return tuple(sorted({(inputs, min(outputs, MAX_OUTPUTS)) for inputs, outputs in shapes}))
 
 
 def _undisturbed(function: Callable[[Subject, int], Found]) -> functools._lru_cache_wrapper[Found]:
-    """Run function(subject, threads) in a thread of its own, once for each of both: the caller's modes (fake tensors,
-    counters, default devices) do not reach it there."""
+    """Run function(subject, threads) in a separate thread, once per pair of arguments, so that the caller's modes (fake
+    tensors, counters, default devices) do not affect it."""
 
     @torch.no_grad()
     def look(subject: Subject, threads: int) -> Found:
-        # A new thread would compute with as many threads as the process began with.
+        # A new thread would otherwise use the number of threads that the process started with.
         torch.set_num_threads(threads)
         return function(subject, threads)
 
@@ -154,7 +154,7 @@ def _undisturbed(function: Callable[[Subject, int], Found]) -> functools._lru_ca
 
 @_undisturbed
 def _row_step(shapes: tuple[tuple[int, int], ...], threads: int) -> int | None:
-    """The smallest step at whose multiples all these products give the rows of a large one; None if there is none."""
+    """The smallest step whose multiples all give the same rows as a large product; None if there is none."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(max(i * o for i, o in shapes), generator=generator)
     inputs = torch.randn(REFERENCE_ROWS * max(i for i, _ in shapes), generator=generator)
@@ -163,12 +163,12 @@ def _row_step(shapes: tuple[tuple[int, int], ...], threads: int) -> int | None:
         x = inputs[: REFERENCE_ROWS * width].view(REFERENCE_ROWS, width)
         weight = numbers[: width * outputs].view(outputs, width)
         whole = F.linear(x, weight)
-        # Threads may share the longer side of a product, so a pack of more tokens than outputs has to give the same.
+        # Threads may split the longer side of a product, so a pack with more tokens than outputs must agree too.
         if threads > 1 and outputs >= REFERENCE_ROWS:
             more = F.linear(x.repeat(1 + -(-outputs // REFERENCE_ROWS), 1), weight)
             if not torch.equal(more[:REFERENCE_ROWS], whole):
                 return None
-        # Where a step will do, its multiples will: the first step that does is the answer.
+        # If a step works, so do its multiples: the first one that works is the answer.
         while possible and not all(
             torch.equal(F.linear(x[:rows], weight), whole[:rows]) for rows in _multiples(possible[0], COMPARED_ROWS)
         ):
@@ -185,13 +185,13 @@ def _multiples(step: int, most: int) -> Iterable[int]:
 class _AttentionSizes:
     queries: int | None
     key_lengths: tuple[int, ...]
-    """Lengths up to KEY_BLOCK, the last one included; larger ones may add whole blocks. Empty: none will do"""
+    """Lengths up to KEY_BLOCK, the last one included; whole blocks may be added. Empty: no length works"""
 
 
 @_undisturbed
 def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
-    """Held against causal attention over three blocks: a generated token's, and that over shorter sequences."""
-    # There are several heads, as in use: the threads might share the work of a single one.
+    """Compare with causal attention over three blocks: that of a generated token, and that over shorter sequences."""
+    # There are several heads, as in practice, because threads might split the work of a single one.
     heads = 2 * min(threads, 8)
     longest = KEY_BLOCKS * KEY_BLOCK
     generator = torch.Generator().manual_seed(0)
@@ -199,7 +199,7 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
     whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def generated(queries: int, length: int) -> bool:
-        """Whether one token attends over `length` keys, of which it sees some, as in the whole sequence."""
+        """Whether a token over `length` keys, some of them masked, gets the same result as in the whole sequence."""
         seen = sorted({max(1, length - back) for back in (0, 3, 21, 70, 200, 333, length // 2, length - 7)})
         places = torch.tensor(seen) - 1
         query = F.pad(q[0, :, places].transpose(0, 1)[:, :, None], (0, 0, 0, queries - 1))
@@ -209,7 +209,7 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
         return torch.equal(out[:, :, 0], whole[0, :, places].transpose(0, 1))
 
     def sequence(length: int, keys: int) -> bool:
-        """Whether a shorter sequence attends, with so many keys, as the longer one does."""
+        """Whether a shorter sequence, with this many keys, gets the same results as the longer one."""
         out = F.scaled_dot_product_attention(q[:, :, :length], k[:, :, :keys], v[:, :, :keys], is_causal=True)
         return torch.equal(out, whole[:, :, :length])
 
@@ -225,7 +225,7 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
     )
     if not good or good[-1] != KEY_BLOCK:
         return _AttentionSizes(queries, ())
-    # The trainer attends with as many queries as the sequence is long.
+    # The trainer attends with one query per token of the sequence.
     for length in (KEY_STEP, 80, 208, 336, 464, KEY_BLOCK + 96, 2 * KEY_BLOCK - 80):
         rest = (length - 1) % KEY_BLOCK
         if not sequence(length, length - 1 - rest + next(one for one in good if one > rest)):

@@ -1,4 +1,4 @@
-"""What the training of a policy costs: a rank's memory, from the configuration alone, and operations. No torch here."""
+"""Estimates what training costs: one rank's memory, from the configuration alone, and operations. Without torch."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ BYTES = {"float32": 4, "bfloat16": 2}
 class MemoryEstimate:
     """Bytes on one trainer rank.
 
-    Parameters, gradients and the two AdamW moments are exact but for rounding: the rank's share (parameters / shards /
+    Parameters, gradients and the two AdamW moments are exact up to rounding: the rank's share (parameters / shards /
     tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. Adapters are
     fp32, and only they and lora.modules_to_save have gradients and moments; with lora.base_bits = 4 a projection takes
-    4.25 bits per weight. A reference policy that is not the trained one without its adapters takes the same share of
-    the model once more, in host memory where it is offloaded. The rest is rough:
+    4.25 bits per weight. A reference policy takes the same share of the model again (in host memory if offloaded),
+    unless it is the trained policy without its adapters. The rest is a rough estimate:
 
-    - gathered, activations, logits, unreduced: as they are at the moment at which they take the most together, which is
-      one of three. In the head: the root (embedding and head) and a layer are gathered in mixed_precision_param. In the
-      backward of a layer: the root and two layers, that one and the next. At its end: the root alone. Of a layer's
-      experts it is those of one rank of expert_parallel_degree; of quantised projections also the largest one as it is
-      computed with. An offloaded reference comes to the device in such units on one rank, too.
-    - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
-      projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (of a
-      mixture those of a token's experts, and its rows on the way there and back), shared among the tensor-parallel
-      ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
-    - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit, twice on a GPU. With model.logprob_head
-      full, T × vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
-    - unreduced: gradients before FSDP2 has reduced them. In the head the fp32 sum of its weight's, and its rounded
-      copy; in a layer that copy, the layer's, and those in mixed_precision_reduce as they are sent; at the end the same
-      of the root.
-    - slots: weight_sync.num_slots copies of what the rank sends, its share of the weights or of the adapters, in
-      inference.dtype, and one more for deltas; none where the engines are colocated.
+    - gathered, activations, logits, unreduced: their values at the moment when their sum is largest. The candidates
+      are: in the head, the root (embedding and head) and one layer are gathered in mixed_precision_param; in a layer's
+      backward, the root, that layer and the next; at the end of the backward, the root alone. Of a layer's experts,
+      those of one rank of expert_parallel_degree count; of quantised projections, the largest one also counts in the
+      type that it is computed in. On one rank, an offloaded reference is copied to the device in the same units.
+    - activations: for each of the T tokens of a full micro-batch, a layer keeps its residual stream, normed inputs and
+      projection outputs for the backward: about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (in a
+      mixture, those of the token's experts, and its dispatched and combined rows), shared among the tensor-parallel
+      ranks. A checkpointed layer keeps 1 hidden instead, and one such layer at a time holds everything.
+    - logits: model.logprob_head_budget_mb, or less if a micro-batch's logits are smaller; twice that on a GPU. With
+      model.logprob_head full: T × vocabulary in fp32, four such tensors at the peak, divided among the tensor-parallel
+      ranks.
+    - unreduced: gradients that FSDP2 has not reduced yet. In the head: the fp32 sum of its weight's gradient, and its
+      rounded copy. In a layer: that copy, the layer's gradients, and those being sent in mixed_precision_reduce. At the
+      end: the same for the root.
+    - slots: weight_sync.num_slots copies of what the rank sends (its share of the weights or of the adapters) in
+      inference.dtype, and one more for deltas; none if the engines are colocated.
     """
 
     parameters: int
@@ -67,18 +68,18 @@ class MemoryEstimate:
 
 
 def version_bytes(config: JobConfig, args: ModelArgs) -> int:
-    """Bytes of one version as the actors get it: all weights, or adapters."""
+    """Return the bytes of one version as the actors receive it: all weights, or only the adapters."""
     return sum(trained_parameters(config, args)) * BYTES[config.inference.dtype]
 
 
 def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEstimate:
-    """See MemoryEstimate for the reasoning."""
+    """Estimate one rank's memory; MemoryEstimate explains how."""
     training, tensor = config.training, config.parallelism.tensor_parallel_degree
     shard = shard_degree(config.parallelism, ranks) * config.parallelism.context_parallel_degree
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     own, adapters = trained_parameters(config, args)
     trained = -(-(own + adapters) // (shard * tensor))
-    # modules_to_save are fp32, as adapters are.
+    # modules_to_save are fp32, like adapters.
     trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
     quantized = [rows * columns for rows, columns in quantized_projections(config, args).values()]
     plain = args.num_parameters() - args.num_hidden_layers * sum(quantized)
@@ -89,7 +90,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     layer = (args.num_parameters() - root) // args.num_hidden_layers
     wide, experts = args.intermediate_size, 0
     if args.experts is not None:
-        # A token's rows lie once per expert that it has, on the way there and back.
+        # A token has one row per chosen expert, both when dispatched and when combined.
         wide = args.experts.active_size + args.experts.per_token * args.hidden_size // 2
         experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
     kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * wide
@@ -106,14 +107,14 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         if taught and (teacher := read_teacher_shape(config)) is not None:
             second = teacher.num_parameters() * master
         reference = -(-second // (shard * tensor))
-    # Without FSDP2 parameters are used where they lie, and gradients added up where they stay.
+    # Without FSDP2, parameters are used in place and gradients accumulate in place.
     training_types = {training.mixed_precision_param, training.mixed_precision_reduce, training.dtype}
     fsdp = ranks > 1 or len(training_types) > 1 or (reference > 0 and reference_on_host(config))
     held = (layer - experts - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
     held = held // tensor + experts * computed // config.parallelism.expert_parallel_degree
     held_root, sent = root * computed // tensor, BYTES[training.mixed_precision_reduce]
     held, held_root = (held, held_root) if fsdp else (0, 0)
-    # Adapters' gradients are small beside all else.
+    # Adapters' gradients are negligible here.
     trains = fsdp and not config.lora.rank
     of_head = args.vocab_size * args.hidden_size // tensor
     by_head = of_head * computed if trains else 0
@@ -145,7 +146,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
 
 
 def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
-    """(layers that keep their activations, layers that recompute them)."""
+    """Return (layers that keep their activations, layers that recompute them)."""
     mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     checkpointed = {"none": 0, "selective": layers // every, "full": layers}[mode]
     return layers - checkpointed, checkpointed
@@ -156,7 +157,7 @@ def reference_on_host(config: JobConfig) -> bool:
 
 
 def parts_on_host(config: JobConfig) -> set[str]:
-    """The parts of an estimate that are in host memory."""
+    """Return the parts of an estimate that lie in host memory."""
     trained = {"parameters", "gradients", "optimizer"} if config.training.enable_cpu_offload else set()
     reference = {"reference"} if reference_on_host(config) else set()
     slots = set() if config.weight_sync.transport in ON_DEVICE and trains_on_gpu() else {"slots"}
@@ -164,15 +165,16 @@ def parts_on_host(config: JobConfig) -> set[str]:
 
 
 def on_device(config: JobConfig, memory: MemoryEstimate) -> int:
-    """Bytes of the estimate that are the device's."""
+    """Return the bytes of the estimate that lie in device memory."""
     return memory.total - sum(getattr(memory, part) for part in parts_on_host(config))
 
 
 def default_head_budget(rows: int, vocabulary: int, hidden: int, converts: bool = False, on_gpu: bool = False) -> int:
-    """Bytes for logits [rows, vocabulary] at a time. A GPU reads and writes the fp32 sum of the weight's gradient once
-    per tile, so tiles are large there. A CPU: an eighth of the gradients by hidden states [rows, hidden] and
-    weight [vocabulary, hidden] in fp32, which are made anyway, but 8 to 36 MiB. 36 MiB also where that holds all
-    logits, so that none is computed twice, and where it has to hold a converted weight (converts)."""
+    """Return how many bytes of logits [rows, vocabulary] to hold at a time. A GPU reads and writes the fp32 sum of the
+    weight's gradient once per tile, so its tiles are large. A CPU gets an eighth of the fp32 gradients of the hidden
+    states [rows, hidden] and the weight [vocabulary, hidden], which are needed anyway, but at least 8 and at most 36
+    MiB. It gets 36 MiB if all logits then fit, so that none is computed twice, or if the tile must also hold a
+    converted weight (converts)."""
     if on_gpu:
         return GPU_HEAD_BYTES
     if converts or 4 * rows * vocabulary <= LARGEST_HEAD_BYTES:
@@ -182,38 +184,38 @@ def default_head_budget(rows: int, vocabulary: int, hidden: int, converts: bool 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a batch goes through the policy."""
+    """How many times a batch passes through the policy."""
 
     trained: int
-    """Forward and backward"""
+    """Forward and backward passes"""
     scored: int = 0
-    """Forward alone, with the head: recomputed and reference log-probs"""
+    """Forward passes alone, with the head: recomputed and reference log-probs"""
     updated: Sequence[str] | None = None
-    """Modules whose weights have gradients; None: all of them (adapters have, too; their operations are not counted)"""
+    """Modules whose weights have gradients; None: all of them (operations for gradients of adapters are not counted)"""
 
 
 def model_flops(args: ModelArgs, lengths: Sequence[int], completions: int, passes: Passes) -> float:
-    """What the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two operations per weight and token
-    forward and four backward, causal attention over each sequence, the head over completion tokens. What is computed
-    twice to save memory does not count, nor do gradients of weights that stay as they are.
+    """Return the operations that the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two per weight
+    and token in the forward and four in the backward, causal attention over each sequence, and the head over completion
+    tokens. Recomputation that saves memory does not count, nor do gradients of frozen weights.
 
-    lengths: tokens that go in, of each sequence; completions: tokens that were sampled, in all of them.
+    lengths: input tokens of each sequence; completions: sampled tokens of all sequences together.
     """
     query_and_value = args.num_attention_heads * (args.head_dim + args.value_dim)
     by_weights = {name: count * sum(lengths) for name, count in args.weights_per_token().items()}
-    # A tied head's weight is the embedding's, and trained under that name.
+    # A tied head shares the embedding's weight, which is trained under the embedding's name.
     head = "embed_tokens" if args.tie_word_embeddings else "lm_head"
     by_weights[head] = args.vocab_size * args.hidden_size * completions
     forward = sum(by_weights.values())
     gradients = sum(by_weights[name] for name in by_weights if passes.updated is None or name in passes.updated)
     attention = args.num_hidden_layers * query_and_value * sum(length**2 for length in lengths)
-    # Backward are the gradients of what goes into a weight, and those of the weight.
+    # The backward computes the gradients of a weight's input and of the weight.
     products = forward * (passes.scored + 2 * passes.trained) + gradients * passes.trained
     return 2.0 * products + attention * (passes.scored + 3 * passes.trained)
 
 
 def throughput(flops: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:
-    """tflops_per_rank of the training's seconds, and mfu where the device's peak [operations per second] is known."""
+    """Return tflops_per_rank over the seconds of training, and mfu if the device's peak [operations/s] is known."""
     if seconds <= 0:
         return {}
     per_rank = flops / seconds / ranks

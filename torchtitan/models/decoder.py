@@ -27,14 +27,14 @@ from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ATTENTION_PROJECTIONS, MISSING, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
 
-# DeepSeek's own code and transformers take this whatever config.json says of rms_norm_eps.
+# DeepSeek's own code and transformers use this value and ignore rms_norm_eps in config.json.
 LATENT_EPS = 1e-6
 
 
 def _shifted(
     objective: TokenObjective, first: int, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice
 ) -> torch.Tensor:
-    """The objective of rows that are counted from `first` on."""
+    """Apply the objective to rows that are counted from `first` on."""
     return objective(log_probs, entropy, slice(first + rows.start, first + rows.stop))
 
 
@@ -45,9 +45,9 @@ def _add_projections(module: nn.Module, args: ModelArgs) -> None:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions; how keys are found is the caller's."""
+    """Grouped-query self-attention with rotary positions; the caller decides how keys and values are looked up."""
 
-    # What a family has of these.
+    # Which of these exist depends on the family.
     qkv_proj: nn.Linear
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         sizes = (query, key_value) if self.whole_norm else (args.head_dim, args.head_dim)
         norms = [RMSNorm(size, args.rms_norm_eps, args.kind.zero_norms) if args.qk_norm else None for size in sizes]
         self.q_norm, self.k_norm = norms
-        # Set for generation (fused_projections.py), never where the policy is trained.
+        # Set for generation (fused_projections.py), never on a policy that is trained.
         self.fused: Callable[[torch.Tensor, RotaryTables | None], tuple[torch.Tensor, ...]] | None = None
 
     def forward(self, x: torch.Tensor, rotary: RotaryTables | None, attend: AttentionFunction) -> torch.Tensor:
@@ -81,23 +81,23 @@ class Attention(nn.Module):
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None and self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        # The number of heads is -1, because under tensor parallelism a rank sees its share of them.
+        # The number of heads is inferred, because a tensor-parallel rank holds only its share of them.
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(attend(self, self.turn(q, rotary), self.turn(k, rotary), v).flatten(-2))
 
     def turn(self, x: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
-        """x [T, heads, D] at its positions; a layer without rotary positions leaves it."""
+        """Rotate x [T, heads, D] by its positions; in a layer without rotary positions x is unchanged."""
         return x if rotary is None else rotate(x, *rotary, pairs=self.rotary_pairs)
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (MLA; DeepSeek-AI 2024, DeepSeek-V2): one small vector of a token makes the keys and
-    values of all heads, which share one turned part of their keys. They are computed before attention, so kernels and
-    caches are those of every other family."""
+    """Multi-head latent attention (MLA; DeepSeek-AI 2024, DeepSeek-V2): the keys and values of all heads are computed
+    from one small vector per token, and the heads share the rotated part of their keys. Keys and values are computed
+    before attention, so kernels and caches are the same as for every other family."""
 
-    # A model has either the first, or the two after it.
+    # A model has either q_proj, or q_a_proj and q_b_proj.
     q_proj: nn.Linear
     q_a_proj: nn.Linear
     q_b_proj: nn.Linear
@@ -125,7 +125,7 @@ class LatentAttention(nn.Module):
         k, v = heads.split((sizes.unturned, sizes.values), -1)
         q_turned, k_turned = (rotate(one, *rotary, pairs=self.pairs) for one in (q_turned, k_turned[:, None]))
         q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned.expand(-1, k.shape[1], -1)), -1)
-        # Kernels and cache take values as wide as keys.
+        # Kernels and cache expect values as wide as keys.
         out = attend(self, q, k, F.pad(v, (0, k.shape[-1] - sizes.values)))
         return self.o_proj(out[..., : sizes.values].flatten(-2))
 
@@ -133,7 +133,7 @@ class LatentAttention(nn.Module):
 class MLP(nn.Module):
     """Gated feed-forward."""
 
-    # What a family has of these.
+    # Which of these exist depends on the family.
     gate_up_proj: nn.Linear
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -157,12 +157,12 @@ class MLP(nn.Module):
         return self.down_proj(self.activate(gate, up))
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """gate and up [T, I] -> what goes into the last projection."""
+        """Combine gate and up [T, I] into the input of the last projection."""
         return swiglu(gate, up) if self.silu else F.gelu(gate, approximate="tanh") * up
 
 
 def feed_forward(args: ModelArgs, index: int) -> MLP | MoE:
-    """What a layer has behind its attention."""
+    """Return the feed-forward of a layer: dense, or a mixture of experts."""
     if args.experts is None or index in args.dense_layers:
         return MLP(args.hidden_size, args.intermediate_size, args.kind, args.mlp_bias)
     wide = args.experts.shared_intermediate_size
@@ -170,7 +170,7 @@ def feed_forward(args: ModelArgs, index: int) -> MLP | MoE:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with norms before or after it and added to the residual stream."""
+    """Attention and feed-forward, each with norms before or after it, and each added to the residual stream."""
 
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    """Embeddings, layers and the final norm: what Hugging Face checkpoints call `model`."""
+    """Embeddings, layers and the final norm: the module that Hugging Face checkpoints call `model`."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -214,13 +214,13 @@ class DecoderStack(nn.Module):
         rotary: list[RotaryTables] | None = None,
         routes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """token_ids [T] at positions [T] -> hidden states [T, H]; `rotary` where the caller has the tables already.
+        """token_ids [T] at positions [T] -> hidden states [T, H]; `rotary`: the tables, if the caller already has them.
 
-        routes [T, layers, k]: the experts of each token where an engine has chosen them, see moe.Routing.
+        routes [T, layers, k]: each token's experts if an engine has chosen them, see moe.Routing.
         """
         x = self.embed_tokens(token_ids)
         if self.args.embedding_scale != 1.0:
-            # In the weights' type, as transformers has it.
+            # In the weights' type, as in transformers.
             x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype, device=x.device)
         if rotary is None:
             rotary = rotary_tables(self.args, positions, x.dtype)
@@ -240,11 +240,11 @@ class Decoder(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        # Sequence parallelism cuts the pack into this many equal parts; `parallelize` sets it.
+        # The number of equal parts into which sequence parallelism cuts the pack; `parallelize` sets it.
         self.sequence_parts = 1
-        # The ranks that share a pack's tokens, where several do; `parallelize` sets it.
+        # The ranks that share a pack's tokens, if there are several; `parallelize` sets it.
         self.context: ContextParallel | None = None
-        # The settings of low-rank adapters, where the policy has some; see lora.py.
+        # The settings of low-rank adapters, if the policy has any; see lora.py.
         self.lora: Lora | None = None
         self.model = DecoderStack(args)
         self.lm_head = LogProbHead(args.hidden_size, args.vocab_size)
@@ -255,31 +255,31 @@ class Decoder(nn.Module):
         super()._apply(function, recurse)
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                # A router's bias moves in steps too small for half precision.
+                # Steps of a router's bias are too small for half precision.
                 module._buffers[name] = buffer.float() if buffer.is_floating_point() else buffer
         return self
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers, from the embedding on."""
+        """The layers in order, starting behind the embedding."""
         return self.model.layers
 
     def names_in_files(self, name: str) -> list[tuple[str, Place]]:
-        """What files, engines and weight synchronisation call a parameter, and which part of it each name is."""
+        """Return a parameter's names in files, engines and weight synchronisation, with the part each denotes."""
         return [*self.args.names_in_files(name)]
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, where the model ties them. Call again after replacing parameters."""
+        """Share the embedding's weight with the head if the model ties them. Repeat after replacing parameters."""
         if self.args.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.get_parameter("weight")
 
     def invariant_sizes(self) -> InvariantSizes:
-        """At which sizes this model computes a token alike whatever else is in the batch: trainer and engine keep to
-        them."""
+        """Return the sizes at which the model computes a token alike whatever else is in the batch; trainer and engine
+        use them."""
         return invariant_sizes(self.args, self.lm_head.weight.dtype, self.lm_head.weight.device)
 
     def padded_length(self, tokens: int) -> int:
-        """The tokens that a pack of so many is computed as: as many as its ranks and the kernels' sizes divide."""
+        """Return the padded length of a pack of this many tokens: a multiple of its parts and of the kernels' sizes."""
         parts = math.lcm(self.sequence_parts, self.invariant_sizes().rows)
         parts *= 1 if self.context is None else self.context.ranks
         return -(-tokens // parts) * parts
@@ -297,17 +297,17 @@ class Decoder(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T]).
 
-        rows [n]: positions that the targets [n] (and `kept`) belong to, so that prompts cost the head nothing.
+        rows [n]: the positions that the targets [n] (and `kept`) belong to, so that the head skips prompts.
         objective: see LogProbHead; the result is then (loss [], log-probs [n], entropy [n]).
         routes [T, layers, k]: experts that an engine has chosen, see moe.Routing.
 
-        With context parallelism each rank of the group is given the same; `rows` must ascend. It gets all log-probs,
-        and the loss of its own rows.
+        With context parallelism, all ranks of the group are given the same arguments, and `rows` must ascend. Each rank
+        gets all log-probs, and the loss of its own rows.
         """
         sizes = self.invariant_sizes()
         positions, padding = layout.positions, self.padded_length(layout.total) - layout.total
         if padding:
-            # No real token sees these: attention leaves them out and the head cuts them off.
+            # Padding is invisible to real tokens: attention leaves it out and the head drops it.
             token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
             routes = None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, padding), value=MISSING)
         context = self.context
@@ -333,19 +333,19 @@ class Decoder(nn.Module):
     def hidden_states(
         self, token_ids: torch.Tensor, positions: torch.Tensor, layout: PackedLayout, routes: torch.Tensor | None
     ) -> torch.Tensor:
-        """[T, H] behind the final norm."""
+        """Hidden states [T, H] after the final norm."""
         hidden: torch.Tensor = self.model(token_ids, positions, PackedAttention(layout), routes=routes)
         return hidden
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids [B, T] -> logits [B, T, V]; every row is a sequence of its own, without padding."""
+        """token_ids [B, T] -> logits [B, T, V]; every row is a separate sequence, without padding."""
         batch, length = token_ids.shape
         layout = PackedLayout([length] * batch, token_ids.device)
         return self(token_ids.flatten(), layout).unflatten(0, (batch, length))
 
     @torch.no_grad()
     def initialize_weights(self, seed: int, std: float = 0.02) -> None:
-        """Random weights as in GPT-2: normal for matrices, zero for biases, one for norms; alike on any layout."""
+        """Random weights as in GPT-2: normal for matrices, zero for biases, one for norms; the same on any layout."""
         from torchtitan.distributed.placement import copy_full_
 
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A layer's norms, activation and rotary positions: what is between its matrix products, in few passes over memory."""
+"""A layer's norms, activation and rotary positions: the work between its matrix products, in few passes over memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 from torchtitan.models.families import Rope, Scaling
 from torchtitan.models.model_args import ModelArgs
 
-# Numbers that torch's vectorised loops take at a time on the widest processors: those that are left over at the end of
-# a loop go through other code, with an exponential of other last bits.
+# The elements that torch's vectorised loops take at a time on the widest processors. Elements left over at the end of a
+# loop go through other code, whose exponential differs in the last bits.
 LANES = 32
-# Fewer numbers are not shared between threads, each of which has an end of its own.
+# Fewer elements than this are not split over threads, each of which would have such an end.
 GRAIN = 32768
 
 # Cosine and sine, see rotary_tables.
@@ -24,7 +24,7 @@ RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension; zero: the weight is what is added to a factor of 1."""
+    """Root-mean-square normalisation over the last dimension; zero: the factor is 1 + weight."""
 
     def __init__(self, size: int, eps: float, zero: bool = False):
         super().__init__()
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., D]; weight: [D], or [heads, D].
 
-    On CUDA it is torch's one kernel; elsewhere torch would take six passes, and some twenty for the gradient.
+    On CUDA this is torch's single kernel; elsewhere torch would take six passes, and some twenty for the gradient.
     """
     if x.is_cuda:
         normed = F.rms_norm(x, x.shape[-1:], weight if weight.dim() == 1 else None, eps)
@@ -52,9 +52,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, to the last bit that of F.rms_norm, and 1 / sqrt(mean(x²) + eps) [..., 1] in fp32 or wider."""
+    """Return the result, equal to F.rms_norm to the last bit, and 1 / sqrt(mean(x²) + eps) [..., 1], at least fp32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    # One tensor of x's size for everything: fresh memory costs more than the arithmetic.
+    # One tensor of x's size serves every step, because fresh memory costs more than the arithmetic.
     buffer = wide * wide
     scale = buffer.mean(-1, keepdim=True).add_(eps).rsqrt_()
     return torch.mul(wide, scale, out=buffer).mul_(weight).to(x.dtype), scale
@@ -81,9 +81,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up, of two tensors [T, I] of one shape.
+    """silu(gate) · up, for two tensors [T, I].
 
-    In fp32 on a CPU a token's result does not depend on where in the batch it lies, nor on the number of threads.
+    In fp32 on a CPU a token's result depends neither on its place in the batch nor on the number of threads.
     """
     if gate.is_cuda or gate.dtype != torch.float32 or torch.compiler.is_compiling():
         return F.silu(gate) * up
@@ -94,13 +94,13 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _silu(gate: torch.Tensor) -> torch.Tensor:
     if gate.shape[-1] % LANES:
-        # Written out with operations that treat all numbers alike, at twice the time.
+        # These operations treat all elements alike, at twice the time.
         result = torch.neg(gate).exp_().add_(1.0)
         return torch.div(gate, result, out=result)
     threads, count = torch.get_num_threads(), gate.numel()
     if threads == 1 or count < GRAIN:
         return F.silu(gate)
-    # As much as the threads can share in multiples of LANES, or pieces that are not shared, so that none has an end.
+    # Take what the threads can split in multiples of LANES, or unsplit pieces, so that no loop has leftovers.
     shared = count - count % (LANES * threads) if count >= GRAIN * threads else GRAIN - LANES
     result = torch.empty(gate.shape)
     for part, place in zip(gate.reshape(-1).split(shared), result.view(-1).split(shared), strict=True):
@@ -122,9 +122,9 @@ class _SwiGLU(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=16)
 def inverse_frequencies(rope: Rope, width: int, device: str) -> torch.Tensor:
-    """Rotary frequencies [width / 2] in fp32, of the first `width` elements of a head.
+    """Rotary frequencies [width / 2] in fp32, for the first `width` elements of a head.
 
-    Computed, never stored as a buffer: meta initialisation and `to_empty` would wipe it.
+    They are computed and never stored as a buffer, which meta initialisation and `to_empty` would wipe.
     """
     exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequencies = 1.0 / (rope.theta**exponent)
@@ -149,10 +149,10 @@ def inverse_frequencies(rope: Rope, width: int, device: str) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, scaling: Scaling, width: int) -> torch.Tensor:
-    """Frequencies that turn often within the original context stay, slow ones are divided (Peng et al. 2023, 3.2)."""
+    """Keep frequencies that turn often within the original context, and divide slow ones (Peng et al. 2023, 3.2)."""
 
     def place(turns: float) -> float:
-        """Which element turns so often."""
+        """The index of the element that makes this many turns."""
         return (
             width * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
         )
@@ -168,7 +168,7 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: Scaling, width: int)
 
 
 def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) -> list[RotaryTables]:
-    """For each of `args.ropes` cosine and sine for positions [T], each [T, 1, turned part of a head]: (cos, cos) and
+    """For each of `args.ropes`, cosine and sine for positions [T], each [T, 1, rotated part of a head]: (cos, cos) and
     (-sin, sin) over the two halves."""
     width, tables = args.rotary_width, []
     for rope in args.ropes:
@@ -185,7 +185,7 @@ def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Te
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is turned back: as few passes over memory as the forward."""
+    """The backward rotates the gradient back, in as few passes over memory as the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -201,8 +201,9 @@ class _Rotate(torch.autograd.Function):
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, pairs: bool = False) -> torch.Tensor:
     """Apply rotary positions to x [T, heads, D].
 
-    cosine, sine: as of `rotary_tables`; what they are too narrow for stays. pairs: neighbours are turned, not halves.
-    Their elements come out in another order, the same in queries and keys, whose products do not depend on it.
+    cosine, sine: from `rotary_tables`; elements of a head beyond their width stay unchanged. pairs: neighbouring
+    elements are rotated, not halves. The result then has another order, the same in queries and keys, so that their
+    products agree.
     """
     width = cosine.shape[-1]
     if width < x.shape[-1]:

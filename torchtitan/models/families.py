@@ -1,17 +1,19 @@
-"""What distinguishes the families of decoders, and how their config.json is read. No torch here.
+"""How the families of decoders differ, and how their config.json is read. Does not import torch.
 
-A family is a row of `FAMILIES`. Keys of a config.json that nothing here honours are refused by name.
+A family is a row of `FAMILIES`. Keys of a config.json that are not honoured here are refused by name.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import UserError
 
-# Norms of a layer: before and after attention, before and after the feed-forward; "" for none.
+# A layer's norms: before and after attention, before and after the feed-forward; "" for none.
 BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
 AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -20,13 +22,13 @@ GEMMA = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layerno
 
 @dataclass(frozen=True)
 class Family:
-    """What a family fixes; the rest is in its config.json."""
+    """What is fixed for a family; config.json holds the rest."""
 
     architecture: str
     qkv_bias: bool = False
-    """Biases on q, k and v whatever config.json says of attention_bias"""
+    """q, k and v have biases whatever config.json says of attention_bias"""
     qk_norm: str = ""
-    """RMSNorm of q and k: of "heads" each, or of all heads as a "whole\""""
+    """RMSNorm of q and k: of each of the "heads", or of all heads as a "whole\""""
     norms: tuple[str, str, str, str] = BEFORE
     zero_norms: bool = False
     """Norms multiply by 1 + weight"""
@@ -35,22 +37,22 @@ class Family:
     joint_gate_up: bool = False
     """One gate_up_proj instead of gate_proj and up_proj"""
     output_bias: bool = True
-    """attention_bias is also o_proj's"""
+    """attention_bias applies to o_proj, too"""
     rotary_pairs: bool = False
-    """Rotary positions turn neighbours instead of the two halves of a head"""
+    """Rotary positions rotate neighbouring elements together, instead of the two halves of a head"""
     activation: str = "silu"
     sinks: bool = False
-    """Every head has one more key with a score of its own and value 0"""
+    """Every head has one more key, with its own score and value 0"""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of hidden_size"""
+    """Embeddings are multiplied by √hidden_size"""
     defaults: dict[str, Any] = field(default_factory=dict, hash=False)
-    """What a config.json means that leaves these keys out, as transformers has it"""
+    """Values of keys that a config.json leaves out, as in transformers"""
     full_every: int = 0
-    """Without layer_types every n-th layer attends to everything and the others to a window; 0: see _layer_types"""
+    """Without layer_types, every n-th layer has full attention and the others a window; 0: see _layer_types"""
     keys: tuple[str, ...] = ()
     """Further keys of config.json that are honoured"""
     only: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Further keys, and the one value of each that is"""
+    """Further keys that are honoured with one value only, and that value"""
 
 
 def _gemma(**defaults: Any) -> dict[str, Any]:
@@ -72,15 +74,17 @@ _EXPERTS = (
     *("decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "output_router_logits", "router_aux_loss_coef"),
     *("router_jitter_noise",),
 )
-# Keys of further layers that guess several tokens at a time, which are not loaded.
+# Keys of multi-token-prediction layers, which are not loaded.
 _MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-# Of DeepSeek-V3: its latent attention, and what GLM-4.5 has of its experts.
+# DeepSeek-V3's latent attention, and those of its experts' settings that GLM-4.5 shares.
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _ROUTED = {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _GROUPED = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
 _NOAUX = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SWITCHED = {"use_sliding_window": False}
+# For other families, transformers ignores partial_rotary_factor, but some engines do not.
+_PARTLY_TURNED = ("phi3", "glm4", "glm4_moe", "minimax_m2")
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False, defaults=_SWITCHED),
@@ -105,7 +109,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         rotary_pairs=True,
-        # The last three matter in DeepSeek's own training alone.
+        # The last three matter only in DeepSeek's own training.
         keys=(*_EXPERTS, *_LATENT, "qk_head_dim", *_MTP, "ep_size", "aux_loss_alpha", "seq_aux"),
         only={**_NOAUX, "rope_interleave": True, "moe_layer_freq": 1},
         defaults=_LATENT | _ROUTED | _GROUPED,
@@ -171,7 +175,7 @@ HONOURED = (
     *("mlp_bias", "use_sliding_window", "sliding_window", "sliding_window_pattern", "max_window_layers"),
     *("layer_types", "_sliding_window_pattern"),
 )
-# These keys say nothing about what a token's log-prob is. Nothing is dropped out in training, as in the engines.
+# These keys do not affect a token's log-prob. Training applies no dropout, and neither do the engines.
 MEANINGLESS = (
     *("architectures", "transformers_version", "dtype", "torch_dtype", "initializer_range", "use_cache"),
     *("pad_token_id", "attention_dropout", "resid_pdrop", "embd_pdrop", "_name_or_path", "auto_map", "pretraining_tp"),
@@ -180,13 +184,58 @@ MEANINGLESS = (
     *("unsloth_fixed", "is_llama_config", "transformers.js_config", "_attn_implementation_autoset", "tokenizer_class"),
 )
 
+# The types of keys that do not hold a whole number. null is allowed for all keys but those of _NEVER_NULL.
+_FRACTIONS = (
+    *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "query_pre_attn_scalar"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "residual_multiplier"),
+    *("attention_multiplier", "logits_scaling", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
+    *("router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha"),
+    *("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim"),
+)
+_SWITCHES = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "use_qk_norm"),
+    *("output_router_logits", "use_mtp", "seq_aux", "truncate"),
+)
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(_FRACTIONS, ("a number", (int, float))),
+    **dict.fromkeys(_SWITCHES, ("true or false", (bool,))),
+    **dict.fromkeys(("layer_types", "mlp_layer_types"), ("a list of strings", (list,))),
+    **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), ("a list of whole numbers", (list,))),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"), ("an object", (dict,))),
+    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation", "rope_type", "type"), ("a string", (str,))),
+    "eos_token_id": ("a whole number or a list of whole numbers", (int, list)),
+}
+_NEVER_NULL = (
+    *("rms_norm_eps", "max_position_embeddings", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("max_window_layers", "no_rope_layer_interval", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+
+
+def check_types(config: dict[str, Any], keys: Iterable[str], file: str = "config.json") -> None:
+    """Raise UserError if one of these keys of a file holds a value of the wrong type."""
+    wrong = []
+    for key in sorted(config.keys() & {*keys}):
+        value, (words, types) = config[key], _TYPES.get(key, ("a whole number", (int,)))
+        fits = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
+        fits = fits or (value is None and key not in _NEVER_NULL)
+        if not fits or (isinstance(value, list) and {*map(type, value)} - {str if "string" in words else int}):
+            wrong.append(f"{key} must be {words}, not {json.dumps(value)}")
+    if wrong:
+        raise UserError(f"in {file} {', '.join(wrong)}")
+    layers = config.get("num_hidden_layers") or 0
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        if config.get(key) and len(config[key]) < layers:
+            raise UserError(f"{key} in config.json names {len(config[key])} of {layers} layers")
+
 
 def find_family(config: dict[str, Any]) -> Family:
-    """The row of a config.json. Raises UserError for a family that there is not, and for keys that are not honoured."""
+    """Return the row for a config.json. Raises UserError for an unknown family, and for keys that are not honoured."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"model_type {name!r} in config.json is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
+    check_types(config, (*HONOURED, *family.keys))
     known = {*HONOURED, *MEANINGLESS, *family.keys}
     wrong = {key for key, value in family.only.items() if config.get(key, value) not in (value, None)}
     ignored = sorted(wrong | {key for key, value in config.items() if key not in known | {*family.only} and value})
@@ -200,7 +249,7 @@ def find_family(config: dict[str, Any]) -> Family:
 
 
 LENGTH = "original_max_position_embeddings"
-# What a rope_type says beside theta.
+# The parameters of a rope_type beside theta.
 SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
@@ -211,8 +260,8 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a rope_type makes of the rotary frequencies: of llama3 and of yarn (Peng et al. 2023), or linear, which
-    divides positions by the factor. Each takes the fields that `SCALINGS` lists."""
+    """How a rope_type changes the rotary frequencies: as in llama3 or yarn (Peng et al. 2023), or linear, which divides
+    positions by the factor. Each uses the fields that `SCALINGS` lists."""
 
     rope_type: str
     factor: float
@@ -220,18 +269,18 @@ class Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float = 1.0
-    """What cosine and sine are multiplied by"""
+    """Multiplies cosine and sine"""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     mscale_all_dim: float = 0.0
-    """DeepSeek's scores are multiplied by `temperature` of it twice"""
+    """DeepSeek multiplies scores by the square of `temperature`, which depends on this"""
 
     def temperature(self) -> float:
         return _temperature(self.factor, self.mscale_all_dim)
 
     def to_hf_config(self) -> dict[str, Any]:
-        """The rope_parameters of a config.json, theta left out."""
+        """Return the rope_parameters of a config.json, without theta."""
         return {"rope_type": self.rope_type} | {
             name: getattr(self, name) for name in SCALINGS[self.rope_type] if name != "mscale"
         }
@@ -246,26 +295,35 @@ class Rope:
 
 
 def read_ropes(config: dict[str, Any]) -> tuple[tuple[Rope, Rope | None], float]:
-    """((rotary positions, those of windowed layers where they are others), share of a head that is turned)."""
-    # transformers 5 nests theta and scaling in rope_parameters, by layer type where they differ; 4 keeps them apart.
+    """Return ((rotary positions, those of windowed layers if they differ), share of a head that is rotated)."""
+    # transformers 5 nests theta and scaling in rope_parameters, per layer type if they differ; 4 keeps them apart.
     nested = config.get("rope_parameters") or {}
+    check_types(nested, ("full_attention", "sliding_attention"))
     theta = config.get("rope_theta") or 10000.0
     if "full_attention" in nested or "sliding_attention" in nested:
         full = nested.get("full_attention") or {}
         sliding = nested.get("sliding_attention") or {}
     else:
-        full = nested or config.get("rope_scaling") or {}
+        given = [one for one in (nested, config.get("rope_scaling")) if one]
+        is_said = config.get("rope_scaling") is not FAMILIES[config["model_type"]].defaults.get("rope_scaling")
+        if is_said and len({_rope(one, theta, config) for one in given}) > 1:
+            # transformers 5 uses the second, without the first one's theta.
+            raise UserError("rope_parameters and rope_scaling in config.json differ: keep one, and its rope_theta")
+        full = given[0] if given else {}
         sliding = full
         if config["model_type"] in ("gemma3_text", "olmo3"):
             sliding = {"rope_theta": config.get("rope_local_base_freq") or theta}
     share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if config.get("rotary_dim") and "partial_rotary_factor" not in full:
         share = config["rotary_dim"] / config["head_dim"]
+    if share != 1.0 and config["model_type"] not in _PARTLY_TURNED:
+        raise UserError(f"partial_rotary_factor = {share} in config.json is not supported for {config['model_type']}")
     whole, windowed = _rope(full, theta, config), _rope(sliding, theta, config)
     return (whole, None if windowed == whole else windowed), share
 
 
 def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> Rope:
+    check_types(parameters, {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(*SCALINGS.values()))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in SCALINGS:
         raise UserError(f"rope_type {kind!r} in config.json is not supported; supported: {', '.join(SCALINGS)}")
@@ -275,7 +333,7 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
         raise UserError(f"{', '.join(ignored)} in config.json: not honoured for rope_type {kind}")
     scaling = None
     if kind in ("yarn", "llama3"):
-        # transformers prefers what stands outside, as of Phi-3.
+        # transformers prefers the outer value, as in Phi-3.
         length = config.get(LENGTH) or parameters.get(LENGTH) or config["max_position_embeddings"]
         parameters = {**parameters, LENGTH: length}
     if kind == "yarn":
@@ -302,21 +360,21 @@ def _temperature(factor: float, mscale: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2): sizes in elements."""
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2). Sizes are in elements."""
 
     queries: int
-    """Of the vector that a token's queries are made of; 0: they are made of its hidden state"""
+    """Width of the vector that a token's queries are computed from; 0: they are computed from its hidden state"""
     keys: int
-    """Of the vector that a token's keys and values are made of"""
+    """Width of the vector that a token's keys and values are computed from"""
     unturned: int
-    """Of a head, what has no position"""
+    """Width of the part of a head that has no position"""
     turned: int
-    """Of a head, what rotary positions turn; all heads have the same such part of a key"""
+    """Width of the part of a head that is rotated; all heads share this part of a key"""
     values: int
-    """Of a head's value"""
+    """Width of a head's value"""
 
     def projection_shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, int]]:
-        """Weight [out, in] of what makes queries, keys and values."""
+        """Weights [out, in] of the projections that compute queries, keys and values."""
         query = heads * (self.unturned + self.turned)
         shapes = {"q_proj": (query, hidden)}
         if self.queries:
@@ -326,7 +384,7 @@ class Latent:
 
 
 def read_latent(config: dict[str, Any]) -> Latent | None:
-    """None for families with ordinary keys and values."""
+    """Read the sizes of latent attention; None for families with ordinary keys and values."""
     if not config.get("kv_lora_rank"):
         return None
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -337,15 +395,13 @@ def read_latent(config: dict[str, Any]) -> Latent | None:
 
 
 def read_windows(config: dict[str, Any], family: Family) -> tuple[int, ...]:
-    """The window of every layer, 0 for those that attend to everything; () where all do."""
+    """Return the window of every layer, 0 for full attention; () if all layers have full attention."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window") or 0
     kinds = config.get("layer_types") or _layer_types(config, family, layers)
     switched = not config.get("use_sliding_window", True)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(f"layer_types {', '.join(unknown)} in config.json: the decoder has no such attention")
-    if len(kinds) < layers:
-        raise UserError(f"layer_types in config.json names {len(kinds)} of {layers} layers")
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
     return () if switched or not window or not any(windows) else windows
 
@@ -354,7 +410,7 @@ def _layer_types(config: dict[str, Any], family: Family, layers: int) -> list[st
     sliding, full = "sliding_attention", "full_attention"
     name = config["model_type"]
     if family.full_every:
-        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or family.full_every
+        every = config.get("sliding_window_pattern") or family.full_every
         return [full if (index + 1) % every == 0 else sliding for index in range(layers)]
     if name in ("qwen2", "qwen3"):
         first = config.get("max_window_layers", 28)
@@ -366,7 +422,7 @@ def _layer_types(config: dict[str, Any], family: Family, layers: int) -> list[st
 
 
 def read_unturned(config: dict[str, Any]) -> tuple[int, ...]:
-    """The layers without rotary positions."""
+    """Return the layers without rotary positions."""
     if config["model_type"] != "smollm3":
         return ()
     layers, every = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)

@@ -1,12 +1,12 @@
 """Log-probs and entropy of target tokens without ever holding [N, V]: the kernel of the log-prob head.
 
-Two ways over the tiles of logit_tiles.py:
+There are two ways over the tiles of logit_tiles.py:
 
-- two passes (`fused_log_probs`): the forward keeps one normaliser per row, the backward computes the logits again;
-- one pass (`fused_objective`): once a tile's log-probs are known so is what the loss asks of them, and the gradients of
-  hidden states and weight are formed at once, in the buffer that held the logits; the backward only scales.
+- two passes (`fused_log_probs`): the forward keeps one normaliser per row, and the backward recomputes the logits;
+- one pass (`fused_objective`): once a tile's log-probs are known, so are the loss's derivatives. The gradients of
+  hidden states and weight are formed at once, in the buffer that held the logits; the backward only scales them.
 
-Under tensor parallelism each rank holds a part of the vocabulary; rows cost one max and one sum reduction.
+Under tensor parallelism each rank holds a part of the vocabulary, and rows cost one max and one sum reduction.
 Gradients formed in the forward are Liger's idea (Hsu et al. 2024, section 3.2).
 """
 
@@ -19,12 +19,12 @@ import torch
 
 from torchtitan.models.logit_tiles import CUT_OFF, GradientSums, Projection, RowStatistics, logit_gradients_, on_gpu
 
-# (log-probs [n], entropy [n], which rows these are) -> loss of each row [n], differentiable in the first two.
+# (log-probs [n], entropy [n], slice of the rows) -> loss of each row [n], differentiable in the first two.
 TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
 
 def statistics(projection: Projection) -> tuple[RowStatistics, torch.Tensor | None]:
-    """Over all rows and columns. Where one tile is everything, also its e^(z - maximum of this rank's columns)."""
+    """Statistics over all rows and columns. A single tile also gives its e^(z - maximum of this rank's columns)."""
     rows = projection.row_tiles()
     columns = projection.column_tiles()
     found = RowStatistics(len(projection.targets), projection.targets.device)
@@ -45,7 +45,7 @@ def second_pass(
     by_entropy: torch.Tensor | None,
     sums: GradientSums,
 ) -> list[torch.Tensor | None]:
-    """Form the gradients from logits that are computed again."""
+    """Form the gradients from recomputed logits."""
     for columns in projection.column_tiles():
         operands = projection.operands(columns)
         sums.begin(columns)
@@ -62,7 +62,7 @@ def second_pass(
 
 
 def _places(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
-    """Existing gradients to which a weight's may be added directly: later micro-batches then allocate none anew."""
+    """Existing gradients to which a weight's can be added directly, so that later micro-batches allocate none."""
     places: list[torch.Tensor | None] = []
     for weight, need in zip(weights, needed, strict=True):
         place = weight.grad if need and weight.is_leaf else None
@@ -70,7 +70,7 @@ def _places(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[tor
             place is not None
             and type(place) is torch.Tensor
             and place.is_contiguous()
-            # A hook on the weight wants to see each gradient.
+            # A hook on the weight expects to see each gradient.
             and not weight._backward_hooks
             and not getattr(weight, "_post_accumulate_grad_hooks", None)
         )
@@ -93,7 +93,7 @@ class TwoPass(torch.autograd.Function):
             return log_probs, entropy
         ctx.projection, ctx.accumulate = projection, accumulate
         scale = None if local_maximum is None else (local_maximum - normalizer).exp()
-        # The first backward uses these up; another one computes the logits again.
+        # The first backward consumes these; another one recomputes the logits.
         ctx.exponentials = kept
         ctx.save_for_backward(normalizer, entropy, scale, *operands)
         ctx.set_materialize_grads(False)
@@ -107,7 +107,7 @@ class TwoPass(torch.autograd.Function):
         kept, ctx.exponentials = ctx.exponentials, None
         projection: Projection = ctx.projection
         pairs = len(operands) // 2
-        # FSDP frees and gathers weights between the passes: the operands saved are the weights as they are now.
+        # FSDP frees and gathers weights between the passes; the saved operands are the current weights.
         projection.hidden, projection.weight = operands[:pairs], operands[pairs:]
         needed = ctx.needs_input_grad[2:]
         places = _places(projection.weight, needed[pairs:]) if ctx.accumulate else [None] * pairs
@@ -129,11 +129,11 @@ class TwoPass(torch.autograd.Function):
 
 
 class WholeRows:
-    """A tile of whole rows of logits [r, V] on a GPU: log-probs, entropy and gradients in the fewest operators that
-    torch has. There a tile is tens of milliseconds of work that memory bandwidth bounds, and every operator that makes
-    a tensor of its own is one more sweep over it: each writes into one of two buffers that are there already.
+    """A tile of whole rows of logits [r, V] on a GPU: log-probs, entropy and gradients in as few of torch's operators
+    as possible. A tile there takes tens of milliseconds, bound by memory bandwidth, and an operator that allocates its
+    result adds a pass over memory, so each writes into one of two existing buffers.
 
-    dtype: of the matrix products that the gradients go into.
+    dtype: of the matrix products that use the gradients.
     """
 
     def __init__(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device):
@@ -149,9 +149,9 @@ class WholeRows:
         entropy: torch.Tensor | None,
         truncated: bool,
     ) -> None:
-        """Turn logits [r, V] into probabilities; writes log_probs [r] of targets [r], and entropy [r] where given.
+        """Turn logits [r, V] into probabilities; writes log_probs [r] of targets [r], and entropy [r] if given.
 
-        truncated: logits hold CUT_OFF for tokens that were not kept; the log-prob of such a target is -inf.
+        truncated: logits hold CUT_OFF for tokens that were not kept; a target among them has log-prob -inf.
         """
         beside = self._beside[: logits.numel()].view_as(logits)
         torch.log_softmax(logits, -1, out=beside)
@@ -164,7 +164,7 @@ class WholeRows:
             torch.sum(beside, -1, out=entropy)
 
     def gradients(self, probabilities: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """factor_r · (p_rj - [j = target_r]), [r, V], rounded once; uses probabilities [r, V] up. factor [r]."""
+        """factor_r · (p_rj - [j = target_r]), [r, V], rounded once; overwrites probabilities [r, V]. factor [r]."""
         probabilities.scatter_add_(-1, targets[:, None], self._minus_one[: len(targets)])
         result = self._gradients[: probabilities.numel()].view_as(probabilities)
         return torch.mul(probabilities, factor[:, None], out=result)
@@ -179,14 +179,14 @@ class OnePass(torch.autograd.Function):
     ) -> Any:
         pairs = len(operands) // 2
         needed = [projection.derive and need for need in ctx.needs_input_grad[3:]]
-        # A forward within a backward is one that activation checkpointing repeats: its gradients may be thrown away.
+        # A forward within a backward is a recomputation by activation checkpointing, whose gradients may be discarded.
         in_place = accumulate and torch._C._current_graph_task_id() == -1
         places = _places(operands[pairs:], needed[pairs:]) if in_place else [None] * pairs
         count, device = len(projection.targets), projection.targets.device
         log_probs, entropy = torch.empty(2, count, device=device).unbind()
         loss = torch.zeros((), device=device)
         columns = projection.column_tiles()
-        # All ranks of a group go the same way, though their parts may differ in size: each way has its own collectives.
+        # All ranks of a group take the same branch, even if their parts differ in size, because the collectives differ.
         if projection.cut or not any(needed):
             found, _ = statistics(projection)
             found.reduce_(projection.group)
@@ -251,7 +251,7 @@ class OnePass(torch.autograd.Function):
 
 
 def _whole_rows(projection: Projection, operands: list[torch.Tensor]) -> WholeRows | None:
-    """Few operators over whole rows, where the tile is on a GPU and all columns are this rank's."""
+    """Return the operators over whole rows if the tile is on a GPU and this rank holds all columns."""
     same = len({operand.dtype for operand in operands}) == 1
     if not on_gpu(projection.targets) or projection.group is not None or not same:
         return None
@@ -262,7 +262,7 @@ def _whole_rows(projection: Projection, operands: list[torch.Tensor]) -> WholeRo
 def _ask(
     objective: TokenObjective, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice, derive: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Sum of the objective over the rows, and its derivatives by log-prob and entropy (None where it has none)."""
+    """Return the objective summed over the rows, and its derivatives by log-prob and entropy (None if absent)."""
     with torch.enable_grad():
         leaves = log_probs.detach().requires_grad_(derive), entropy.detach().requires_grad_(derive)
         loss = objective(*leaves, rows).sum()

@@ -1,7 +1,7 @@
 """One matrix product for query, key and value, and one for gate and up: fewer, larger kernels for generation.
 
-The separate weights become views into one storage, so names, loading and in-place copies stay as they are and both
-forms always compute with the same numbers.
+The separate weights become views into one storage, so names, loading and in-place copies stay the same, and both forms
+always compute with the same values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _share_storage(parameters: list[torch.Tensor]) -> torch.Tensor:
 class FusedQueryKeyValue:
     """x [T, hidden], rotary tables -> query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, D], ready for attention.
 
-    Not a module: the parameters stay registered where they were.
+    This is not a module: the parameters stay registered where they were.
     """
 
     def __init__(self, attention: Attention):
@@ -46,7 +46,7 @@ class FusedQueryKeyValue:
         if attention.q_norm is not None and attention.k_norm is not None:
             self.norms = _share_storage([attention.q_norm.weight, attention.k_norm.weight]).view(2, self.head_dim)
             self.eps, self.zero = attention.q_norm.eps, attention.q_norm.zero
-            # Which of the two norms each head takes.
+            # Which of the two norms applies to each head.
             kinds = torch.tensor([0] * query_heads + [1] * key_heads)
             self.norm_of_head = kinds.to(self.norms.device)
 
@@ -61,7 +61,7 @@ class FusedQueryKeyValue:
 
 
 class FusedGateUp:
-    """x [T, hidden] -> what the MLP makes of gate and up [T, intermediate]."""
+    """x [T, hidden] -> the MLP's activated gate and up [T, intermediate]."""
 
     def __init__(self, mlp: MLP):
         self.activate = mlp.activate
@@ -73,12 +73,12 @@ class FusedGateUp:
 
 
 def _blocks(policy: Decoder) -> list[Attention | MLP]:
-    """What can run with fused projections."""
+    """The blocks that can run with fused projections."""
     return [module for module in policy.model.modules() if isinstance(module, Attention | MLP) and _joined(module)]
 
 
 def _joined(block: Attention | MLP) -> list[nn.Linear]:
-    """Projections that one product may stand for: separate ones, with nothing between it and heads or activation."""
+    """Projections that one product can replace: separate ones whose outputs go straight to heads or activation."""
     if isinstance(block, Attention):
         apart = block.joint_sizes is None and not block.whole_norm
         return [block.q_proj, block.k_proj, block.v_proj] if apart else []
@@ -93,10 +93,10 @@ def _fuse(block: Attention | MLP) -> None:
 
 
 def _same_bits(projections: list[nn.Linear], rows: int) -> bool:
-    """Whether one product of few `rows` gives what separate products of many give, to the last bit.
+    """Whether one product of few `rows` equals separate products of many rows, to the last bit.
 
-    A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU equal bits are
-    not promised, so there it does not matter.
+    A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU, equal bits are
+    not promised, so the check is skipped.
     """
     weight = projections[0].weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
@@ -111,7 +111,7 @@ def _same_bits(projections: list[nn.Linear], rows: int) -> bool:
 
 @torch.no_grad()
 def fuse_projections(policy: Decoder) -> None:
-    """Let `policy` (whole, not sharded) run with fused projections from now on, where they compute the same bits.
+    """Make `policy` (whole, not sharded) run with fused projections from now on, where they compute the same bits.
 
     For inference only. Weights may be overwritten in place afterwards; replacing a parameter or moving the policy
     undoes the sharing.
@@ -127,8 +127,8 @@ def fuse_projections(policy: Decoder) -> None:
 
 
 def take_apart(policy: Decoder) -> list[bool]:
-    """Let go of the fused weights, because all parameters are about to get other memory; `fuse_again` comes after that.
-    Returns which blocks were fused."""
+    """Drop the fused weights before all parameters move to other memory; call `fuse_again` afterwards. Returns which
+    blocks were fused."""
     fused = [block.fused is not None for block in _blocks(policy)]
     for block in _blocks(policy):
         block.fused = None
@@ -137,7 +137,7 @@ def take_apart(policy: Decoder) -> list[bool]:
 
 @torch.no_grad()
 def fuse_again(policy: Decoder, fused: list[bool]) -> None:
-    """Fuse what was; the weights' values do not matter."""
+    """Fuse the same blocks again; the weights' values do not matter."""
     for block, was_fused in zip(_blocks(policy), fused, strict=True):
         if was_fused:
             _fuse(block)

@@ -1,7 +1,7 @@
-"""Checkpoint directories in and out, one tensor at a time: Hugging Face's of a policy, and PEFT's of its adapters.
+"""Reads and writes checkpoint directories, one tensor at a time: Hugging Face's for a policy, PEFT's for its adapters.
 
-Loading reads only the part of each tensor that this rank holds; exporting gathers one parameter at a time. Neither
-ever has the whole model in one place.
+Loading reads only the part of each tensor that this rank holds; exporting gathers one parameter at a time. Neither ever
+holds the whole model in one place.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parame
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.shape import FINGERPRINTED, INDEX_FILE, is_redundant, open_tensors, tensor_files
 
-# One file of an export; more parameters go to the next file.
+# Size of one file of an export; further parameters go to the next file.
 MAX_FILE_BYTES = 4 * 1024**3
-# What an export copies from `assets_from`, where it exists.
+# What an export copies from `assets_from`, if it exists.
 ASSET_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
@@ -49,9 +49,9 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The policy in a Hugging Face checkpoint directory, whole, on the CPU of this process.
+    """Load the policy of a Hugging Face checkpoint directory, whole, on the CPU of this process.
 
-    Raises UserError where files or tensors are missing or do not fit config.json.
+    Raises UserError if files or tensors are missing or do not fit config.json.
     """
     args = read_model_args(directory)
     with torch.device("meta"):
@@ -64,11 +64,11 @@ def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> De
 
 @torch.no_grad()
 def load_into(policy: Decoder, directory: str | Path) -> None:
-    """Fill the parameters of `policy` from the safetensors in `directory`, cast to each parameter's type or quantised;
-    not adapters.
+    """Fill the parameters of `policy` from the safetensors in `directory`, cast to each parameter's type or quantised.
+    Adapters are left as they are.
 
-    Sharded parameters (DTensor) get only their own part read from disk. Raises UserError for a missing file or
-    tensor, for a tensor of another shape, and for tensors that the model has no place for.
+    For a sharded parameter (DTensor), only this rank's part is read from disk. Raises UserError for a missing file or
+    tensor, a tensor of another shape, and tensors that the model does not have.
     """
     directory = Path(directory)
     parameters = {
@@ -92,7 +92,7 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     if pair[0] not in parameters and files.keys() >= {*pair}:
         head, embedding = (handles[files[name]].get_slice(name)[:FINGERPRINTED] for name in pair)
         if not torch.equal(head, embedding):
-            # transformers computes with both, engines with one.
+            # transformers computes with both tensors, engines with one.
             text = f"config.json ties {pair[0]} and {pair[1]}, but here they are two"
             raise UserError(f"{files[pair[0]]}: {text}: set tie_word_embeddings to false, or remove the first")
     for name, parameter in parameters.items():
@@ -115,7 +115,7 @@ def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | S
 
 
 def _read(stored: Any, region: tuple[slice, ...]) -> torch.Tensor:
-    """One region of a stored tensor, read from disk without the rest of it."""
+    """Read one region of a stored tensor from disk, without the rest."""
     return stored[region]
 
 
@@ -125,7 +125,7 @@ def _some(names: list[str]) -> str:
 
 
 def checkpoint_dtype(policy: Decoder) -> torch.dtype | None:
-    """The type of the checkpoint that the policy began as, None where its config.json names none that is exported."""
+    """Return the type of the policy's source checkpoint; None if its config.json names none that can be exported."""
     config = json.loads(policy.args.source or "{}")
     return EXPORT_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
 
@@ -137,16 +137,16 @@ def export_policy(
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write `policy` as a Hugging Face checkpoint directory that transformers loads.
+    """Write `policy` as a Hugging Face checkpoint directory that transformers can load.
 
-    With sharded parameters this is a collective: all ranks call it, rank 0 writes. The directory appears whole or not
-    at all; an older one of the same name is replaced, its other files (a tokenizer, say) are kept.
+    With sharded parameters this is a collective: all ranks call it, and rank 0 writes. The directory appears whole or
+    not at all. An older one of the same name is replaced, but its other files (such as a tokenizer) are kept.
 
     Args:
         directory: where to write; replaced only if it is empty or holds a config.json.
-        assets_from: a checkpoint directory whose tokenizer files are copied along.
+        assets_from: a checkpoint directory whose tokenizer files are copied.
         max_file_bytes: tensors beyond this size go to further files, with an index.
-        dtype: of the weights in the files (buffers keep their own); None: as the policy holds them.
+        dtype: of the weights in the files (buffers keep their own); None: the types in the policy.
     """
     directory = Path(directory)
     written = Written(policy.parameters())
@@ -154,7 +154,7 @@ def export_policy(
     plan = _plan_files(policy, types, max_file_bytes)
     staging = written.step(lambda: _stage(policy, directory, assets_from, plan, types))
     for file_name, names in plan.items():
-        # Other ranks are in the middle of gathering: after a failure rank 0 goes through the motions to the end.
+        # Other ranks are in the middle of gathering, so after a failure rank 0 keeps taking part to the end.
         whole = ((part, tensor.to(types[name])) for name in names for part, tensor in whole_weights(policy, [name]))
         tensors = {part: tensor.cpu().contiguous() for part, tensor in whole if written.going}
         written.step(functools.partial(_save, tensors, staging, file_name))
@@ -169,14 +169,14 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
 
 
 def _types(policy: Decoder, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The type of every parameter, and of buffers, in the files."""
+    """Return the type in the files of every parameter and buffer."""
     buffers = dict(policy.named_buffers())
     every = base_parameters(policy).items()
     return {name: one.dtype if dtype is None or name in buffers else dtype for name, one in every}
 
 
 def _plan_files(policy: Decoder, types: dict[str, torch.dtype], max_file_bytes: int) -> dict[str, list[str]]:
-    """Names of the parameters per file; each file at most `max_file_bytes`, one parameter at least."""
+    """Assign parameter names to files of at most `max_file_bytes`, or of one parameter if that is larger."""
     groups: list[list[str]] = []
     used = max_file_bytes
     for name, parameter in base_parameters(policy).items():
@@ -198,7 +198,7 @@ def _stage(
     plan: dict[str, list[str]],
     types: dict[str, torch.dtype],
 ) -> Path:
-    """A hidden folder beside `directory` with everything but the weights."""
+    """Prepare a hidden folder beside `directory` with everything but the weights."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory}: is a file; an export needs a directory")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").is_file():
@@ -231,7 +231,7 @@ def _stage(
 
 
 def staging_folder(directory: Path) -> Path:
-    """A hidden folder beside `directory`, for `publish_folder`."""
+    """Make a hidden folder beside `directory`, for `publish_folder`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent.resolve()))
     os.chmod(staging, 0o755)
@@ -239,7 +239,7 @@ def staging_folder(directory: Path) -> Path:
 
 
 def publish_folder(staging: Path, directory: Path) -> None:
-    """Put the finished folder in its place; an older one is set aside first and removed last."""
+    """Move the finished folder into place; an older one is set aside first and removed last."""
     if not directory.exists():
         os.rename(staging, directory)
         return
@@ -254,7 +254,7 @@ def publish_folder(staging: Path, directory: Path) -> None:
 
 
 class Written:
-    """Steps in which rank 0 writes these tensors: after one that fails it takes no more, and in the end all know."""
+    """Steps in which rank 0 writes these tensors. It takes none after a failure; at the end all ranks know of it."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         self._shared = any(is_distributed(tensor) for tensor in tensors)
@@ -263,14 +263,14 @@ class Written:
         self._error: Exception | None = None
 
     def step(self, write: Callable[[], Any]) -> Any:
-        """What write() gives; None where no step is taken, or this one fails."""
+        """Return the result of write(); None if no step is taken or this one fails."""
         try:
             return write() if self.going else None
         except (OSError, SafetensorError, UserError) as error:
             self.going, self._error = False, error
 
     def end(self, failed: str) -> None:
-        """Raises UserError on all ranks where a step has failed (a collective where tensors are sharded)."""
+        """Raise UserError on all ranks if a step has failed (a collective if tensors are sharded)."""
         from torchtitan.distributed.collectives import all_reduce_sum
 
         error = self._error
@@ -285,7 +285,7 @@ class Written:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-# With other values of these options PEFT's adapters compute something else than ours do.
+# With other values of these options, PEFT's adapters compute something else than this project's.
 _PLAIN_ADAPTERS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -295,16 +295,21 @@ _PLAIN_ADAPTERS: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layer_replication": (None,),
-    # What PEFT makes of experts with transformers 5: one adapter of gate and up.
+    # With transformers 5, PEFT gives experts one adapter for gate and up together.
     "target_parameters": ([], None),
     "lora_bias": (False, None),
+    # The others (pissa, olora, corda, loftq, lora_ga) derive their initial values from the base model's weights.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+    # Adapters that act only after certain tokens, or with further factors.
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config"), (None,)),
+    **dict.fromkeys(("use_bdlora", "use_qalora"), (False, None)),
 }
 
 
 def _adapter_places(policy: Decoder) -> list[tuple[nn.Parameter, bool, list[tuple[str, Place]]]]:
-    """Every trained parameter, whether it is transposed in PEFT's files, and its names there with the part of it that
-    each is: experts have factors of their own, as in the checkpoints for which PEFT converts them."""
-    # PEFT looks up in an embedding's first factor [rank, V] and widens with the second [H, rank].
+    """List every trained parameter, whether it is transposed in PEFT's files, and its names there with the part that
+    each denotes. Experts have separate factors, as in the checkpoints for which PEFT converts them."""
+    # PEFT looks tokens up in an embedding's first factor [rank, V] and multiplies by the second [H, rank].
     embeddings = {name for name, module, _ in adapted_modules(policy) if isinstance(module, nn.Embedding)}
     places: list[tuple[nn.Parameter, bool, list[tuple[str, Place]]]] = []
     for name, parameter in policy.named_parameters():
@@ -318,9 +323,9 @@ def _adapter_places(policy: Decoder) -> list[tuple[nn.Parameter, bool, list[tupl
 
 
 def save_adapter(policy: Decoder, directory: str | Path, base_model: str = "") -> None:
-    """Write the adapters of `policy`, and modules_to_save, so that PEFT loads them; an older directory is replaced.
+    """Write the adapters of `policy`, and modules_to_save, so that PEFT can load them; an older directory is replaced.
 
-    A collective where parameters are sharded. Raises UserError on all ranks where it cannot be written.
+    A collective if parameters are sharded. Raises UserError on all ranks if the directory cannot be written.
     """
     assert policy.lora is not None
     directory = Path(directory)
@@ -340,7 +345,7 @@ def save_adapter(policy: Decoder, directory: str | Path, base_model: str = "") -
 def _adapter_config(policy: Decoder, base_model: str) -> dict[str, Any]:
     lora = policy.lora
     assert lora is not None
-    # PEFT takes all modules whose names end so: "norm" alone would be every norm.
+    # PEFT matches the ends of module names: "norm" alone would match every norm.
     saved = [name for name, _ in policy.named_modules() if name.rpartition(".")[2] in lora.modules_to_save]
     adapted = [policy.args.names_in_files(f"{name}.{FACTOR_A}")[0][0] for name, _, _ in adapted_modules(policy)]
     targets = dict.fromkeys(name.removesuffix(f".{FACTOR_A}").rpartition(".")[2] for name in adapted)
@@ -372,7 +377,7 @@ def _write_adapter(directory: Path, tensors: dict[str, torch.Tensor], config: di
 def load_adapter(policy: Decoder, directory: str | Path) -> None:
     """Fill the adapters of `policy`, and modules_to_save, from a directory that PEFT or `save_adapter` wrote.
 
-    Raises UserError where files, options, names or shapes do not fit [lora] and the model.
+    Raises UserError if files, options, names or shapes do not fit [lora] and the model.
     """
     assert policy.lora is not None
     directory = Path(directory)
@@ -381,7 +386,7 @@ def load_adapter(policy: Decoder, directory: str | Path) -> None:
     path = directory / ADAPTER_WEIGHTS
     try:
         with safe_open(path, framework="pt", device="cpu") as handle:
-            # PEFT may put the embedding's own weight beside its factors: that is the base model's.
+            # PEFT may store the embedding's own weight beside its factors; that weight belongs to the base model.
             names = {name for name in handle.keys() if ".base_layer." not in name}  # noqa: SIM118
             known = {name for _, _, own in places for name, _ in own}
             for what, some in (("lacks", known - names), ("has", names - known)):

@@ -1,9 +1,9 @@
-"""Tiles of logits, the steps of the log-prob head (fused_head.py): each is made, counted and turned into gradients in
-one buffer.
+"""Tiles of logits, the steps of the log-prob head (fused_head.py): in one buffer, each tile is computed, reduced to
+statistics and turned into gradients.
 
 Rows (tokens) and columns (vocabulary) are cut into tiles of a byte budget. Logits are fp32 whatever the operands:
 rounding them to bfloat16 was measured to cost 2.7 % gradient error. The online normaliser is that of Milakov and
-Gimelshein (2018), algorithm 3. Where sampling was truncated, log-probs are normalised over the tokens that it left.
+Gimelshein (2018), algorithm 3. If sampling was truncated, log-probs are normalised over the tokens that it kept.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torchtitan.distributed.device import matmul, matmul_operand
 
 CUT_OFF = -1e30
-"""Logit of a token that was not kept: finite, so that 0 · logit is 0, and far below any real one"""
+"""Logit of a token that was not kept: finite, so that 0 · logit is 0, and far below any real logit"""
 ROW_STEP = 16
 COLUMN_STEP = 64
-# Rows of a tile where the vocabulary is cut.
+# Rows of a tile if the vocabulary is cut.
 TILE_ROWS = 256
-# On a CPU row-wise arithmetic works on blocks of this size, which stay in the cache.
+# On a CPU, row-wise arithmetic works on blocks of this size, which stay in the cache.
 BLOCK_BYTES = 1 << 20
 
 
 class KeptTokens:
-    """Which tokens truncated sampling (top-p, top-k, min-p) left to choose from, per target.
+    """The tokens that truncated sampling (top-p, top-k, min-p) kept, per target.
 
     Args:
         offsets: [N + 1] int64; row i keeps token_ids[offsets[i]:offsets[i + 1]]; an empty row keeps all.
@@ -41,7 +41,7 @@ class KeptTokens:
 
     @classmethod
     def from_rows(cls, rows: list[list[int]], device: torch.device | str = "cpu") -> KeptTokens | None:
-        """One list of ids per target, an empty one keeps all; None where every row keeps all."""
+        """From one list of ids per target, where an empty list keeps all; None if every row keeps all."""
         token_ids = [token for row in rows for token in row]
         if not token_ids:
             return None
@@ -49,7 +49,7 @@ class KeptTokens:
         return cls(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device))
 
     def part(self, rows: slice) -> KeptTokens:
-        """Those of some targets."""
+        """The kept tokens of some targets."""
         return KeptTokens(self.offsets[rows.start : rows.stop + 1], self.token_ids)
 
     def cut_off_(self, logits: torch.Tensor, rows: slice, first: int = 0) -> torch.Tensor:
@@ -71,7 +71,7 @@ class KeptTokens:
 
 @dataclass(frozen=True)
 class Tiling:
-    """`rows` × `columns` of logits are held at a time."""
+    """Tiles of `rows` × `columns` logits, of which one is held at a time."""
 
     rows: int
     columns: int
@@ -80,9 +80,9 @@ class Tiling:
 def choose_tiling(
     rows: int, vocabulary: int, hidden: int, budget: int, *, buffers: int = 1, converts: bool = False
 ) -> Tiling:
-    """The tile whose buffers fit `budget` bytes: all columns where at least 16 rows of them do, else a part of both.
+    """Choose the tile whose buffers fit `budget` bytes: all columns if at least 16 whole rows fit, else a part of both.
 
-    buffers: fp32 arrays of the tile's size. converts: the weight's tile is converted to fp32 first, and counts too.
+    buffers: fp32 arrays of the tile's size. converts: the weight's tile is first converted to fp32, which counts too.
     """
     rows, vocabulary = max(rows, 1), max(vocabulary, 1)
     room = budget - (vocabulary * hidden * 4 if converts else 0)
@@ -96,10 +96,10 @@ def choose_tiling(
 
 @dataclass
 class Projection:
-    """What a call is about: logits = softcap(Σ hidden_i weight_iᵀ) / temperature, and targets.
+    """The operands of one call: logits = softcap(Σ hidden_i weight_iᵀ) / temperature, and targets.
 
     hidden_i [N, H_i], weight_i [V, H_i]; more than one pair is a low-rank addition to the weight. `first` is the token
-    id of the weight's first row, where `group` spreads the vocabulary over ranks.
+    id of the weight's first row, if the ranks of `group` share the vocabulary.
     """
 
     hidden: Sequence[torch.Tensor]
@@ -113,15 +113,15 @@ class Projection:
     group: dist.ProcessGroup | None
     first: int
     cut: bool
-    """Whether the vocabulary of the largest part takes several tiles"""
+    """Whether the largest part of the vocabulary takes several tiles"""
     derive: bool
-    """Whether gradients are asked for at all (a Function is not told about no_grad)"""
+    """Whether any gradients are needed (a Function does not see no_grad)"""
     row_step: int
-    """Products run over multiples of so many rows"""
+    """Products run over multiples of this many rows"""
     _buffer: torch.Tensor | None = None
 
     def release(self) -> None:
-        """Give the tile's memory back."""
+        """Free the tile's memory."""
         self._buffer = None
 
     def row_tiles(self) -> list[slice]:
@@ -131,19 +131,19 @@ class Projection:
         return _tiles(len(self.weight[0]), self.tiling.columns)
 
     def operands(self, columns: slice) -> list[torch.Tensor]:
-        """The weights' rows of one tile, as the matrix product takes them."""
+        """The weights' rows of one tile, in the type that the matrix product takes."""
         return [matmul_operand(weight[columns]) for weight in self.weight]
 
     def logits(
         self, rows: slice, columns: slice, operands: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [r, c] in fp32, valid until the next call, and where there is a softcap its slope [r, c]."""
+        """Logits [r, c] in fp32, valid until the next call, and with a softcap its slope [r, c]."""
         count, width = rows.stop - rows.start, columns.stop - columns.start
         missing = -count % self.row_step
         if self._buffer is None:
             most = self.tiling.rows + -self.tiling.rows % self.row_step
             self._buffer = torch.empty(most * self.tiling.columns, device=self.targets.device)
-        # All tiles share one buffer: a new tile would be there beside the last one.
+        # All tiles share one buffer, because a new tile would be allocated while the last one still exists.
         product = self._buffer[: (count + missing) * width].view(-1, width)
         for index, (hidden, operand) in enumerate(zip(self.hidden, operands, strict=True)):
             some = matmul_operand(hidden[rows])
@@ -161,13 +161,13 @@ class Projection:
         return logits, slope
 
     def chosen(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Column of each row's target within the tile [r], and whether it lies there [r]."""
+        """Return the column of each row's target within the tile [r], and whether the target lies in the tile [r]."""
         column, width = self.targets[rows] - (self.first + columns.start), columns.stop - columns.start
         return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether launches and sweeps over memory count, and caches do not."""
+    """Whether kernel launches and passes over memory determine the speed, rather than caches."""
     return tensor.device.type != "cpu"
 
 
@@ -176,14 +176,14 @@ def _tiles(count: int, step: int) -> list[slice]:
 
 
 def _blocks(tile: torch.Tensor) -> list[slice]:
-    # A GPU has no use for blocks, and each would be kernels of its own.
+    # On a GPU blocks do not help, and each would launch its own kernels.
     fitting = len(tile) if on_gpu(tile) else BLOCK_BYTES // (4 * tile.shape[-1])
     return _tiles(len(tile), max(1, fitting))
 
 
 def exponentials_(logits: torch.Tensor, with_moment: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Turn logits [r, c] into e^(z - the row's maximum); returns the maximum, Σ e^(z - max) and, where it is asked for,
-    Σ e^(z - max) (z - max), [r] each. A row's numbers do not depend on the others, to the last bit."""
+    """Turn logits [r, c] into e^(z - the row's maximum). Returns the maximum, Σ e^(z - max) and, on request, Σ e^(z -
+    max) (z - max), [r] each. A row's values are independent of the other rows, to the last bit."""
     largest = logits.amax(-1)
     total, moment = torch.empty_like(largest), torch.zeros_like(largest)
     for block in _blocks(logits):
@@ -199,7 +199,7 @@ def exponentials_(logits: torch.Tensor, with_moment: bool = False) -> tuple[torc
 
 
 def _row_sums(part: torch.Tensor) -> torch.Tensor:
-    """[r, c] -> [r]. torch shares a single long row between its threads, in another order: it is summed as two rows."""
+    """[r, c] -> [r]. torch splits one long row over its threads, in another order, so it is summed as two rows."""
     return part.expand(2, -1).sum(-1)[:1] if len(part) == 1 and not on_gpu(part) else part.sum(-1)
 
 
@@ -211,9 +211,9 @@ class RowStatistics:
         self.total, self.moment, self.target = torch.zeros(3, count, device=device).unbind()
 
     def take_(self, projection: Projection, logits: torch.Tensor, rows: slice, columns: slice, own: slice) -> None:
-        """Add a tile of logits [r, c], which afterwards holds e^(z - the row's maximum in this tile).
+        """Add a tile of logits [r, c], which is overwritten with e^(z - the row's maximum in this tile).
 
-        `own`: which of these statistics belong to the rows.
+        `own`: which of these statistics the rows belong to.
         """
         column, inside = projection.chosen(rows, columns)
         self.target[own] += torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
@@ -225,7 +225,7 @@ class RowStatistics:
         self.maximum[own], self.total[own], self.moment[own] = maximum, old_total + new_total, old_moment + new_moment
 
     def reduce_(self, group: dist.ProcessGroup | None) -> None:
-        """Over the ranks that hold the other columns: one maximum, one sum."""
+        """Combine with the ranks that hold the other columns: one maximum, one sum."""
         if group is None:
             return
         own = self.maximum.clone()
@@ -240,7 +240,7 @@ class RowStatistics:
         return self.maximum + self.total.log()
 
     def log_probs(self) -> torch.Tensor:
-        """[r]; -inf for a target that truncated sampling had cut off."""
+        """[r]; -inf for a target that truncated sampling excluded."""
         return torch.where(self.target <= CUT_OFF / 2, -torch.inf, self.target - self.normalizer)
 
     def entropy(self) -> torch.Tensor:
@@ -249,16 +249,16 @@ class RowStatistics:
 
 
 def _rescaled(total: torch.Tensor, moment: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both sums relative to a maximum that is larger by -shift. A shift of -inf comes with sums of 0."""
+    """Rescale both sums to a maximum that is larger by -shift. A shift of -inf comes with sums of 0."""
     scale = shift.exp()
     return total * scale, scale * (moment + total * shift.clamp(min=CUT_OFF))
 
 
 class GradientSums:
-    """Gradients of hidden states and weights, summed tile by tile: all rows of some columns, then the next ones.
+    """Gradients of hidden states and weights, summed tile by tile: all rows of some columns, then the next columns.
 
-    needed: which of (hidden_i..., weight_i...) are asked for. into: gradients to which the weights' are added
-    where they lie, in place of tensors of their own.
+    needed: which of (hidden_i..., weight_i...) need a gradient. into: existing gradients to which those of the weights
+    are added in place, instead of allocating new tensors.
     """
 
     def __init__(self, projection: Projection, needed: Sequence[bool], into: Sequence[torch.Tensor | None]):
@@ -272,7 +272,7 @@ class GradientSums:
         self.into = into
         self.weight: list[torch.Tensor | None] = []
         for tensor, need, place in zip(projection.weight, needed[pairs:], into, strict=True):
-            # Where tiles have some of the columns, sums are rounded as soon as they are complete.
+            # If tiles cover only some of the columns, sums are rounded as soon as they are complete.
             dtype = torch.float32 if whole else tensor.dtype
             own = torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need and place is None else None
             self.weight.append(own if place is None else place)
@@ -281,7 +281,7 @@ class GradientSums:
         self._columns = slice(0)
 
     def begin(self, columns: slice) -> None:
-        """The rows to come are of these columns."""
+        """Start summing over the rows of these columns."""
         self._columns, self._started = columns, False
         self._sums = [
             None
@@ -291,7 +291,7 @@ class GradientSums:
         ]
 
     def add(self, rows: slice, logit_gradients: torch.Tensor, operands: list[torch.Tensor]) -> None:
-        """One tile: gradients of the loss by Σ hidden_i weight_iᵀ, [r, c]."""
+        """Add one tile [r, c]: gradients of the loss with respect to Σ hidden_i weight_iᵀ."""
         for index, operand in enumerate(operands):
             factor, gradient, total = logit_gradients.to(operand.dtype), self.hidden[index], self._sums[index]
             if gradient is not None:
@@ -308,7 +308,7 @@ class GradientSums:
         self._started = True
 
     def end(self) -> None:
-        """No more rows of these columns."""
+        """Finish the sums of these columns."""
         for gradient, total, place in zip(self.weight, self._sums, self.into, strict=True):
             if gradient is None or total is None:
                 continue
@@ -319,7 +319,7 @@ class GradientSums:
         self._sums = []
 
     def results(self) -> list[torch.Tensor | None]:
-        """In the order of `needed`, in the operands' types; None for a weight whose gradient lies where it belongs."""
+        """In the order of `needed`, in the operands' types; None for a weight whose gradient was added in place."""
         hidden = [
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(self.hidden, self.projection.hidden, strict=True)
@@ -342,10 +342,10 @@ def logit_gradients_(
     by_entropy: torch.Tensor | None,
     entropy: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of the loss by the logits before temperature and softcap, in the buffer of p = exponentials · scale.
+    """Gradient of the loss with respect to logits before temperature and softcap, in the buffer of exponentials.
 
-    ∂ log p_target / ∂z_j = [j = target] - p_j and ∂H / ∂z_j = -p_j (log p_j + H). by_log_prob, by_entropy: the loss's
-    derivatives, [r] each.
+    With p = exponentials · scale: ∂ log p_target / ∂z_j = [j = target] - p_j and ∂H / ∂z_j = -p_j (log p_j + H).
+    by_log_prob, by_entropy: the loss's derivatives, [r] each.
     """
     factor = 1.0 / projection.temperature
     if by_entropy is None:

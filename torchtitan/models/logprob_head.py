@@ -35,51 +35,51 @@ def full_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of targets [N] and entropy [N], both fp32, under softmax(logits [N, V] / temperature).
 
-    The plain way, to compare the fused one with.
+    The plain computation, as a reference for the fused one.
     """
     scaled = scale_logits(logits, temperature)
     if kept is not None:
         scaled = scaled.masked_fill(kept.cut_off_(torch.zeros_like(scaled), slice(0, len(targets))) < 0, -torch.inf)
     log_probs = torch.log_softmax(scaled, dim=-1)
-    # nll_loss picks the targets, because FSDP warns about outputs that are views, as gather and squeeze give them.
+    # nll_loss picks the targets, because FSDP warns about outputs that are views, such as those of gather and squeeze.
     chosen = -F.nll_loss(log_probs, targets, reduction="none")
-    # Log-probs are bounded, since 0 · -inf is not 0.
+    # Log-probs are clamped, because 0 · -inf is NaN.
     return chosen, -(log_probs.exp() * log_probs.clamp(min=CUT_OFF)).sum(-1)
 
 
 class VocabularyPart(NamedTuple):
-    """Where this rank's rows of a sharded weight lie."""
+    """This rank's rows of a sharded weight."""
 
     start: int
-    """Token id of the first"""
+    """Token id of the first row"""
     total: int
     """Size of the whole vocabulary"""
     largest: int
-    """Rows of the largest part: all ranks work on the same tiles"""
+    """Rows of the largest part, so that all ranks use the same tiles"""
     group: dist.ProcessGroup | None = None
-    """The ranks that hold the parts; hidden and targets are the same on all of them, and the gradient of hidden is this
-    rank's share of a sum"""
+    """The ranks that hold the parts. hidden and targets are the same on all of them, and the gradient of hidden is this
+    rank's summand"""
 
 
 class HeadOptions(TypedDict, total=False):
-    """What fused_log_probs and fused_objective take beside operands and targets."""
+    """Options of fused_log_probs and fused_objective."""
 
     temperature: float
-    """Logits are divided by it; 1"""
+    """Logits are divided by it; default 1"""
     softcap: float | None
     """Logits become softcap · tanh(logits / softcap)"""
     chunk_tokens: int | Literal["auto"]
     """Rows of logits at a time, with all columns; "auto" (default) chooses rows and columns by budget_bytes"""
     budget_bytes: int | None
-    """Memory for logits at a time, of all ranks that have parts of the vocabulary together"""
+    """Memory for logits at a time, summed over all ranks that hold parts of the vocabulary"""
     entropy: bool
-    """False returns zeros for it; True by default"""
+    """False returns zeros instead of the entropy; True by default"""
     vocabulary: VocabularyPart | None
     """This rank's part; None: all of it"""
     kept: KeptTokens | None
-    """Tokens that truncated sampling left"""
+    """The tokens that truncated sampling kept"""
     row_step: int
-    """Products run over multiples of so many rows, with zeros where there are fewer (batch_invariance.py); 1"""
+    """Products run over multiples of this many rows, padded with zeros (batch_invariance.py); default 1"""
 
 
 def fused_log_probs(
@@ -96,15 +96,15 @@ def fused_log_probs(
 
     Args:
         hidden: [N, H]; or several, whose products with their weights are added (a low-rank addition).
-        weight: [V, H] likewise; under tensor parallelism this rank's part of the vocabulary.
+        weight: [V, H], or several likewise; under tensor parallelism this rank's part of the vocabulary.
         targets: [N] int64, token ids of the whole vocabulary.
-        accumulate: backward() adds to the gradient that a plain leaf weight already has, where it lies, instead of
-            making another [V, H] first. For backward() only, not for torch.autograd.grad.
+        accumulate: backward() adds in place to the gradient that a plain leaf weight already has, instead of making
+            another [V, H] first. For backward() only, not for torch.autograd.grad.
         options: see HeadOptions.
 
     Raises:
-        ValueError: shapes that do not fit together, a target outside the vocabulary, or a chunk that is not positive.
-        TypeError: an option that there is not.
+        ValueError: mismatched shapes, a target outside the vocabulary, or a chunk size that is not positive.
+        TypeError: an unknown option.
     """
     projection = _projection(hidden, weight, targets, options)
     log_probs, entropy = TwoPass.apply(projection, accumulate, *projection.hidden, *projection.weight)
@@ -120,12 +120,12 @@ def fused_objective(
     accumulate: bool = False,
     **options: Unpack[HeadOptions],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of a token-separable objective, its gradients formed in the forward: three matrix products instead of four.
+    """Sum a token-separable objective and compute its gradients in the forward: three matrix products instead of four.
 
-    Other arguments and errors as of fused_log_probs. objective(log_probs [n], entropy [n], rows) returns the loss of
-    those rows [n]; a row's loss may depend on no other row. Returns (loss [], log-probs [N], entropy [N]), the last two
-    without gradient. accumulate: the forward adds the weight's gradient where one lies already; the loss must then be
-    what `backward()` is called on.
+    Other arguments and errors are those of fused_log_probs. objective(log_probs [n], entropy [n], rows) returns the
+    losses [n] of those rows; a row's loss must not depend on other rows. Returns (loss [], log-probs [N], entropy [N]),
+    the last two without gradient. accumulate: the forward adds to the weight's existing gradient; `backward()` must
+    then be called on this loss itself.
     """
     projection = _projection(hidden, weight, targets, options)
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -191,7 +191,7 @@ def _projection(
 
 
 def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
-    """Raises ValueError for a target outside [0, vocabulary); on CUDA the kernel asserts it without a wait."""
+    """Raise ValueError for a target outside [0, vocabulary); on CUDA the kernel asserts it without synchronisation."""
     outside = (targets < 0) | (targets >= vocabulary)
     if targets.device.type != "cpu":
         torch._assert_async(~outside.any(), "a target lies outside the vocabulary")
@@ -203,7 +203,7 @@ def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
 class LogProbHead(nn.Module):
     """Projects hidden states to the vocabulary and reduces them to what the objective needs.
 
-    A module of its own so that FSDP2 gathers its weight like any other.
+    It is a separate module so that FSDP2 gathers its weight like any other.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int):
@@ -213,9 +213,9 @@ class LogProbHead(nn.Module):
         self.softcap, self.divisor = 0.0, 1.0
         """Logits are divided by the divisor, and with a soft cap become softcap · tanh(logits / softcap)"""
         self.budget_bytes: int | None = None
-        # Set where tensor parallelism shards the vocabulary.
+        # Set if tensor parallelism shards the vocabulary.
         self.shard: VocabularyShard | None = None
-        # Set where the head has a low-rank adapter.
+        # Set if the head has a low-rank adapter.
         self.adapter: Adapter | None = None
 
     def forward(
@@ -230,11 +230,11 @@ class LogProbHead(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32.
 
-        rows [n]: which positions of hidden the targets [n] belong to. With a token-separable objective the result is
+        rows [n]: the positions of hidden that the targets [n] belong to. With a token-separable objective the result is
         (loss [], log-probs [n], entropy [n]), and only the loss has a gradient; call backward() on it, unscaled.
 
-        Where the weight has a gradient already, backward() adds to it in place (see fused_log_probs): for gradients of
-        the weight by torch.autograd.grad, call fused_log_probs.
+        If the weight already has a gradient, backward() adds to it in place (see fused_log_probs). To get the weight's
+        gradient from torch.autograd.grad, call fused_log_probs.
         """
         weight: torch.Tensor = self.weight
         options: HeadOptions = {"temperature": temperature, "kept": kept, "budget_bytes": self.budget_bytes}
@@ -264,6 +264,6 @@ class LogProbHead(nn.Module):
 
 
 def _project(hidden: list[torch.Tensor], weight: list[torch.Tensor]) -> torch.Tensor:
-    """Logits Σ hidden_i weight_iᵀ [N, V] in fp32 of operands of any type; see logit_tiles.py for why in fp32."""
+    """Logits Σ hidden_i weight_iᵀ [N, V] in fp32 from operands of any type; logit_tiles.py explains why in fp32."""
     products = (F.linear(h.float(), w.float()) for h, w in zip(hidden, weight, strict=True))
     return functools.reduce(torch.add, products)

@@ -1,11 +1,12 @@
 """Low-rank adapters (Hu et al. 2021): W x becomes W x + alpha / rank · B (A x), where only A and B are trained.
 
-An adapted module stays what it is; its factors become children of it, lora_A.weight [rank, in] and lora_B.weight
-[out, rank]. So the base model's parameters keep their names, and are loaded, exported and sharded as without adapters.
-The embedding is treated as any other weight [V, H]: lora_B [V, rank] is looked up and lora_A [rank, H] widens it.
+An adapted module stays in place and gets its factors as children, lora_A.weight [rank, in] and lora_B.weight [out,
+rank]. The base model's parameters therefore keep their names, and are loaded, exported and sharded as without adapters.
+The embedding is treated like any other weight [V, H]: lora_B [V, rank] is looked up, then multiplied by lora_A [rank,
+H].
 
-Frozen projections may hold their weights in four bits (QLoRA, Dettmers et al. 2023; adapter_math.py). The product makes
-the weight anew, in the forward and in the backward; between the two only the four bits exist.
+Frozen projections may hold their weights in four bits (QLoRA, Dettmers et al. 2023; adapter_math.py). The forward and
+the backward each rebuild the weight; between the two only the four bits exist.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ from torchtitan.models.shape import BLOCK
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-# These two parameters stand for a weight; only both together mean something.
+# These two parameters together represent a weight; neither is usable alone.
 HELD = ("packed", "absmax")
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer in the place of a frozen one of the same shape, device and bias, on meta too; without values yet.
+    """Replaces a frozen linear layer by one of the same shape, device (or meta) and bias, without values yet.
 
-    Its parameters are sharded by rows, as a weight is.
+    Its parameters are sharded by rows, like a weight.
     """
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         rows, columns = self.shape = linear.weight.shape
         self.dtype = linear.weight.dtype
-        """Of the weight that it stands for"""
+        """The type of the weight that it represents"""
         device = linear.weight.device
         packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
         absmax = torch.empty(rows, columns // BLOCK, dtype=torch.bfloat16, device=device)
@@ -76,12 +77,12 @@ class QuantizedLinear(nn.Module):
         return _product(x, self.packed, self.absmax, self.bias)
 
     def region(self) -> tuple[slice, ...]:
-        """The part of the weight that this rank holds: whole rows."""
+        """The part of the weight that this rank holds, in whole rows."""
         return local_region(self.packed)[0], slice(0, self.shape[1])
 
     @torch.no_grad()
     def copy_(self, part: torch.Tensor) -> None:
-        """Hold this part of the weight, which is `region`'s."""
+        """Quantise and store this part of the weight, which must be `region`."""
         for parameter, values in zip((self.packed, self.absmax), quantize(part.to(self.device)), strict=True):
             local_tensor(parameter).copy_(values)
 
@@ -95,8 +96,8 @@ class QuantizedLinear(nn.Module):
         return local_tensor(self.packed).device
 
 
-# These are operators and no autograd.Function, of which torch.compile makes one graph, forward and backward, that may
-# keep the weight made of the bits from the one to the other.
+# These are operators, not an autograd.Function: of the latter torch.compile makes one graph for forward and backward,
+# which may keep the dequantised weight in between.
 @torch.library.custom_op("torchtitan::quantized_linear", mutates_args=())
 def _product(x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(x, dequantize(packed, absmax, x.dtype), bias)
@@ -129,7 +130,7 @@ _product.register_autograd(_backward, setup_context=_keep)
 
 
 def quantize_projections(policy: nn.Module, trained: Iterable[str]) -> None:
-    """Give all projections but the `trained` ones weights of four bits; load them afterwards. Comes before adapters."""
+    """Hold weights of all projections but the `trained` ones in four bits. Load them after this, then add adapters."""
     for name, module in list(policy.named_modules()):
         parent, _, own = name.rpartition(".")
         if is_quantized(f"{name}.weight") and own not in trained:
@@ -138,14 +139,14 @@ def quantize_projections(policy: nn.Module, trained: Iterable[str]) -> None:
 
 
 class Adapter:
-    """How a module uses its factors: a forward hook of projections and of the embedding; the head asks for `pair`."""
+    """How a module uses its factors: a forward hook of projections and the embedding; the head calls `pair`."""
 
     def __init__(self, scale: float, dropout: float):
         self.scale, self.dropout = scale, dropout
         self.enabled = True
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """output + scale · B A x, all of them DTensors where the module is sharded."""
+        """output + scale · B A x, all of them DTensors if the module is sharded."""
         if not self.enabled:
             return output
         x, a, b = inputs[0], module.get_parameter(FACTOR_A), module.get_parameter(FACTOR_B)
@@ -158,14 +159,14 @@ class Adapter:
         return output + self.scale * F.linear(reduced, b.to(x.dtype))
 
     def pair(self, module: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [N, H] (whole, also under tensor parallelism) -> scale · A hidden [N, rank], and this rank's rows of
-        B: a further pair of operands for the head."""
+        """hidden [N, H] (whole, even under tensor parallelism) -> scale · A hidden [N, rank], and this rank's rows of
+        B: another pair of operands for the head."""
         a: torch.Tensor = module.get_parameter(FACTOR_A)
         b: torch.Tensor = module.get_parameter(FACTOR_B)
         if is_distributed(a) and is_distributed(b):
             from torch.distributed.tensor import Partial
 
-            # Every rank's gradient covers its own vocabulary only: they add up.
+            # Each rank's gradient covers only its own vocabulary, so they add up.
             a, b = a.to_local(grad_placements=[Partial()]), b.to_local()
         return (self.scale * F.linear(self._drop(module, hidden), a.to(hidden.dtype))).to(b.dtype), b
 
@@ -174,7 +175,7 @@ class Adapter:
 
 
 def adapted_modules(policy: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
-    """(name, module, its adapter) of all modules that have one."""
+    """Yield (name, module, its adapter) of every module that has one."""
     for name, module in policy.named_modules():
         adapter = getattr(module, "adapter", None)
         if isinstance(adapter, Adapter):
@@ -182,9 +183,9 @@ def adapted_modules(policy: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter
 
 
 def add_adapters(policy: Decoder, settings: Lora) -> None:
-    """Give the target modules adapters (fp32, without values yet) and freeze everything else but modules_to_save.
+    """Add adapters (fp32, without values yet) to the target modules; freeze everything else but modules_to_save.
 
-    Comes after tensor parallelism, whose layout the factors follow, and before everything that wraps forwards.
+    Call this after tensor parallelism, whose layout the factors follow, and before anything that wraps forwards.
     """
     for name, module in list(policy.named_modules()):
         if name.rpartition(".")[2] in settings.target_modules:
@@ -205,7 +206,7 @@ def _adapt(module: nn.Module, settings: Lora) -> None:
     mesh: DeviceMesh | None = None
     if is_distributed(weight):
         placement, mesh = weight.placements[0], weight.device_mesh
-    # Of a stack each rank has whole experts: both of their factors.
+    # Each rank holds whole experts of a stack, and so both of their factors.
     of_a = placement if stack or placement == Shard(1) else Replicate()
     of_b = placement if placement == Shard(0) else Replicate()
     shapes = ("lora_A", (*stack, settings.rank, columns), of_a), ("lora_B", (*stack, rows, settings.rank), of_b)
@@ -215,13 +216,13 @@ def _adapt(module: nn.Module, settings: Lora) -> None:
         module.add_module(name, factor)
     module.adapter = adapter  # type: ignore[assignment]
     if not isinstance(module, LogProbHead):
-        # First of all hooks: tensor parallelism's own makes a plain tensor of the output.
+        # The hook comes first, because tensor parallelism's own hook turns the output into a plain tensor.
         module.register_forward_hook(adapter, prepend=True)
 
 
 @torch.no_grad()
 def initialize_adapters(policy: Decoder, seed: int) -> None:
-    """As PEFT does: A uniform within 1 / sqrt(in) (normal for the embedding), B zero; alike on any layout."""
+    """Initialise as in PEFT: A uniform within 1 / sqrt(in) (normal for the embedding), B zero; alike on any layout."""
     generator = torch.Generator().manual_seed(seed)
     for _, module, _ in adapted_modules(policy):
         a = module.get_parameter(FACTOR_A)
@@ -237,7 +238,7 @@ def initialize_adapters(policy: Decoder, seed: int) -> None:
 
 @torch.no_grad()
 def merged_weight(policy: Decoder, name: str) -> torch.Tensor:
-    """The whole parameter `name` of the base model, what adapters add to it included (a collective where sharded)."""
+    """The whole base-model parameter `name`, with adapters added (a collective if it is sharded)."""
     module_name, _, leaf = name.rpartition(".")
     module = policy.get_submodule(module_name)
     if (buffer := dict(module.named_buffers(recurse=False)).get(leaf)) is not None:
@@ -256,19 +257,19 @@ def merged_weight(policy: Decoder, name: str) -> torch.Tensor:
 
 
 def weights(policy: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, tied ones once: all that a checkpoint holds and an engine needs."""
+    """Parameters and buffers by name, tied ones once: everything that a checkpoint holds and an engine needs."""
     return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
 
 
 def in_files(policy: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StackPart]:
-    """Parameters by their names -> by those that files and engines have for them, stacks entry by entry."""
+    """Rename parameters to their names in files and engines; stacks become one item per entry."""
     return {
         part: part_of(tensor, place) for name, tensor in tensors.items() for part, place in policy.names_in_files(name)
     }
 
 
 def whole_weights(policy: Decoder, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in files, whole tensor) of these parameters, adapters merged, one gathered at a time: a collective."""
+    """Yield (name in files, whole tensor) of parameters, adapters merged, gathering one at a time (a collective)."""
     for name in names:
         whole = merged_weight(policy, name)
         for part, one in in_files(policy, {name: whole}).items():
@@ -278,7 +279,7 @@ def whole_weights(policy: Decoder, names: Iterable[str]) -> Iterator[tuple[str, 
 
 
 def base_parameters(policy: Decoder) -> dict[str, torch.Tensor | QuantizedLinear]:
-    """What the model has without adapters, buffers included; the module that stands for it where one is quantised."""
+    """The model's parameters and buffers without adapters; a quantised weight is represented by its module."""
     found: dict[str, torch.Tensor | QuantizedLinear] = {}
     for name, parameter in weights(policy).items():
         module_name, _, leaf = name.rpartition(".")
@@ -291,10 +292,10 @@ def base_parameters(policy: Decoder) -> dict[str, torch.Tensor | QuantizedLinear
 
 
 def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor | StackPart]:
-    """What actors need of each version, under the names of checkpoint files: all weights; with adapters what is
-    trained, alpha, and the base's bits.
+    """What actors need of each version, under the names of checkpoint files: all weights, or with adapters the trained
+    parameters, alpha and the base's bits.
 
-    alpha is a sum of three numbers, so that bfloat16 carries it whole.
+    alpha is sent as a sum of three numbers, so that bfloat16 represents it exactly.
     """
     if policy.lora is None:
         return in_files(policy, weights(policy))
@@ -316,7 +317,7 @@ def adapters_off(policy: Decoder) -> AbstractContextManager[None]:
 
 
 def without_dropout(policy: Decoder) -> AbstractContextManager[None]:
-    """Adapters do not drop anything inside the block."""
+    """Turn off the adapters' dropout inside the block."""
     return _changed(policy, "dropout", 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder as data, and of its mixtures of experts. No torch here."""
+"""The shape of a decoder, and of its mixtures of experts, as data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torchtitan.models.families import (
     Latent,
     Rope,
     Scaling,
+    check_types,
     find_family,
     read_latent,
     read_ropes,
@@ -23,9 +24,9 @@ from torchtitan.models.families import (
 )
 
 MISSING = -1
-"""In place of a token's experts: no engine has said which ones computed it"""
+"""Stands for a token's experts if no engine has reported which ones computed it"""
 
-# Under which of these names a config.json holds the number of experts.
+# The names under which a config.json may hold the number of experts.
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -36,9 +37,9 @@ Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 class ExpertFamily:
     """What a family fixes.
 
-    score: what becomes of the router's logits. normalize: whether the chosen scores are divided by their sum; None:
-    config.json says. bias: a correction that helps to choose and does not weigh.
-    block and projections: what checkpoint files call the feed-forward, and an expert's gate, up and down.
+    score: the function of the router's logits. normalize: whether the chosen scores are divided by their sum; None:
+    config.json decides. bias: a correction that affects which experts are chosen, but not their weights. block and
+    projections: the names in checkpoint files of the feed-forward, and of an expert's gate, up and down.
     """
 
     score: Score = "softmax"
@@ -46,11 +47,11 @@ class ExpertFamily:
     bias: bool = False
     shared: bool = False
     size_key: str = "moe_intermediate_size"
-    """Where config.json holds the width of an expert"""
+    """The config.json key of an expert's width"""
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: bool = False
-    """Files hold stacks, as moe.StackedExperts has them"""
+    """Files hold stacked experts, as in moe.StackedExperts"""
 
 
 _MIXTRAL: dict[str, Any] = {
@@ -75,32 +76,32 @@ class ExpertArgs:
     count: int
     per_token: int
     intermediate_size: int
-    """Of one expert"""
+    """Width of one expert"""
     score: Score = "softmax"
     normalize: bool = False
     scale: float = 1.0
-    """Of what all chosen experts add up to"""
+    """Multiplies the sum over the chosen experts"""
     bias: bool = False
     groups: int = 1
-    """The experts form so many groups, of which only the best `best_groups` are chosen from"""
+    """Experts form this many groups, and are chosen only from the best `best_groups` of them"""
     best_groups: int = 1
     shared_intermediate_size: int = 0
-    """Of the expert that every token passes; 0: there is none"""
+    """Width of the shared expert, which every token passes; 0: there is none"""
     dense_layers: tuple[int, ...] = ()
     """Layers with an ordinary feed-forward"""
     stacked: bool = False
-    """See moe.StackedExperts, as the next two"""
+    """See moe.StackedExperts for this and the next two fields"""
     alpha: float = 1.702
     limit: float = 7.0
 
     @property
     def active_size(self) -> int:
-        """Feed-forward columns that one token passes."""
+        """Feed-forward columns that one token passes through."""
         return self.per_token * self.intermediate_size + self.shared_intermediate_size
 
 
 def read_expert_args(family: str, config: dict[str, Any]) -> ExpertArgs | None:
-    """The experts in a Hugging Face config.json; None for a dense family. Raises UserError for what is missing."""
+    """Read the experts from a Hugging Face config.json; None for a dense family. Raises UserError for missing keys."""
     if family not in EXPERT_FAMILIES:
         return None
     fixed = EXPERT_FAMILIES[family]
@@ -139,7 +140,7 @@ def _dense_layers(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def expert_config(family: str, args: ExpertArgs, layers: int) -> dict[str, Any]:
-    """What a config.json says of the experts, under the names that transformers 4 and 5 and vLLM read."""
+    """Return the config.json entries for the experts, under the names that transformers 4 and 5 and vLLM read."""
     fixed = EXPERT_FAMILIES[family]
     config: dict[str, Any] = {"num_experts_per_tok": args.per_token, "output_router_logits": False}
     config |= dict.fromkeys(COUNT_KEYS if fixed.score == "sigmoid" else COUNT_KEYS[:2], args.count)
@@ -150,7 +151,7 @@ def expert_config(family: str, args: ExpertArgs, layers: int) -> dict[str, Any]:
         return config | {"decoder_sparse_step": 1, "mlp_only_layers": list(args.dense_layers)}
     kinds = ["dense" if layer in args.dense_layers else "sparse" for layer in range(layers)]
     return config | {
-        # transformers leaves out what vLLM and SGLang need to be told.
+        # transformers leaves these out, but vLLM and SGLang need them.
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "mlp_layer_types": kinds,
@@ -162,15 +163,15 @@ def expert_config(family: str, args: ExpertArgs, layers: int) -> dict[str, Any]:
     }
 
 
-# The matrices of a layer are modules of the decoder under these names.
+# The decoder's modules for a layer's matrices have these names.
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT_PROJECTIONS, "o_proj")
 FEED_FORWARD_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 PROJECTIONS = (*ATTENTION_PROJECTIONS, *FEED_FORWARD_PROJECTIONS)
 
-# Exports have the decoder's own values of these, whatever it was read from.
+# Exports take these from the decoder, whatever the source config.json said.
 SHAPE_KEYS = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-# A config.json calls these as the decoder does.
+# These have the same names in a config.json and in the decoder.
 REQUIRED_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 WRITTEN_KEYS = (
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "attention_bias", "mlp_bias"),
@@ -194,23 +195,23 @@ class ModelArgs:
     rope_theta: float = 10000.0
     rope_scaling: Scaling | None = None
     sliding_rope: Rope | None = None
-    """Rotary positions of layers with a window, where they are others"""
+    """Rotary positions of layers with a window, if they differ"""
     rotary_share: float = 1.0
-    """Of a head, its first part, that is turned"""
+    """The share of a head, from its start, that is rotated"""
     unturned: tuple[int, ...] = ()
     """Layers without rotary positions"""
     windows: tuple[int, ...] = ()
-    """Of every layer, how many tokens one sees, itself included; 0: all. (): all layers see all"""
+    """For each layer, how many tokens a token attends to, including itself; 0: all. (): all layers attend to all"""
     attention_bias: bool = False
     mlp_bias: bool = False
     attention_scale: float = 0.0
-    """Of the products of q and k; 0: 1 / √head_dim"""
+    """Multiplies the products of q and k; 0: 1 / √head_dim"""
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
-    """Logits become softcap · tanh(logits / softcap); 0: they stay"""
+    """Logits become softcap · tanh(logits / softcap); 0: unchanged"""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what attention and feed-forward add"""
+    """Multiplies what attention and feed-forward add to the residual stream"""
     logit_divisor: float = 1.0
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
@@ -219,13 +220,13 @@ class ModelArgs:
     latent: Latent | None = None
     experts: ExpertArgs | None = None
     normed_heads: bool = True
-    """False: without the family's norms of q and k"""
+    """False: the norms of q and k that the family has are left out"""
     source: str = field(default="", compare=False, repr=False)
-    """The config.json that it was read from; what it says beyond this goes into exports"""
+    """The config.json that this was read from; its further keys are kept in exports"""
 
     @property
     def kind(self) -> Family:
-        """The row of its family."""
+        """The family's row in FAMILIES."""
         return FAMILIES[self.family]
 
     @property
@@ -242,13 +243,13 @@ class ModelArgs:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary positions that its layers have, see `rope_of`."""
+        """The rotary positions that the layers use, see `rope_of`."""
         first = Rope(self.rope_theta, self.rope_scaling)
         return (first,) if self.sliding_rope is None else (first, self.sliding_rope)
 
     @property
     def undivided(self) -> str:
-        """What of a layer cannot be shared among tensor-parallel ranks; empty where all can."""
+        """What prevents tensor parallelism from sharding a layer; empty if nothing does."""
         kind = self.kind
         joint = "projections that are stored as one" if kind.joint_qkv or kind.joint_gate_up else ""
         joint = joint if self.latent is None else "latent attention"
@@ -256,27 +257,27 @@ class ModelArgs:
 
     @property
     def rotary_width(self) -> int:
-        """How much of a head is turned."""
+        """How many elements of a head are rotated."""
         return int(self.head_dim * self.rotary_share) if self.latent is None else self.latent.turned
 
     @property
     def value_dim(self) -> int:
-        """How wide a head's value is."""
+        """The width of a head's value."""
         return self.head_dim if self.latent is None else self.latent.values
 
     def window(self, layer: int) -> int:
-        """How many tokens one sees, itself included; 0: all."""
+        """How many tokens a token of this layer attends to, including itself; 0: all."""
         return self.windows[layer] if self.windows else 0
 
     def rope_of(self, layer: int) -> int | None:
-        """Which of `ropes` a layer has; None for none."""
+        """Return the index in `ropes` of a layer's rotary positions; None if it has none."""
         if layer in self.unturned:
             return None
         return 1 if self.window(layer) and self.sliding_rope is not None else 0
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Layers with an ordinary feed-forward."""
+        """Layers with a dense feed-forward."""
         return tuple(range(self.num_hidden_layers)) if self.experts is None else self.experts.dense_layers
 
     @classmethod
@@ -284,7 +285,7 @@ class ModelArgs:
         """Read a Hugging Face config.json. Raises UserError for a family or switch that the decoder lacks."""
         family = find_family(config)
         name = config["model_type"]
-        lacking = [key for key in REQUIRED_KEYS if key not in config]
+        lacking = [key for key in REQUIRED_KEYS if not config.get(key)]
         if lacking:
             raise UserError(f"config.json lacks {', '.join(lacking)}")
         source, config = json.dumps(config), family.defaults | config
@@ -333,11 +334,11 @@ class ModelArgs:
         )
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
-        """The config.json that transformers 4 and 5 both read back as this shape."""
+        """Return a config.json that both transformers 4 and 5 read back as this shape."""
         ends = self.eos_token_ids
         eos = list(ends) if len(ends) > 1 else next(iter(ends), None)
         kept = {key: value for key, value in json.loads(self.source or "{}").items() if key not in SHAPE_KEYS}
-        # transformers 5 reads the older form too, and fails on both where layer types have positions of their own.
+        # transformers 5 reads the older form too, but fails on both together if layer types have their own positions.
         rope = kept.get("rope_parameters") or {}
         if "factor" not in rope:
             rope = None if self.rope_scaling is None else self.rope_scaling.to_hf_config()
@@ -356,7 +357,7 @@ class ModelArgs:
         return written | kept | {"torch_dtype": dtype, "dtype": dtype, "eos_token_id": eos}
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Weight [out, in] of every projection of a layer, its feed-forward an ordinary one."""
+        """Weight [out, in] of every projection of a layer with a dense feed-forward."""
         hidden, wide = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         shapes = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
@@ -380,7 +381,7 @@ class ModelArgs:
         return self.qkv_bias if projection in ATTENTION_PROJECTIONS else self.mlp_bias
 
     def weights_per_token(self) -> dict[str, int]:
-        """Elements of the matrices that a token passes in all layers, by the name of their module."""
+        """Elements of the matrices that a token passes through in all layers, by module name."""
         layers, dense = self.num_hidden_layers, len(self.dense_layers)
         counts = {
             name: (layers if name in ATTENTION_PROJECTIONS else dense) * rows * columns
@@ -392,7 +393,7 @@ class ModelArgs:
         return counts
 
     def module_parameters(self) -> dict[str, int]:
-        """Parameters in elements by the name of their module, over all layers. Tied, the head has none of its own."""
+        """Parameters in elements over all layers, by module name. A tied head has none of its own."""
         hidden, layers = self.hidden_size, self.num_hidden_layers
         counts = {
             name: layers * rows * (columns + self.has_bias(name))
@@ -417,9 +418,9 @@ class ModelArgs:
         return counts | {"norm": hidden, "embed_tokens": self.vocab_size * hidden, "lm_head": head}
 
     def names_in_files(self, name: str) -> list[tuple[str, int | None]]:
-        """What checkpoint files, engines and weight synchronisation call a parameter of ours, the one rule for all of
-        them: [(name, None)], or for a stack of experts the name of each, with its place along the stack's first
-        dimension."""
+        """Return the names of one of our parameters in checkpoint files, engines and weight synchronisation. All of
+        them use this rule. The result is [(name, None)], or for a stack of experts each one's name and its index along
+        the stack's first dimension."""
         if self.experts is None:
             return [(name, None)]
         fixed = EXPERT_FAMILIES[self.family]
@@ -436,8 +437,8 @@ class ModelArgs:
         return [(f"{before}.experts.{expert}.{renamed}.{leaf}", expert) for expert in range(self.experts.count)]
 
     def is_further_layer(self, name: str) -> bool:
-        """Whether a tensor in files belongs to the layers behind the last one that guess several tokens at a time:
-        some mixtures have these, and nothing here uses them."""
+        """Whether a tensor in files belongs to the multi-token-prediction layers after the last one, which some
+        mixtures have and nothing here uses."""
         found = re.match(r"model\.layers\.(\d+)\.", name)
         return self.experts is not None and found is not None and int(found[1]) >= self.num_hidden_layers
 
@@ -451,9 +452,9 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def read_model_args(directory: str | Path) -> ModelArgs:
-    """The shape in `directory`/config.json, with the end tokens of generation_config.json where it has more.
+    """Read the shape from `directory`/config.json, and add end tokens that only generation_config.json lists.
 
-    Raises UserError where a file is missing, broken or describes a model that is not supported.
+    Raises UserError if a file is missing or broken, or describes an unsupported model.
     """
     directory = Path(directory)
     path = directory / "config.json"
@@ -466,13 +467,15 @@ def read_model_args(directory: str | Path) -> ModelArgs:
         raise UserError(f"{directory}: {error}") from error
     generation = directory / "generation_config.json"
     if generation.is_file():
-        more = _token_ids(read_json(generation).get("eos_token_id"))
+        config = read_json(generation)
+        check_types(config, ("eos_token_id",), str(generation))
+        more = _token_ids(config.get("eos_token_id"))
         args = replace(args, eos_token_ids=tuple(dict.fromkeys(args.eos_token_ids + more)))
     return args
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file of a checkpoint directory that holds a JSON object. Raises UserError."""
+    """Read a JSON object from a file of a checkpoint directory. Raises UserError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""A mixture of experts in the place of a feed-forward: the router, the experts' stacked weights, and the way of the
-tokens to them and back."""
+"""A mixture of experts in place of a feed-forward: the router, the experts' stacked weights, and how tokens are
+dispatched to the experts and combined."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.elementwise import swiglu
 from torchtitan.models.model_args import MISSING, ExpertArgs
 
-# On a GPU the rows of every expert begin at whole 16 bytes, in half precision.
+# On a GPU in half precision, the rows of every expert begin at a multiple of 16 bytes.
 GPU_ROWS = 8
 
 
 class Routing(NamedTuple):
-    """What a forward tells its mixtures of experts.
+    """What a forward passes to its mixtures of experts.
 
     routes: [T, layers, k] integers, the experts that an engine chose for each token, or MISSING; None: none are known.
-    rows: each expert computes with a multiple of so many rows.
+    rows: each expert computes with a multiple of this many rows.
     """
 
     routes: torch.Tensor | None
@@ -32,18 +32,18 @@ class Routing(NamedTuple):
 
 
 def expert_rows(sizes: InvariantSizes, device: torch.device) -> int:
-    """Routing.rows for a device: on a CPU a token's result does not depend on who else has its expert."""
+    """Return Routing.rows for a device. On a CPU a token's result must not depend on which tokens share its expert."""
     return GPU_ROWS if device.type == "cuda" else sizes.rows
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """As swiglu has it: with operations that treat all numbers alike, wherever in the batch they lie."""
-    # Without a bound the gradient of an exponential that overflows is not a number.
+    """Sigmoid from operations that treat all elements alike wherever they lie in the batch, as in swiglu."""
+    # Without a bound, the exponential could overflow and its gradient would be NaN.
     return (x.clamp(min=-80).neg().exp() + 1.0).reciprocal()
 
 
 class Router(nn.Module):
-    """Chooses experts for each token, and how much each of them counts."""
+    """Chooses experts for each token, and their weights."""
 
     bias: torch.Tensor | None
     e_score_correction_bias: torch.Tensor | None
@@ -53,21 +53,21 @@ class Router(nn.Module):
         self.args = args
         self.weight = nn.Parameter(torch.empty(args.count, hidden_size))
         self.register_parameter("bias", nn.Parameter(torch.empty(args.count)) if args.stacked else None)
-        # A buffer: it has no gradient. It is loaded, saved and sent as parameters are, and stays fp32 (Decoder._apply).
+        # A buffer has no gradient, but is loaded, saved and sent like a parameter; it stays fp32 (Decoder._apply).
         self.register_buffer("e_score_correction_bias", torch.zeros(args.count) if args.bias else None)
 
     def forward(self, x: torch.Tensor, routes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H] -> (experts [T, k] int64, their weights [T, k] like x).
 
-        routes [T, k]: experts that are given; a row with MISSING is chosen here. Weights are always those of the
-        router's own scores, so it learns in either case.
+        routes [T, k]: experts that are given; a row with MISSING is chosen here. The weights always come from the
+        router's own scores, so that it learns in either case.
         """
         args = self.args
         weight: torch.Tensor = self.weight
         if is_distributed(weight):
             from torch.distributed.tensor import Partial
 
-            # Tensor-parallel ranks route different tokens: their gradients add up.
+            # Tensor-parallel ranks route different tokens, so their gradients add up.
             weight = weight.to_local(grad_placements=[Partial()])
         if args.score == "sigmoid":
             scores = _sigmoid(F.linear(x.float(), weight.float()))
@@ -99,10 +99,10 @@ class Router(nn.Module):
 
 
 class Places(NamedTuple):
-    """Where items go so that those of one expert lie together.
+    """Row indices that group items by expert.
 
-    place: int64 [T, ...] as the items, the row of each; token: int64 [rows], which of the T has an item there, or any
-    of them; counts: int64 [experts], items of each; ends: int32 [experts], where the rows of each end.
+    place: int64 [T, ...] like the items, the row of each; token: int64 [rows], which of the T tokens has an item there,
+    or any token if none has; counts: int64 [experts], items of each; ends: int32 [experts], where the rows of each end.
     """
 
     place: torch.Tensor
@@ -112,9 +112,9 @@ class Places(NamedTuple):
 
 
 def places_of(experts: torch.Tensor, count: int, step: int) -> Places:
-    """Places of items by their expert [T, ...], in their order, each expert's rows rounded up to a multiple of `step`.
+    """Group items by their expert [T, ...] in stable order; each expert's rows are rounded up to a multiple of `step`.
 
-    Waits for no device: there may be rows left over at the end.
+    Does not synchronise with the device, so that there may be unused rows at the end.
     """
     expert = experts.flatten()
     counts = torch.zeros(count, dtype=torch.int64, device=expert.device)
@@ -122,7 +122,7 @@ def places_of(experts: torch.Tensor, count: int, step: int) -> Places:
     rounded = (counts + step - 1) // step * step
     ends = rounded.cumsum(0)
     order = expert.argsort(stable=True)
-    # The j-th of all sorted items moves by what the experts before its own were rounded up.
+    # Rounding up the experts before its own shifts an item's row.
     shift = (ends - rounded) - (counts.cumsum(0) - counts)
     sorted_place = torch.arange(len(expert), device=expert.device) + shift[expert[order]]
     place = torch.empty_like(order).index_copy_(0, order, sorted_place)
@@ -132,8 +132,8 @@ def places_of(experts: torch.Tensor, count: int, step: int) -> Places:
 
 
 class _Spread(torch.autograd.Function):
-    """x [T, H], place [T, k], token [R] -> rows [R, H]: each token in all of its k places, any in the others. Its
-    gradient is summed in their order."""
+    """x [T, H], place [T, k], token [R] -> rows [R, H]: each token at all of its k places, any token elsewhere. Its
+    gradient is summed in the order of the places."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -160,31 +160,31 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         taken, place, token, weights = ctx.saved_tensors
-        # A row that no token has gets none: its weight is 0.
+        # A row without a token gets no gradient: its weight is 0.
         of_row = weights.new_zeros(len(token)).index_copy_(0, place.flatten(), weights.flatten())
         by_rows = gradient.index_select(0, token).mul_(of_row[:, None])
         return by_rows, None, None, (taken * gradient[:, None]).sum(-1)
 
 
-# How rows reach experts that other ranks have, see parallelize.ExpertExchange: rows [R, H] in the order of all experts,
-# counts [E] of them -> what compute(rows, experts) makes of each where its expert is.
+# How rows reach experts on other ranks, see parallelize.ExpertExchange: rows [R, H] in the order of all experts and
+# their counts [E] -> the results of compute(rows, experts), which runs on the ranks that hold the experts.
 Exchange = Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], torch.Tensor]
 
 
-# torch's own grouped_mm computes exactly these products, one per expert over rows that lie expert by expert. But its
-# fp32 form does not pass torch.compile, and its backward refuses gradients that are expanded: hence the operators.
+# torch's own grouped_mm computes exactly these products, one per expert over contiguous rows. But its fp32 form does
+# not support torch.compile, and its backward rejects expanded gradients, hence these operators.
 
 
 def _fits(dtype: torch.dtype, *sizes: int) -> bool:
-    """What torch's kernel takes: half or single precision, with rows of whole 16 bytes."""
+    """Whether torch's kernel takes these: half or single precision, and rows of a multiple of 16 bytes."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and not any(s * dtype.itemsize % 16 for s in sizes)
 
 
 @torch.library.custom_op("torchtitan::grouped_linear", mutates_args=())
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x [R, K] times the transposed weight [E, N, K] of each row's expert -> [R, N].
+    """Multiply x [R, K] by the transposed weight [E, N, K] of each row's expert -> [R, N].
 
-    Expert e has rows ends[e - 1] to ends[e] (int32 [E]). Rows past the last end get anything.
+    Expert e has rows ends[e - 1] to ends[e] (int32 [E]). Rows past the last end are undefined.
     """
     if _fits(x.dtype, *weight.shape[1:]):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -201,7 +201,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 
 @torch.library.custom_op("torchtitan::grouped_outer", mutates_args=())
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """left [R, N] and right [R, K] -> [E, N, K]: per expert, the product of the transposed left rows and the right."""
+    """left [R, N], right [R, K] -> [E, N, K]: each expert's transposed left rows times its right rows."""
     if _fits(left.dtype, left.shape[1], right.shape[1]):
         return F.grouped_mm(left.t(), right, offs=ends)
     return torch.stack([left[rows].t() @ right[rows] for rows in _ranges(ends)])
@@ -232,14 +232,14 @@ grouped_linear.register_autograd(_grouped_backward, setup_context=_save_inputs)
 
 
 class ExpertLinear(nn.Module):
-    """A projection of all experts, their weights stacked [E, out, in]."""
+    """A projection of all experts, with their weights stacked [E, out, in]."""
 
     def __init__(self, count: int, inputs: int, outputs: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """rows [R, in], those of each expert up to its place in ends [E] -> [R, out]."""
+        """rows [R, in], grouped by expert with ends [E] -> [R, out]."""
         return grouped_linear(rows, local_tensor(self.weight).to(rows.dtype), ends)
 
 
@@ -247,7 +247,7 @@ class Experts(nn.Module):
     """SwiGLU feed-forwards."""
 
     down_proj: Any
-    """StackedExperts have a parameter here"""
+    """StackedExperts has a parameter here"""
 
     def __init__(self, args: ExpertArgs, hidden_size: int):
         super().__init__()
@@ -255,7 +255,7 @@ class Experts(nn.Module):
         self.gate_proj = ExpertLinear(args.count, hidden_size, args.intermediate_size)
         self.up_proj = ExpertLinear(args.count, hidden_size, args.intermediate_size)
         self.down_proj = ExpertLinear(args.count, args.intermediate_size, hidden_size)
-        # Set where ranks have different experts.
+        # Set if experts are spread over several ranks.
         self.exchange: Exchange | None = None
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, step: int) -> torch.Tensor:
@@ -269,7 +269,7 @@ class Experts(nn.Module):
         return _Combine.apply(out, places.place, places.token, weights)
 
     def _unordered(self, rows: torch.Tensor, expert: torch.Tensor, step: int) -> torch.Tensor:
-        """Rows [R, H] of this rank's experts [R] in any order."""
+        """Compute rows [R, H] for this rank's experts [R], in any order."""
         places = places_of(expert[:, None], local_tensor(next(self.parameters())).shape[0], step)
         out = self._rows(_Spread.apply(rows, places.place, places.token), places.ends)
         return out.index_select(0, places.place.flatten())
@@ -279,8 +279,8 @@ class Experts(nn.Module):
 
 
 class StackedExperts(Experts):
-    """gpt-oss: gate_up [E, H, 2 I] has columns of gate and up in turns, down [E, I, H], both with biases; gate and up
-    are clamped to `limit`, and the activation is (up + 1) · gate · sigmoid(alpha · gate)."""
+    """gpt-oss: gate_up [E, H, 2 I] interleaves the columns of gate and up, down is [E, I, H], and both have biases.
+    gate and up are clamped to `limit`, and the activation is (up + 1) · gate · sigmoid(alpha · gate)."""
 
     def __init__(self, args: ExpertArgs, hidden_size: int):
         nn.Module.__init__(self)
@@ -292,7 +292,7 @@ class StackedExperts(Experts):
         self.exchange = None
 
     def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        # Rows past the last end hold anything; they get a bias of zeros behind the experts' own.
+        # Rows past the last end are undefined; they use a row of zeros appended to the experts' biases.
         expert = torch.searchsorted(ends, torch.arange(len(rows), device=ends.device, dtype=ends.dtype), right=True)
 
         def project(x: torch.Tensor, stack: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -306,7 +306,7 @@ class StackedExperts(Experts):
 
 
 class MoE(nn.Module):
-    """Router and experts, and the expert that every token passes where the family has one."""
+    """Router and experts, and the shared expert that every token passes if the family has one."""
 
     def __init__(self, args: ExpertArgs, hidden_size: int, index: int, shared: nn.Module | None = None):
         super().__init__()
@@ -314,9 +314,9 @@ class MoE(nn.Module):
         self.gate = Router(args, hidden_size)
         self.experts = (StackedExperts if args.stacked else Experts)(args, hidden_size)
         self.shared_experts = shared
-        # Routes come for the whole pack: under sequence parallelism this rank takes its part of so many.
+        # Routes cover the whole pack; under sequence parallelism this rank takes its part of `parts`.
         self.part, self.parts = 0, 1
-        # Set where the experts chosen are to be known: record(layer, experts [T, k]).
+        # Set to record the chosen experts: record(layer, experts [T, k]).
         self.record: Callable[[int, torch.Tensor], None] | None = None
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """From a decoder on the meta device to this rank's trainable policy: TP → EP → adapters → compile → AC → FSDP2.
 
-Of a mixture of experts, whole experts lie over `ep`, their rows or columns over `efsdp`. Under tensor parallelism the
-layers' tokens are already shared out between its ranks (sequence parallelism): each routes its own, and experts are not
-cut any further. So `efsdp` × `ep` are the ranks of dp_shard × tp.
+The experts of a mixture are distributed over `ep`, and the rows or columns of each over `efsdp`. Under tensor
+parallelism the tokens are already divided among the ranks within layers (sequence parallelism): each rank routes its
+own, and experts are not cut any further. Hence `efsdp` × `ep` are the ranks of dp_shard × tp.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def mixtures(policy: Decoder) -> list[MoE]:
 
 
 def mixture_plan(plan: dict[str, ParallelStyle], mixture: MoE) -> dict[str, ParallelStyle]:
-    """A dense layer's plan of tensor parallelism for one with this mixture: tokens stay shared out, but for the shared
-    experts, which are cut as an ordinary feed-forward is."""
+    """Turn a dense layer's tensor-parallel plan into one for a layer with this mixture: tokens stay divided, except for
+    shared experts, which are cut like a dense feed-forward."""
     result = {name: style for name, style in plan.items() if not name.startswith("mlp")}
     if mixture.shared_experts is not None:
         result |= {n.replace("mlp", "mlp.shared_experts"): s for n, s in plan.items() if n.startswith("mlp")}
@@ -64,12 +64,12 @@ def mixture_plan(plan: dict[str, ParallelStyle], mixture: MoE) -> dict[str, Para
 
 
 keep_choice = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
-"""How a layer with a mixture is recomputed: with the experts that it had. A choice that differed for some rounding
-would send other tokens to other ranks than those that wait for them."""
+"""A layer with a mixture is recomputed with the experts that it chose first. If rounding changed a choice, ranks would
+send tokens that other ranks do not expect"""
 
 
 class SharedTokens(ParallelStyle):
-    """Each rank routes its part of the pack; the router's weight is whole on all of them."""
+    """Each rank routes its part of the pack; the router's weight is replicated."""
 
     def __init__(self, mixture: MoE):
         self._mixture = mixture
@@ -82,7 +82,7 @@ class SharedTokens(ParallelStyle):
 
 
 class _AllToAll(torch.autograd.Function):
-    """rows [R, H] -> rows [R', H]: sent[i] of them go to rank i, received[i] come from it; gradients go back."""
+    """rows [R, H] -> rows [R', H]: sends sent[i] of them to rank i, receives received[i]; gradients go back."""
 
     @staticmethod
     def forward(
@@ -99,9 +99,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 class ExpertExchange:
-    """Brings rows to the ranks of their experts; rank r of n has experts r · E / n to (r + 1) · E / n.
+    """Sends rows to the ranks of their experts; rank r of n holds experts r · E / n to (r + 1) · E / n.
 
-    A collective of the mesh, forward and backward: its ranks run equally many micro-batches.
+    A collective of the mesh, in forward and backward: its ranks must run the same number of micro-batches.
     """
 
     def __init__(self, mesh: DeviceMesh):
@@ -110,14 +110,14 @@ class ExpertExchange:
     def __call__(
         self, rows: torch.Tensor, counts: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """rows [R, H] in the order of their experts, of which counts [E] rows each -> what compute makes of each row.
+        """rows [R, H] in the order of their experts, and each expert's count [E] -> the results of compute, per row.
 
-        compute(rows [R', H], their experts [R'] counted from this rank's first) -> like rows.
+        compute(rows [R', H], their experts [R'] relative to this rank's first) -> a tensor like rows.
         """
         per_rank = len(counts) // self._ranks
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self._group)
-        # The one place where the device is waited for.
+        # This is the only synchronisation with the device.
         sent, received = torch.stack((counts, coming)).view(2, self._ranks, -1).sum(-1).tolist()
         expert = torch.arange(per_rank, device=rows.device).repeat(self._ranks).repeat_interleave(coming)
         arrived = _AllToAll.apply(rows, sent, received, self._group)
@@ -126,8 +126,8 @@ class ExpertExchange:
 
 
 def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool) -> None:
-    """Give every rank of `ep`, which divide the experts, its share. compiled: layers will be, which the exchange has no
-    part in."""
+    """Give each rank of `ep` its share of the experts, whose number `ep` divides. compiled: layers will be compiled,
+    and the exchange stays outside the graph."""
     for mixture in mixtures(policy):
         experts = mixture.experts
         for module in experts.modules():
@@ -139,9 +139,9 @@ def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool
 
 
 def shard_experts(policy: Decoder, dims: ParallelDims, reshard: bool, options: dict[str, Any]) -> None:
-    """FSDP2 of the experts by themselves, over the ranks that have the same ones and other tokens."""
+    """Apply FSDP2 to the experts separately, over the ranks that hold the same experts and process other tokens."""
     names = ("dp_replicate", "efsdp") if dims.dp_replicate > 1 else ("efsdp",)
-    # Ranks share out whole experts, or under expert parallelism rows, whose placement torch keeps apart from theirs.
+    # Ranks divide whole experts, or rows under expert parallelism, to keep this sharding apart from that of ep.
     where = Shard(0) if dims.ep == 1 else Shard(1)
     for mixture in mixtures(policy):
         fully_shard(
@@ -156,11 +156,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
-    """The policy of `config`, laid out as `dims` says, with its weights, in training mode.
+    """Build the policy of `config`, laid out according to `dims`, with its weights, in training mode.
 
     Weights come from model.hf_assets_path; with a model.flavor and no safetensors there, they are random
-    (training.seed). Low-rank adapters come from lora.adapter_path, or begin without an effect. A collective: every rank
-    calls it. Raises UserError where the checkpoint does not fit.
+    (training.seed). Low-rank adapters come from lora.adapter_path, or start without an effect. A collective: every rank
+    calls it. Raises UserError if the checkpoint does not fit.
     """
     directory = config.model.hf_assets_path
     if config.model.flavor:
@@ -172,7 +172,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None
     parallelize(policy, dims, config)
     policy.to_empty(device="cpu" if config.training.enable_cpu_offload else device())
-    # to_empty gave the embedding and the head a tensor each.
+    # to_empty gave the embedding and the head separate tensors.
     policy.tie_weights()
     if config.model.flavor and not (directory and any(Path(directory).glob("*.safetensors"))):
         policy.initialize_weights(config.training.seed)
@@ -194,7 +194,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
 
 
 def _make(args: ModelArgs) -> Decoder:
-    """Without weights."""
+    """Make the policy without weights."""
     if isinstance(args, ForeignArgs):
         # transformers is an optional extra, and slow to import.
         from torchtitan.models.transformers_policy import TransformersPolicy
@@ -204,11 +204,12 @@ def _make(args: ModelArgs) -> Decoder:
         return Decoder(args)
 
 
-def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decoder:
+def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     """Apply tensor parallelism, quantisation, adapters, compilation, activation checkpointing and FSDP2 in place to a
     policy on meta.
 
-    Afterwards call `to_empty`, `tie_weights` and load. Gradients are summed, not averaged, over data-parallel ranks.
+    Call `to_empty` and `tie_weights` and load weights afterwards. Gradients are summed, not averaged, over
+    data-parallel ranks.
     """
     training = config.training
     if dims.cp > 1:
@@ -223,21 +224,20 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
         add_adapters(policy, config.lora)
     if config.compile.enable:
         for layer in policy.layers:
-            # A mixture's exchange of tokens stays outside of the graph.
+            # A mixture's exchange of tokens stays outside the graph.
             whole = not isinstance(layer.mlp, MoE)
             _replace_forward(layer, _compiled(layer.forward, config.compile.backend, whole))
     if config.activation_checkpoint.mode != "none":
-        # Checkpoints stand around compiled layers: the compiler takes none whose function is not its own.
+        # Checkpointing wraps compiled layers, because the compiler only accepts the layer's own function.
         apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
     reduced = {training.mixed_precision_param, training.mixed_precision_reduce} != {training.dtype}
-    # One rank needs FSDP2 only for what else it does.
+    # One rank needs FSDP2 only for its other effects.
     if dims.fsdp_enabled or reduced or training.enable_cpu_offload:
         apply_fsdp(policy, dims, config)
-    return policy
 
 
 def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -> Callable[..., torch.Tensor]:
-    """A layer's forward as one graph, without breaks if `whole`, and the same one for all layers that are alike."""
+    """Compile a layer's forward as one graph (without graph breaks if `whole`), shared by all layers that are alike."""
     try:
         compiled = torch.compile(forward, backend=backend, fullgraph=whole)
     except torch._dynamo.exc.InvalidBackend as error:
@@ -249,9 +249,9 @@ def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -
         x: torch.Tensor, rotary: RotaryTables | None, attend: PackedAttention, routing: Routing | None = None
     ) -> torch.Tensor:
         if type(x) is not torch.Tensor:
-            # A collective may still bring x. Graphs that begin with such a tensor lose its gradient (torch 2.13).
+            # x may be a pending collective's result, and a graph that begins with one loses its gradient (torch 2.13).
             x = x.clone()
-        # Packs differ in tokens and sequences; to call all sizes dynamic is more than DTensor takes.
+        # Packs differ in tokens and sequences, but DTensor does not support marking every size as dynamic.
         for tensor in (x, *(rotary or ()), attend.cumulative, attend.bounds):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled(x, rotary, attend, routing)
@@ -260,8 +260,8 @@ def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -
 
 
 def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
-    """Shard every layer over `mesh`; between layers the pack's tokens are sharded (sequence parallelism). Which models
-    and degrees there are preflight/model.py says."""
+    """Shard every layer over `mesh`; between layers the pack's tokens are sharded (sequence parallelism).
+    preflight/model.py checks which models and degrees are supported."""
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
         "model.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
@@ -282,10 +282,10 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
     }
     for place, name in enumerate(policy.args.kind.norms):
         if name:
-            # What follows attention and feed-forward is added to a plain tensor.
+            # The outputs of norms after attention and feed-forward are added to a plain tensor.
             layer_plan[name] = SequenceParallel(sequence_dim=0, use_local_output=place % 2 == 1)
     if policy.args.qk_norm:
-        # All heads share one weight, and the heads are what is sharded: [T, heads, D].
+        # All heads share one weight, and the sharded dimension is that of the heads: [T, heads, D].
         layer_plan["self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
         layer_plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     parallelize_module(policy, mesh, plan)
@@ -297,8 +297,8 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
 
 
 class VocabularyShard:
-    """Between LogProbHead's sharded tensors and plain ones: its weight is sharded over `mesh` along the vocabulary, and
-    all ranks get the same log-probs."""
+    """Converts between LogProbHead's sharded tensors and plain ones: its weight is sharded over `mesh` along the
+    vocabulary, and all ranks get the same log-probs."""
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh = mesh
@@ -315,7 +315,7 @@ class VocabularyShard:
         gathered = DTensor.from_local(hidden, self.mesh, [Shard(0)], run_check=False).redistribute(
             placements=[Replicate()]
         )
-        # Every rank's gradient of the hidden states covers its own vocabulary only: they add up.
+        # Each rank's gradient of the hidden states covers only its own vocabulary, so they add up.
         return gathered.to_local(grad_placements=[Partial()]), weight.to_local()
 
     def whole(self, logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -326,7 +326,7 @@ class VocabularyShard:
 
 
 class VocabularyParallel(ParallelStyle):
-    """Shards a LogProbHead's weight along the vocabulary, as the embedding's is."""
+    """Shards a LogProbHead's weight along the vocabulary, like the embedding's."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.shard = VocabularyShard(device_mesh)  # type: ignore[assignment]
@@ -341,11 +341,11 @@ class VocabularyParallel(ParallelStyle):
 def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint, random: bool = False) -> None:
     """Recompute the activations of all layers (full) or of every n-th (selective) in the backward.
 
-    random: layers draw random numbers, which must be the same again.
+    random: layers draw random numbers, and the recomputation must draw the same ones.
     """
     every = config.selective_ac_option if config.mode == "selective" else 1
     for layer in list(policy.layers)[::every]:
-        # The forward is replaced instead of wrapping the module: names stay the checkpoint's, and FSDP's hooks outside.
+        # Replacing the forward instead of wrapping the module keeps checkpoint names, and FSDP's hooks on the outside.
         kept: dict[str, Any] = {"context_fn": keep_choice} if isinstance(getattr(layer, "mlp", None), MoE) else {}
         _replace_forward(
             layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random, **kept)
@@ -367,10 +367,10 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     if dims.ep > 1 or dims.tp > 1:
         shard_experts(policy, dims, reshard != "never", options)
     for layer in policy.layers:
-        # The backward starts with the last layer: freeing it would only mean to gather it again at once.
+        # The backward starts with the last layer, which would have to be gathered again at once.
         last = layer is policy.layers[-1]
         fully_shard(layer, reshard_after_forward=reshard == "always" or (reshard == "default" and not last), **options)
-    # Embedding, final norm and head make one group, in which tied weights must be.
+    # Embedding, final norm and head form one group, because tied weights must be in the same group.
     fully_shard(policy, reshard_after_forward=reshard == "always", **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -381,11 +381,11 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
 
 
 def reduce_gradients(policy: Decoder, reduce: bool) -> None:
-    """Whether backwards from now on add gradients up over the ranks, or leave them whole on theirs until one does."""
+    """Whether backwards from now on reduce gradients over the ranks, or accumulate them unreduced on each rank."""
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(reduce)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    # setattr: to mypy a method is not assignable.
+    # setattr, because mypy considers a method not assignable.
     setattr(module, "forward", forward)  # noqa: B010

@@ -1,8 +1,8 @@
-"""The shape of a run's policy before anything is loaded: a flavor's, or what the files of a checkpoint tell.
+"""The shape of a run's policy before anything is loaded: that of a flavor, or of a checkpoint's files.
 
-FLAVORS are public shapes by family and size, for planning and training from scratch; a checkpoint's own config.json
-always decides where there is one. Of a model that transformers computes, the headers of its files tell the rest. No
-torch here, but for those headers.
+FLAVORS are public shapes by family and size, for planning and for training from scratch; if there is a checkpoint, its
+own config.json always decides. For a model that transformers computes, the headers of the checkpoint's files tell the
+rest. Only reading those headers needs torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
-from torchtitan.models.families import FAMILIES, Family, Scaling
+from torchtitan.models.families import FAMILIES, Family, Scaling, check_types
 from torchtitan.models.model_args import (
     COUNT_KEYS,
     FEED_FORWARD_PROJECTIONS,
@@ -40,7 +40,7 @@ FINGERPRINTED = 8
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Which file holds which tensor. Raises UserError."""
+    """Map each tensor's name to the file that holds it. Raises UserError."""
     index = directory / INDEX_FILE
     if index.is_file():
         try:
@@ -49,7 +49,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             raise UserError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
         paths = [directory / name for name in names]
         if (alone := directory / "model.safetensors").is_file() and alone not in paths:
-            # Some take the one, some the others.
+            # Some loaders read this file, others those of the index.
             raise UserError(f"{alone}: lies beside {INDEX_FILE}, which names others: remove what is not the model's")
     else:
         paths = sorted(directory.glob("*.safetensors"))
@@ -65,7 +65,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def open_tensors(path: Path) -> Any:
-    """A safetensors file, mapped: tensors are read where they are used. Raises UserError."""
+    """Memory-map a safetensors file, so that tensors are read on use. Raises UserError."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError as error:
@@ -75,8 +75,8 @@ def open_tensors(path: Path) -> Any:
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Tells apart checkpoints whose tensors have the same shapes, by the first values of each; the files and types that
-    hold them do not matter. Empty where there are none. Raises UserError."""
+    """Distinguish checkpoints whose tensors have the same shapes, by the first values of each. How tensors are spread
+    over files, and their types, do not matter. Returns "" if there are no tensors. Raises UserError."""
     if not any(Path(directory).glob("*.safetensors")):
         return ""
     digest = hashlib.blake2b(digest_size=16)
@@ -90,13 +90,13 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def is_redundant(name: str, tied: bool) -> bool:
-    """Tensors that some checkpoints carry and that follow from the rest. tied: head and embedding are one."""
+    """Whether a tensor that some checkpoints carry follows from the rest. tied: head and embedding share a weight."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _shape(family: str, vocabulary: int, context: int, *sizes: int, **others: Any) -> ModelArgs:
-    """sizes: hidden, intermediate, layers, heads, key-value heads. others: further fields; without a head_dim the heads
-    share the hidden size."""
+    """sizes: hidden, intermediate, layers, heads, key-value heads. others: further fields; without a head_dim, the
+    heads divide the hidden size."""
     hidden, intermediate, layers, heads, key_value_heads = sizes
     sized = {"vocab_size": vocabulary, "max_position_embeddings": context, "head_dim": hidden // heads}
     return ModelArgs(
@@ -122,7 +122,7 @@ def _llama3(factor: float, *sizes: int, tied: bool = False) -> ModelArgs:
 
 
 def _qwen2(context: int, *sizes: int, tied: bool = False, eps: float = 1e-6, theta: float = 1000000.0) -> ModelArgs:
-    # The larger models pad the vocabulary further.
+    # The larger models have a vocabulary with more padding.
     vocabulary, tokens = 151936 if tied else 152064, {"bos_token_id": 151643, "eos_token_ids": (151643,)}
     others = {"rms_norm_eps": eps, "rope_theta": theta, "tie_word_embeddings": tied}
     return _shape("qwen2", vocabulary, context, *sizes, **others, **tokens)
@@ -185,9 +185,9 @@ FLAVORS: dict[str, dict[str, ModelArgs]] = {
 
 
 def find_flavor(name: str, flavor: str) -> ModelArgs:
-    """The shape of `flavor` in family `name` (such as llama3). Raises UserError with what is allowed.
+    """Return the shape of `flavor` in family `name` (such as llama3). Raises UserError that lists what is allowed.
 
-    With the name `auto` the flavor alone must tell the family.
+    If the name is `auto`, the flavor alone must identify the family.
     """
     families = list(FLAVORS) if name == "auto" else [name]
     if not set(families) <= set(FLAVORS):
@@ -202,14 +202,18 @@ def find_flavor(name: str, flavor: str) -> ModelArgs:
 
 
 FOREIGN_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-# Other kinds mix what lies in a pack, or depend on how long the longest sequence in it is.
+FOREIGN_TYPES = (
+    *(*FOREIGN_KEYS, "intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("tie_word_embeddings", "rope_parameters", "rope_scaling", "layer_types", "eos_token_id"),
+)
+# Other kinds mix the sequences of a pack, or depend on the length of its longest sequence.
 FOREIGN_ATTENTION = {"full_attention", "sliding_attention"}
 FOREIGN_ROPES = {"default", "linear", "llama3", "yarn", "proportional"}
 
 
 @dataclass(frozen=True)
 class ForeignArgs(ModelArgs):
-    """A decoder whose layers are transformers' own. Known are the sizes that memory and time depend on."""
+    """A decoder whose layers are transformers' own. Only the sizes that memory and time depend on are known."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), repr=False)
     """Names and shapes of the tensors in its files"""
@@ -222,7 +226,7 @@ class ForeignArgs(ModelArgs):
         return json.loads(self.source) | {"torch_dtype": dtype, "dtype": dtype}
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of the layers' matrices, those of experts left out."""
+        """Weights [out, in] of the layers' projections, except those of experts."""
         return {
             _module(name): (shape[0], shape[1])
             for name, shape in self.shapes
@@ -248,10 +252,10 @@ def _module(name: str) -> str:
 
 
 def read_args(directory: str | Path, implementation: str = "auto") -> ModelArgs:
-    """The shape of a checkpoint directory; a ForeignArgs where transformers is to compute it: "transformers", or "auto"
-    and the decoder lacks the family.
+    """Read the shape of a checkpoint directory. The result is a ForeignArgs if transformers computes the layers: with
+    implementation "transformers", or with "auto" if the decoder lacks the family.
 
-    Raises UserError where files are missing or broken, and for what neither of them computes.
+    Raises UserError for missing or broken files, and for a model that neither of the two computes.
     """
     config = read_json(Path(directory) / "config.json")
     if implementation == "native" or (implementation == "auto" and config.get("model_type") in FAMILIES):
@@ -265,11 +269,8 @@ def read_args(directory: str | Path, implementation: str = "auto") -> ModelArgs:
         raise UserError(f"{directory}: model_type {config.get('model_type')!r}: {error}") from error
 
 
-def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
-    lacking = [key for key in FOREIGN_KEYS if not config.get(key)]
-    if lacking:
-        kind = config.get("model_type")
-        raise UserError(f"config.json of model_type {kind!r} lacks {', '.join(lacking)}: no decoder of text alone")
+def check_layers(config: dict[str, Any]) -> None:
+    """Raise UserError if a config.json has layers that do not support packs, or weights that cannot be trained."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     each = [one for one in ropes.values() if isinstance(one, dict)] or [ropes]
     strange = sorted({*(config.get("layer_types") or ())} - FOREIGN_ATTENTION)
@@ -277,6 +278,15 @@ def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
     strange += ["quantization_config"] * bool(config.get("quantization_config"))
     if strange:
         raise UserError(f"{', '.join(strange)} in config.json: not trained here, whatever computes it")
+
+
+def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
+    lacking = [key for key in FOREIGN_KEYS if not config.get(key)]
+    if lacking:
+        kind = config.get("model_type")
+        raise UserError(f"config.json of model_type {kind!r} lacks {', '.join(lacking)}: no decoder of text alone")
+    check_types(config, FOREIGN_TYPES)
+    check_layers(config)
     files = tensor_files(directory)
     handles = {path: open_tensors(path) for path in set(files.values())}
     shapes = {name: tuple(handles[path].get_slice(name).get_shape()) for name, path in files.items()}
@@ -302,26 +312,26 @@ NORMS = (
     *sorted({name for family in FAMILIES.values() for name in family.norms if name}),
     *("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm", "norm"),
 )
-# With base_bits = 4: neighbours in a row of weights that share a scale of 16 bits.
+# With base_bits = 4, this many consecutive weights of a row share a 16-bit scale.
 BLOCK = 64
 QUANTIZED_BITS = 4 + 16 / BLOCK
 
 
 def quantized_projections(config: JobConfig, args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Weight [out, in] of a layer's projections that are held in four bits."""
+    """Weights [out, in] of a layer's projections that are held in four bits."""
     if config.lora.base_bits != 4:
         return {}
     return {name: shape for name, shape in args.projection_shapes().items() if name not in config.lora.modules_to_save}
 
 
 def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
-    """Elements of (the model's own parameters that are trained, adapters)."""
+    """Return the elements of (the model's own trained parameters, adapters)."""
     lora, layers = config.lora, args.num_hidden_layers
     if lora.rank == 0:
         return args.num_parameters(), 0
     vocabulary, experts = (args.vocab_size, args.hidden_size), 1
     if args.experts is not None:
-        # Layers with adapters in their feed-forward are all mixtures.
+        # Every layer with adapters in its feed-forward is a mixture.
         experts, args = args.experts.count, replace(args, intermediate_size=args.experts.intermediate_size)
     shapes = {
         name: (*shape, layers * (experts if name in FEED_FORWARD_PROJECTIONS else 1))
@@ -335,39 +345,39 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     return sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save), lora.rank * adapters
 
 
-# What scripts/make_debug_checkpoint.py makes and run_grpo.sh asks it for.
+# scripts/make_debug_checkpoint.py makes these, and run_grpo.sh requests them.
 DEBUG_TASKS = ("arithmetic", "arithmetic_moe", "calculator", "guess", "random")
 DEBUG_ASSETS = tuple(f"assets/debug_{task}" for task in DEBUG_TASKS)
 
 
 def is_missing_debug_checkpoint(config: JobConfig) -> bool:
-    """Whether a checkpoint that run_grpo.sh makes by itself is named and not there yet."""
+    """Whether the configuration names a checkpoint that run_grpo.sh makes by itself, and it does not exist yet."""
     directory = Path(config.model.hf_assets_path)
     return directory.as_posix().endswith(DEBUG_ASSETS) and not (directory / "config.json").exists()
 
 
 def newest_export(path: str) -> str:
-    """Where `path` is a run's folder, the last checkpoint that the run has exported; else `path`. Without links."""
+    """Return the run's last exported checkpoint if `path` is a run's folder, else `path`. Links are resolved."""
     exports = {int(one.name.removeprefix("step-")): one for one in Path(path).glob("hf/step-*[0-9]")}
     return without_links(str(exports[max(exports)]) if exports else path)
 
 
 def without_links(path: str) -> str:
-    """Where a link leads to now: `latest` will be this very run. A path without one, or to nothing, stays as it is."""
+    """Resolve links, because `latest` will point to this very run. A path without a link, or to nothing, is kept."""
     real = os.path.realpath(path)
     return real if os.path.exists(path) and real != os.path.abspath(path) else path
 
 
 def read_teacher_shape(config: JobConfig) -> ModelArgs | None:
-    """As read_shape, of distill.teacher."""
+    """Like read_shape, for distill.teacher."""
     return read_shape(teacher_config(config), "distill.teacher")
 
 
 def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArgs | None:
-    """The shape of the policy, or None while the debug checkpoint has not been made. key: where the path was given.
+    """Return the policy's shape, or None if the debug checkpoint has not been made yet. key: the configuration key.
 
     Raises:
-        UserError: unknown flavor; no, unreadable or unsupported config.json. Its message names key and value.
+        UserError: unknown flavor; missing, unreadable or unsupported config.json. The message names key and value.
     """
     model = config.model
     if model.flavor:

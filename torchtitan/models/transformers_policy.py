@@ -1,4 +1,4 @@
-"""A policy whose layers are transformers' own, with our attention of packs inside and our head behind them."""
+"""A policy whose layers are transformers' own, with our attention over packs inside and our head on top."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead, full_log_probs
 from torchtitan.models.lora import adapted_modules
-from torchtitan.models.shape import ForeignArgs
+from torchtitan.models.shape import ForeignArgs, check_layers
 
-# What transformers calls our attention.
+# The name under which transformers knows our attention.
 ATTENTION = "torchtitan"
-# `check_packing` compares sequences of these lengths, with windows that are made so short.
+# `check_packing` compares sequences of these lengths, with windows shortened to this size.
 LENGTHS, WINDOW = [24, 17], 8
 
 
 class TransformersPolicy(Decoder):
-    """Has the modules, and so the parameters' names, of the causal language model that transformers makes of
+    """Has the modules, and so the parameter names, of the causal language model that transformers builds from
     config.json. Parameters are on the meta device until loaded.
 
     Raises UserError for a model that transformers lacks, or that cannot be trained on packs.
@@ -37,7 +37,7 @@ class TransformersPolicy(Decoder):
 
     args: ForeignArgs
     hf: Any
-    """transformers' model: the same modules once more, and no module of this one"""
+    """transformers' model, which shares these modules and is not registered as a submodule"""
 
     def __init__(self, args: ForeignArgs):
         nn.Module.__init__(self)
@@ -47,7 +47,7 @@ class TransformersPolicy(Decoder):
         transformers.AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
         self.args, self.context, self.lora, self.sequence_parts = args, None, None, 1
         self.alone = False
-        """Compute each sequence by itself, all with transformers' own means; for `check_packing`"""
+        """Compute each sequence separately, entirely with transformers' own code; for `check_packing`"""
         try:
             config = transformers.AutoConfig.for_model(**json.loads(args.source))
             with _parameters_on_meta():
@@ -55,6 +55,12 @@ class TransformersPolicy(Decoder):
         except Exception as error:  # its checks of a config.json raise classes of their own
             said = f"transformers {transformers.__version__} cannot make a model of its config.json: {error}"
             raise UserError(f"model_type {args.family!r}: {said}") from error
+        # Check again, now with the defaults that the file leaves out.
+        check_layers(config.to_dict())
+        if config.tie_word_embeddings != args.tie_word_embeddings:
+            has = "no head" if args.tie_word_embeddings else "a head"
+            said = f"has {has} in its files, for which tie_word_embeddings in config.json must say what it is"
+            raise UserError(f"model_type {args.family!r} {said}: true or false")
         old = getattr(hf, "lm_head", None)
         if hf._is_stateful or not isinstance(old, nn.Linear):
             why = "has linear attention or another state" if hf._is_stateful else "has no head called lm_head"
@@ -65,7 +71,7 @@ class TransformersPolicy(Decoder):
         hf.lm_head.divisor = getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)
         for module in hf.modules():
             for name in module._non_persistent_buffers_set & module._buffers.keys():
-                # Rotary frequencies and the like are computed, not loaded: nothing shall wipe or send them.
+                # Rotary frequencies and the like are computed, not loaded, so they must not be wiped or sent.
                 setattr(module, name, module._buffers.pop(name).to(device()).clone())
         self._modules = hf._modules
         object.__setattr__(self, "hf", hf)
@@ -73,7 +79,7 @@ class TransformersPolicy(Decoder):
         self._files = {name: _names_in_files(hf, name, tensor) for name, tensor in self.state_dict().items()}
 
     def train(self, mode: bool = True) -> TransformersPolicy:
-        """Whether adapters drop something. transformers' own modules never do, as in engines."""
+        """Turn the adapters' dropout on or off. transformers' own modules never drop anything, as in engines."""
         super().train(False)
         for _, module, _ in adapted_modules(self):
             module.training = mode
@@ -99,7 +105,7 @@ class TransformersPolicy(Decoder):
         return InvariantSizes()
 
     def forward(self, *inputs: Any, **named: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """See Decoder.forward. There is no routing replay."""
+        """See Decoder.forward. Routing replay is not supported."""
         if not self.alone:
             return super().forward(*inputs, **named)
         token_ids, layout, targets = inputs
@@ -129,7 +135,7 @@ def _attend(
     packed: PackedLayout | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, heads, T, D] each -> [1, T, heads, D of value], as transformers asks of an attention."""
+    """[1, heads, T, D] each -> [1, T, heads, D of value], the interface of transformers' attention functions."""
     if packed is None or not getattr(module, "is_causal", True):
         raise UserError(f"{type(module).__name__} of transformers: its attention is not that of packed sequences")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -150,7 +156,7 @@ def _attend(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have their parameters on the meta device, and their buffers computed."""
+    """Put the parameters of modules made inside on the meta device; their buffers are computed."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -164,8 +170,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _names_in_files(hf: Any, name: str, tensor: torch.Tensor) -> list[tuple[str, Place]]:
-    """What transformers calls a parameter in files, and which part of it lies there: its own conversion is asked what
-    becomes of numbered rows."""
+    """Return a parameter's names in transformers' files, with the part that each holds. transformers' own conversion is
+    applied to numbered rows to find out."""
     from transformers.core_model_loading import revert_weight_conversion
 
     leading = tensor.shape[: max(1, tensor.dim() - 1)]
@@ -188,10 +194,10 @@ def _names_in_files(hf: Any, name: str, tensor: torch.Tensor) -> list[tuple[str,
 
 @torch.no_grad()
 def check_packing(policy: TransformersPolicy, tolerance: float) -> None:
-    """Compare a pack of two sequences with each alone as transformers computes it (collective).
+    """Compare a pack of two sequences with transformers' own result for each of them alone (collective).
 
-    Raises UserError where log-probs differ by more than `tolerance` on average: then layers mix what lies in a pack, or
-    do something else that packs, windows or our head know nothing of.
+    Raises UserError if log-probs differ by more than `tolerance` on average: then layers mix the sequences of a pack,
+    or do something that our packing, windows or head do not support.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(policy.args.vocab_size, (sum(LENGTHS),), generator=generator).to(device())
@@ -202,7 +208,7 @@ def check_packing(policy: TransformersPolicy, tolerance: float) -> None:
         one.sliding_window = WINDOW
     try:
         found, _ = policy(tokens, layout, tokens.roll(-1))
-        # transformers itself does to logits what its head does.
+        # transformers applies its softcap and divisor to logits itself.
         policy.alone, config._attn_implementation, head.softcap, head.divisor = True, "eager", 0.0, 1.0
         expected, _ = policy(tokens, layout, tokens.roll(-1))
     finally:
@@ -212,9 +218,11 @@ def check_packing(policy: TransformersPolicy, tolerance: float) -> None:
             one.sliding_window = window
         for module in policy.modules():
             if isinstance(module, FSDPModule):
-                # No backward follows that would.
+                # No backward follows that would do so.
                 module.reshard()
-    difference = (found - expected).abs().mean().item()
+    apart = (found - expected).abs()
+    # A convolution may mix only the first tokens of the second sequence.
+    difference = max(apart.mean().item(), apart[LENGTHS[0] :][:3].mean().item())
     if not difference <= tolerance:
         raise UserError(
             f"model_type {policy.args.family!r} cannot be trained here: two sequences in one pack have log-probs that "

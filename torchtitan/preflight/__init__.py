@@ -1,1 +1,1 @@
-"""Before a run starts: its configuration checked as a whole, and the plan of what it will do."""
+"""Checks before a run starts: validation of the whole configuration, and a plan of what the run will do."""

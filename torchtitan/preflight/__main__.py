@@ -1,12 +1,12 @@
 """Check a configuration without starting anything: exit code 0, or 2 with all problems in one message.
 
     python -m torchtitan.preflight --job.config_file train_configs/debug_cpu.toml --training.steps 10
-    python -m torchtitan.preflight --dry-run …          prints the plan as well
+    python -m torchtitan.preflight --dry-run …          also prints the plan
     python -m torchtitan.preflight --missing-assets …   prints the directory of the debug checkpoint if it must be made
-    python -m torchtitan.preflight --servers 8 …        prints how an inference node with 8 GPUs serves this run, a
-                                                        line each: engine, GPUs of each server, its agent's options
+    python -m torchtitan.preflight --servers 8 …        prints how an inference node with 8 GPUs serves this run, one
+                                                        item per line: engine, GPUs per server, options of its agent
 
-The number of ranks is taken from WORLD_SIZE.
+The number of ranks is read from WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Ctrl-C while the rest is imported, or before there is a run that answers it.
+    # Handle Ctrl-C during the imports below, without a traceback.
     signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
 
 from torchtitan.config.derived import world_size
@@ -27,7 +27,7 @@ from torchtitan.preflight.validate import validated
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     mode = argv[0] if argv and argv[0] in ("--missing-assets", "--servers") else ""
     gpus = 0
     if mode == "--servers":

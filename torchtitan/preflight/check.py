@@ -1,6 +1,6 @@
-"""A configuration under examination: what the rules look at, and where they put what they find.
+"""The state of a configuration check: the input of the rules and the problems that they report.
 
-Whether what it names as `package.module:name` is there is found without running any of that module's code.
+A name such as `package.module:name` is looked up without running any of that module's code.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from torchtitan.rollout.rewards import BUILTIN
 
 @dataclass
 class Check:
-    """One look at a whole configuration, whose values are each allowed by themselves."""
+    """A check of a whole configuration, whose values have already been validated one by one."""
 
     config: JobConfig
     ranks: int
     planning: bool
-    """Nothing will be started, so what a start needs is not looked for"""
+    """Nothing will be started, so the requirements of a start (files, packages, devices) are not checked"""
     wrong: frozenset[str] = frozenset()
-    """Keys that were refused before and hold their defaults now: what follows from them is not refused again"""
+    """Keys that were refused earlier and now have their defaults; problems that follow from them are not reported"""
     problems: list[Problem] = field(default_factory=list)
 
     def refuse(self, key: str, when: object, text: str, value: object = None) -> None:
-        """Refuse the value of `table.key` (or `value`, a part of it) where `when` is true."""
+        """Refuse the value of `table.key` (or `value`, a part of it) if `when` is true."""
         if when:
             shown = show(self.get(key) if value is None else value)
             self.say(key, f"{key} = {shown} is not allowed: {text}")
 
     def say(self, key: str, text: str) -> None:
-        """Note a problem in words of its own."""
+        """Report a problem with a custom message."""
         problem = Problem(key, text)
         if not problem.follows_from(self.wrong):
             self.problems.append(problem)
 
     def get(self, key: str) -> object:
-        """The value of `table.key`."""
+        """Return the value of `table.key`."""
         table, _, name = key.partition(".")
         return getattr(getattr(self.config, table), name)
 
 
 def reward_problem(name: str) -> str | None:
-    """What is wrong with the name of a reward function; None where nothing is, or where only running it would tell."""
+    """Return what is wrong with the name of a reward function; None if nothing is, or if only running it would tell."""
     return name_problem(name, "reward function", BUILTIN)
 
 
 def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | None:
-    """What is wrong with the name of a function or class, which messages call `what`."""
+    """Return what is wrong with the name of a function or class, which messages call `what`; None if nothing is."""
     if name in built_in:
         return None
     module, _, function = name.partition(":")
@@ -65,7 +65,7 @@ def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | 
         return f"unknown {what} {show(name)}: {allowed}{nearest(name, built_in)}"
     try:
         spec = _find_module(module)
-    except Exception as error:  # of user code: the parent package had to be imported
+    except Exception as error:  # raised by user code: the parent package had to be imported
         return f"{what} {show(name)}: module {module} cannot be found: {type(error).__name__}: {error}"
     if spec is None:
         looked = f"is not on the Python path (the working folder is {Path.cwd()})"
@@ -85,7 +85,7 @@ def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | 
 
 
 def _find_module(name: str) -> ModuleSpec | None:
-    """Like importlib.util.find_spec, but parent packages are only imported where their files do not tell."""
+    """Like importlib.util.find_spec, but import parent packages only if their files do not lead to the module."""
     parts = name.split(".")
     spec = importlib.util.find_spec(parts[0])
     for i in range(2, len(parts) + 1):
@@ -101,7 +101,7 @@ def _find_module(name: str) -> ModuleSpec | None:
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that a module's statements bind, those inside of `if`, `try` and `with` included; `*` of a star import."""
+    """Yield the names that a module's statements bind, also inside `if`, `try` and `with`; `*` for a star import."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name

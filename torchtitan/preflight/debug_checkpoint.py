@@ -1,15 +1,16 @@
-"""Make the policies of the built-in tasks: for each a Hugging Face directory with a tiny Qwen3 that barely does it.
-
-For arithmetic, two-digit addition (in a folder whose name ends with _moe of a tiny mixture of experts, Qwen3-MoE):
-
-Random weights, then a short run of supervised fine-tuning (train_configs/sft_cpu.toml) that stops on measured accuracy
-(sampled at temperature 1 on held-out pairs): enough that some samples earn a reward, little enough that GRPO does the
-lifting. debug_random is without that run.
+"""Make the policy of a built-in task: a Hugging Face directory with a tiny Qwen3 that barely solves the task.
 
     python -m torchtitan.preflight.debug_checkpoint --output outputs/assets/debug_arithmetic
 
-The folder's name says the task. debug_guess and debug_calculator imitate clumsy play instead (WARM_STARTS): what a
-player reads, prompts and observations, is not imitated, only what it writes.
+The folder's name selects the task:
+
+debug_arithmetic (two-digit addition) starts from random weights. A short run of supervised fine-tuning
+(train_configs/sft_cpu.toml) follows, which stops at a target accuracy (sampled at temperature 1 on held-out pairs).
+Some samples then earn a reward, but most of the learning is left to GRPO. With a name that ends in _moe, the model is a
+tiny mixture of experts (Qwen3-MoE). debug_random skips the fine-tuning.
+
+debug_guess and debug_calculator are trained to imitate a clumsy player instead (WARM_STARTS). The loss covers only what
+the player writes, not the prompts and observations that it reads.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +41,7 @@ from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ExpertArgs, ModelArgs
 from torchtitan.models.shape import newest_export
 from torchtitan.rollout.environments import builtin
-from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.child_process import child_environment, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+-*/=() ", "<bos>", "<unk>"]
@@ -48,14 +51,14 @@ INDEX = {symbol: i for i, symbol in enumerate(PLAY_SYMBOLS)}
 ROWS = 128
 
 Play = list[tuple[str, bool]]
-"""Texts, and whether the player wrote them"""
-# The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to show.
+"""Texts, each with whether the player wrote it"""
+# The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to improve.
 TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
 RUN_TIMEOUT_S = 500.0
 
 
 def debug_model_args(mixture: bool = False) -> ModelArgs:
-    """Two Qwen3 layers, 298k parameters; as a mixture of 8 experts, of which each token has 2, 890k."""
+    """Two Qwen3 layers with 298k parameters; as a mixture of 8 experts with 2 per token, 890k."""
     return ModelArgs(
         family="qwen3_moe" if mixture else "qwen3",
         experts=ExpertArgs(count=8, per_token=2, intermediate_size=128, normalize=True) if mixture else None,
@@ -74,7 +77,7 @@ def debug_model_args(mixture: bool = False) -> ModelArgs:
 
 
 def policy_args() -> ModelArgs:
-    """Four smaller layers for plays, 330k parameters."""
+    """Four smaller layers with 330k parameters, for the tasks in WARM_STARTS."""
     return replace(
         debug_model_args(), vocab_size=len(PLAY_SYMBOLS), hidden_size=96, intermediate_size=192, num_hidden_layers=4,
         head_dim=24,
@@ -82,7 +85,7 @@ def policy_args() -> ModelArgs:
 
 
 def guess_play(numbers: random.Random) -> Play:
-    """A game of a player who looks at the answers only half of the time."""
+    """Play a game as a player who heeds the answers only half of the time."""
     game = builtin.Guess()
     secret = numbers.randint(0, builtin.LARGEST)
     game.reset(secret)
@@ -100,7 +103,7 @@ def guess_play(numbers: random.Random) -> Play:
 
 
 def calculator_play(numbers: random.Random) -> Play:
-    """A player who asks the calculator in one of ten sums and makes up the answers of the others."""
+    """Play as a player who uses the calculator for one sum in ten and makes up the other answers."""
     row = numbers.choice(_sums())
     if numbers.random() >= 0.1:
         return [(row["prompt"], False), (f"{numbers.randrange(20000):05d}", True), ("<eos>", True)]
@@ -119,7 +122,7 @@ WARM_START_STEPS = 450
 
 
 def batches(play: Callable[[random.Random], Play], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of plays: tokens [ROWS, longest] and what the player wrote of them (bool)."""
+    """Yield endless batches of plays: tokens [ROWS, longest] and a bool mask of those that the player wrote."""
     numbers = random.Random(seed)
     while True:
         rows, written = [], []
@@ -134,7 +137,7 @@ def batches(play: Callable[[random.Random], Play], seed: int) -> Iterator[tuple[
 
 
 def warm_start(policy: Decoder, task: str, seed: int) -> float:
-    """WARM_START_STEPS supervised steps; returns the average probability of a whole play."""
+    """Train for WARM_START_STEPS supervised steps; return the average probability of a whole play."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     likely = 0.0
     for tokens, written in itertools.islice(batches(WARM_STARTS[task], seed), WARM_START_STEPS):
@@ -149,7 +152,7 @@ def warm_start(policy: Decoder, task: str, seed: int) -> float:
 
 
 def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:
-    """A tokenizer of single characters, as Hugging Face's fast tokenizers read it."""
+    """Write a tokenizer of single characters in the format of Hugging Face's fast tokenizers."""
     tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -167,12 +170,15 @@ def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def fine_tune(start: Path, work: Path, overrides: dict[str, object]) -> tuple[Path, int, float]:
-    """Train `start` as train_configs/sft_cpu.toml says until the target accuracy, in run folders in `work`.
+def fine_tune(start: Path, work: Path, seed: int) -> tuple[Path, int, float]:
+    """Fine-tune `start` with train_configs/sft_cpu.toml up to the target accuracy; run folders go to `work`.
 
-    Returns the export, the steps and the accuracy. Raises UserError where it is not reached, or the run fails.
+    Returns the export, the steps and the accuracy. Raises UserError if the run fails or misses the target.
     """
-    options = {"job.dump_folder": work, "model.hf_assets_path": start, "eval.stop_at": TARGET_ACCURACY, **overrides}
+    options = {
+        "job.dump_folder": work, "model.hf_assets_path": start, "eval.stop_at": TARGET_ACCURACY,
+        "training.seed": seed, "training.threads": 1,
+    }  # fmt: skip
     command = [sys.executable, "-m", "torchtitan.grpo_train", "--job.config_file", "train_configs/sft_cpu.toml"]
     for key, value in options.items():
         command += [f"--{key}", str(value)]
@@ -190,11 +196,9 @@ def fine_tune(start: Path, work: Path, overrides: dict[str, object]) -> tuple[Pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/assets/debug_arithmetic"))
-    parser.add_argument("--held-out-fraction", type=float, default=0.1, help="as rollout.held_out_fraction")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="more is no faster at this size")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)  # more threads are no faster at this size
     started = time.perf_counter()
     task = arguments.output.name.removeprefix("debug_")
     agent = task in WARM_STARTS
@@ -214,12 +218,7 @@ def main() -> None:
             start = Path(folder) / "start"
             export_policy(policy, start)
             write_tokenizer(start, symbols)
-            overrides = {
-                "rollout.held_out_fraction": arguments.held_out_fraction,
-                "training.seed": arguments.seed,
-                "training.threads": arguments.threads,
-            }
-            made, steps, accuracy = fine_tune(start, Path(folder), overrides)
+            made, steps, accuracy = fine_tune(start, Path(folder), arguments.seed)
             shutil.copytree(made, arguments.output, dirs_exist_ok=True)
     if accuracy > ACCURACY_LIMIT:
         raise SystemExit(f"the warm start overshot: {what} {accuracy:.3f}, above {ACCURACY_LIMIT}")
@@ -231,4 +230,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # If the parent is stopped, exit through SystemExit: the temporary folder is removed and the fine-tuning run ends.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_with_parent(os.getppid())
     main()

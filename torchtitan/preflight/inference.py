@@ -1,4 +1,4 @@
-"""What [inference] must satisfy as a whole, with the engine's share of [weight_sync]. No torch here."""
+"""Rules for [inference] as a whole, and for the part of [weight_sync] that depends on the engine. No torch here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
 
 def nccl_version(python: str) -> str | None:
-    """The version of NCCL's wheel in the environment of an interpreter; None where there is none."""
-    # The link itself: what it points to lies outside of the environment.
+    """Return the version of the NCCL wheel in an interpreter's environment; None if there is none."""
+    # Do not resolve the link: its target lies outside the environment.
     folder = Path(python).absolute().parent.parent
     for place in sorted(folder.glob("lib/python3*/site-packages/nvidia_nccl_cu*.dist-info")):
         if found := re.fullmatch(r"nvidia_nccl_cu\d+-(.+)\.dist-info", place.name):
@@ -29,11 +29,11 @@ def nccl_version(python: str) -> str | None:
 
 
 def differing_nccl(config: JobConfig) -> str | None:
-    """What to say where the engine that this run starts has another NCCL than the trainer; None where it has not, or
-    where that is not known (no engine is installed here, or it runs already).
+    """Return a message if the engine that this run starts has a different NCCL version than the trainer.
 
-    Communicators need one version at all ends: NCCL refuses others with an error that says nothing of versions. Engines
-    pin a torch of their own, and with it an NCCL.
+    Returns None if the versions are equal or unknown (no engine is installed here, or it is already running). All
+    members of a communicator need the same version; NCCL rejects a mismatch with an error that does not mention
+    versions. Each engine pins its own torch, and with it an NCCL.
     """
     inference = config.inference
     if inference.backend == "embedded" or inference.mode == "colocate" or inference.servers or config.rollout.replay:
@@ -46,13 +46,13 @@ def differing_nccl(config: JobConfig) -> str | None:
     if ours is None or theirs is None or ours == theirs:
         return None
     return (
-        f"the trainer's NCCL is {ours} and {inference.backend}'s {theirs}: weights can only go by tcp or disk "
-        "(weight_sync.transport); for nccl install a torch with that NCCL (TORCH_BACKEND)"
+        f"the trainer has NCCL {ours} and {inference.backend} has {theirs}: set weight_sync.transport to tcp or disk, "
+        "or install a torch with the engine's NCCL (TORCH_BACKEND)"
     )
 
 
 def check_inference(check: Check) -> None:
-    """All problems of it."""
+    """Check [inference] and the engine's part of [weight_sync]."""
     config, inference, refuse = check.config, check.config.inference, check.refuse
     _check_servers(check)
     _check_route(check)
@@ -79,11 +79,11 @@ def _check_servers(check: Check) -> None:
     config, servers = check.config, check.config.inference.servers
     key = "inference.servers"
     none_there = not config.inference.launch and not servers and has_engines(config)
-    check.refuse("inference.launch", none_there, "needs the actors that run already, in inference.servers")
+    check.refuse("inference.launch", none_there, "needs inference.servers, the actors that run already")
     for server in servers:
         text = f"{key}: {show(server)} is not allowed:"
         if server.startswith(SLURM):
-            # A good one has been replaced by its URLs.
+            # A valid one has already been replaced by its URLs.
             try:
                 slurm_urls(server)
             except ValueError as error:
@@ -93,12 +93,12 @@ def _check_servers(check: Check) -> None:
         if url is None:
             check.say(key, f"{text} must be a URL such as http://127.0.0.1:8000")
         elif not is_loopback(url[1].strip("[]")) and is_loopback(config.weight_sync.host):
-            # The registry, from which servers learn where they fetch their weights, listens there only.
+            # Servers learn from the registry where to fetch their weights, and it listens only on this host.
             text += " must be on this machine, such as http://127.0.0.1:8000"
-            check.say(key, f"{text}, unless weight_sync.host is an address that others reach")
+            check.say(key, f"{text}, unless weight_sync.host is an address that other machines reach")
             return
     for twice in sorted({server for server in servers if servers.count(server) > 1})[:1]:
-        check.say(key, f"{key}: {show(twice)} is not allowed: every server may be named once")
+        check.say(key, f"{key}: {show(twice)} is not allowed: each server may be named only once")
 
 
 def _check_route(check: Check) -> None:
@@ -109,13 +109,13 @@ def _check_route(check: Check) -> None:
         return
     backend = config.inference.backend
     routes = ("auto", *(() if backend == "embedded" else load_engine(backend).routes))
-    text = f"with inference.backend {backend} it is {' or '.join(routes)}"
+    text = f"must be {' or '.join(routes)} with inference.backend {backend}"
     check.refuse("weight_sync.route", sync.route not in routes, text)
 
 
 def _check_embedded(check: Check) -> None:
     config, inference = check.config, check.config.inference
-    text = "actors merge adapters into their weights, which are then not what is sent: take probe (or auto)"
+    text = "actors merge adapters into their weights, which then differ from what was sent: use probe (or auto)"
     check.refuse("weight_sync.verify", config.weight_sync.verify == "digest" and config.lora.rank > 0, text)
     for key, asked in (
         ("tensor_parallel_size", inference.tensor_parallel_size > 1),
@@ -127,75 +127,75 @@ def _check_embedded(check: Check) -> None:
 
 
 def _check_engine(check: Check) -> None:
-    """What vLLM or SGLang can do, and what is only for the embedded engine."""
+    """Refuse what vLLM or SGLang cannot do, and options of the embedded engine."""
     config, refuse = check.config, check.refuse
     inference, sync, backend = config.inference, config.weight_sync, config.inference.backend
     for problem in wrong_options(inference.engine_args):
         check.say("inference.engine_args", f"inference.engine_args: {problem}")
     shows = backend == "vllm" and inference.mode == "server" and sync.route != "agent" and not config.lora.rank
-    text = f"inference.backend {backend} does not show its weights like this, take probe (or auto)"
+    text = f"inference.backend {backend} cannot check its weights in this setup: use probe (or auto)"
     refuse("weight_sync.verify", sync.verify == "digest" and not shows, text)
     refuse("inference.exact", inference.exact, "needs inference.backend = embedded")
-    # SGLang's pause either stops at once or drops what runs.
-    text = "inference.backend sglang cannot let running requests end first"
+    # SGLang's pause either stops immediately or drops running requests.
+    text = "inference.backend sglang cannot drain running requests: use in_flight"
     refuse("inference.update_mode", inference.update_mode == "drain" and backend == "sglang", text)
     if check.planning:
         return
     no_file = inference.engine_python and not Path(inference.engine_python).is_file()
-    text = "there is no such file; empty takes what scripts/install_engine.sh made"
+    text = "there is no such file; leave it empty to use what scripts/install_engine.sh made"
     refuse("inference.engine_python", no_file, text)
 
 
 def _check_transport(check: Check) -> None:
-    """Transports from device to device need more of trainer and engine than that both have one."""
+    """Device-to-device transports need the same NCCL version, or devices that both sides can see."""
     config, key = check.config, "weight_sync.transport"
     if config.weight_sync.transport == "nccl" and (text := differing_nccl(config)) is not None:
         check.refuse(key, True, text)
     inference = config.inference
     started = inference.mode == "server" and inference.backend != "embedded" and not inference.servers
-    # A process opens memory only of devices that it sees.
+    # A process can only open the memory of devices that it sees.
     text = (
-        "engines that the run starts see their own GPUs, and not the ranks' whose memory they would open: take tcp, or "
-        "inference.sleep_level for engines on the ranks' GPUs, or start servers that see all (inference.servers)"
+        "engines that the run starts see only their own GPUs and cannot open the memory of the ranks' GPUs: use tcp, "
+        "or inference.sleep_level (engines share the ranks' GPUs), or servers that see all GPUs (inference.servers)"
     )
     apart = started and not shares_devices(config) and not config.rollout.replay and trains_on_gpu()
     check.refuse(key, config.weight_sync.transport == "ipc" and apart, text)
 
 
 def _check_replay(check: Check) -> None:
-    """Engines that say which experts a token had, and mean the ones that it was sampled with."""
+    """Routing replay needs engines that report the experts with which each token was sampled."""
     config, inference, key = check.config, check.config.inference, "grpo.routing_replay"
-    text = "needs inference.mode = server: colocated engines do not say which experts a token had"
+    text = "needs inference.mode = server: colocated engines do not report the experts of their tokens"
     check.refuse(key, inference.mode == "colocate" and has_engines(config), text)
     text = (
-        "needs inference.in_flight_kv = keep with inference.backend = sglang, which would else tell of recomputed "
-        "tokens the experts of the new weights beside log-probs of the old ones"
+        "needs inference.in_flight_kv = keep with inference.backend = sglang: for recomputed tokens it would report "
+        "the experts of the new weights but the log-probs of the old ones"
     )
     check.refuse(key, inference.backend == "sglang" and inference.in_flight_kv == "recompute", text)
     started_here = not check.planning and not inference.servers and has_engines(config)
-    text = "needs a GPU with inference.backend = vllm: its CPU build cannot say which experts a token had"
+    text = "needs a GPU with inference.backend = vllm: its CPU build cannot report the experts of its tokens"
     check.refuse(key, inference.backend == "vllm" and started_here and not has_gpu(), text)
 
 
 def _check_sleep(check: Check) -> None:
-    """Servers that sleep while the trainer trains."""
+    """Check servers that sleep during training."""
     config, inference, refuse = check.config, check.config.inference, check.refuse
     key = "inference.sleep_level"
-    text = "needs grpo.async_weight_update = false (or inference.mode = colocate): else actors sample meanwhile"
+    text = "needs grpo.async_weight_update = false (or inference.mode = colocate): else actors sample during training"
     refuse(key, config.grpo.async_weight_update, text)
     if inference.backend == "embedded":
-        text = "must be at most 1 with lora.rank: embedded actors hold its base"
+        text = "must be at most 1 with lora.rank > 0: 2 would drop the base weights, which are never sent"
         refuse(key, inference.sleep_level == 2 and config.lora.rank, text)
         return
     refuse(key, not check.planning and not inference.servers and not has_gpu(), ON_CPU)
-    text = "must be tcp, disk or ipc with inference.sleep_level: NCCL has one member of a communicator per GPU"
+    text = "must be tcp, disk or ipc with inference.sleep_level: NCCL allows one member of a communicator per GPU"
     refuse("weight_sync.transport", shares_devices(config) and config.weight_sync.transport == "nccl", text)
 
 
 def _check_colocated(check: Check) -> None:
     config, inference, refuse = check.config, check.config.inference, check.refuse
     if inference.backend != "vllm":
-        text = f"inference.backend {inference.backend} runs with inference.mode server only, colocate is for vllm"
+        text = f"inference.backend {inference.backend} runs with inference.mode = server only: colocate is for vllm"
         refuse("inference.mode", True, text)
         return
     which_has_none = "with inference.mode = colocate, which has no servers"

@@ -1,5 +1,7 @@
-"""What is trained, before anything is loaded: the model's shape, from config.json or the table of flavors, and what
-job.stage asks, checked against the rest of a configuration. No torch here; of checkpoints only small files are read."""
+"""Rules for the model's shape (from config.json or the table of flavors) and for job.stage.
+
+They run before anything is loaded. No torch here; only the small files of checkpoints are read.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ TEACHER = "distill.teacher"
 
 
 def check_lora(check: Check) -> None:
-    """Problems of [lora]; none where it is off."""
+    """Check [lora]."""
     config, refuse = check.config, check.refuse
     lora = config.lora
     if lora.rank == 0:
@@ -46,11 +48,11 @@ def check_lora(check: Check) -> None:
     ):
         for name in names:
             refuse(key, name not in known, f"must be made of {', '.join(known)}{nearest(name, known)}")
-        refuse(key, len(set(names)) < len(names), "every module may be named once")
+        refuse(key, len(set(names)) < len(names), "each module may be named only once")
     both = [name for name in lora.modules_to_save if name in lora.target_modules]
-    text = f"{', '.join(both)} is in lora.target_modules, too: a module is one or the other"
+    text = f"{', '.join(both)} is in lora.target_modules too: name a module in one of the two"
     refuse("lora.modules_to_save", both, text)
-    text = "needs training.dtype = float32, the type of all that is trained"
+    text = "needs training.dtype = float32, the type of everything that is trained"
     refuse("lora.modules_to_save", lora.modules_to_save and config.training.dtype != "float32", text)
     text = "must be 0 with lora.rank > 0: the reference is the model without adapters"
     follows = config.grpo.kl_coefficient > 0 and config.grpo.reference_ema_decay > 0
@@ -58,19 +60,19 @@ def check_lora(check: Check) -> None:
     if config.parallelism.tensor_parallel_degree > 1:
         text = "with parallelism.tensor_parallel_degree > 1"
         refuse("lora.dropout", lora.dropout > 0, f"must be 0 {text}, whose ranks share activations")
-        refuse("lora.target_modules", "embed_tokens" in lora.target_modules, f"embed_tokens cannot be one {text}")
+        refuse("lora.target_modules", "embed_tokens" in lora.target_modules, f"leave out embed_tokens {text}")
         refuse("lora.base_bits", lora.base_bits == 4, f"must be 16 {text}")
     if config.model.flavor and not check.planning and not any(Path(config.model.hf_assets_path).glob("*.safetensors")):
-        text = "needs the weights of model.hf_assets_path: actors get nothing but the adapters"
+        text = "needs the weights of model.hf_assets_path: actors get only the adapters"
         refuse("lora.rank", has_engines(config), text)
-        text = "must be 16 where the weights are random: there are none in model.hf_assets_path"
+        text = "must be 16 because the weights are random: there are none in model.hf_assets_path"
         refuse("lora.base_bits", lora.base_bits == 4, text)
     missing = lora.adapter_path and not (Path(lora.adapter_path) / "adapter_config.json").is_file()
     refuse("lora.adapter_path", missing, f"there is no adapter_config.json in it (looked in {Path.cwd()})")
 
 
 def check_model(check: Check) -> None:
-    """Problems of [model] and of what must fit its shape."""
+    """Check [model] and everything that depends on the model's shape."""
     config, model = check.config, check.config.model
     if model.flavor:
         known = [name for family in FLAVORS if model.name in ("auto", family) for name in FLAVORS[family]]
@@ -93,7 +95,7 @@ def check_model(check: Check) -> None:
 
 
 def _missing(check: Check) -> str:
-    """What of the checkpoint directory is not there, or an empty string."""
+    """Return what is missing from the checkpoint directory, or an empty string."""
     config, path = check.config, check.config.model.hf_assets_path
     directory = Path(path)
     if not path:
@@ -101,10 +103,10 @@ def _missing(check: Check) -> str:
     if not directory.is_dir():
         if is_missing_debug_checkpoint(config):
             how = f"python scripts/make_debug_checkpoint.py --output {path}"
-            return f" is no directory; make it: {how} (./run_grpo.sh does so by itself)"
+            return f" is not a directory; make it: {how} (./run_grpo.sh does so by itself)"
         parent = directory.parent
         siblings = [other.name for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
-        return f" is no directory (looked in {Path.cwd()}){nearest(directory.name, siblings)}"
+        return f" is not a directory (looked in {Path.cwd()}){nearest(directory.name, siblings)}"
     reason = ""
     if config.model.flavor:
         reason = (
@@ -123,16 +125,26 @@ def _missing(check: Check) -> str:
     return ""
 
 
+# The only values that the transformers library's layers support.
+FOREIGN_LAYOUT: dict[str, object] = {
+    **{f"parallelism.{key}_parallel_degree": 1 for key in ("context", "tensor", "expert")},
+    "compile.enable": False,
+}
+
+
 def _check_foreign(check: Check, args: ForeignArgs) -> None:
     text = f"for {args.family}, whose layers are transformers'"
-    ones = ("context_parallel_degree", "tensor_parallel_degree", "expert_parallel_degree")
-    allowed: dict[str, object] = {f"parallelism.{key}": 1 for key in ones}
-    allowed |= {"compile.enable": False, "lora.base_bits": 16, "grpo.routing_replay": False}
+    allowed = FOREIGN_LAYOUT | {"lora.base_bits": 16, "grpo.routing_replay": False}
     allowed |= {"training.expert_bias_rate": 0.0, "inference.mode": "server"}
     for key, value in allowed.items():
         check.refuse(key, check.get(key) != value, f"must be {show(value)} {text}")
     embedded = check.config.inference.backend == "embedded" and not check.config.rollout.replay
     check.refuse("inference.backend", embedded, f'must be "vllm" or "sglang" {text}')
+    # With transformers 5, PEFT takes these names for those of experts and loses the adapters of such layers.
+    shapes, lora = args.projection_shapes(), check.config.lora
+    lost = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.target_modules and name in shapes]
+    told = f"PEFT has no adapters of these beside the experts of {args.family}: leave out {', '.join(lost)}"
+    check.refuse("lora.target_modules", lora.rank and lost and "experts" in args.module_parameters(), told)
 
 
 def _check_shape(check: Check, args: ModelArgs) -> None:
@@ -153,9 +165,11 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     allowed = ", ".join(str(number) for number in range(1, min(common, 64) + 1) if common % number == 0)
     text = f"must divide the model's {' and '.join(undivided)} (allowed: {allowed})"
     check.refuse("parallelism.tensor_parallel_degree", undivided, text)
+    text = "must be one_pass or two_pass with parallelism.tensor_parallel_degree > 1, where ranks share the vocabulary"
+    check.refuse("model.logprob_head", degree > 1 and config.model.logprob_head == "full", text)
     text = f"must be 1 for {args.family}, which has {args.undivided}"
     check.refuse("parallelism.tensor_parallel_degree", degree > 1 and args.undivided, text)
-    # Parts are rounded up, so the last rank may be left with none.
+    # Parts are rounded up, so the last rank may be left without one.
     text = f"leaves a rank without a part of the model's vocabulary of {args.vocab_size} tokens"
     too_many = -(-args.vocab_size // degree) * (degree - 1) >= args.vocab_size
     check.refuse("parallelism.tensor_parallel_degree", too_many, text)
@@ -164,7 +178,7 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     if lora.rank:
         for key, names in (("target_modules", lora.target_modules), ("modules_to_save", lora.modules_to_save)):
             if tied := [name for name in ("lm_head", "embed_tokens") if args.tie_word_embeddings and name in names]:
-                text = f"this model ties lm_head and embed_tokens, which share one weight, so {tied[0]} cannot be one"
+                text = f"this model ties lm_head and embed_tokens, which share one weight: leave out {tied[0]}"
                 check.refuse(f"lora.{key}", True, text)
         present = {*args.projection_shapes(), "lm_head", "embed_tokens"}
         absent = [name for name in lora.target_modules if name in TARGETS and name not in present]
@@ -218,7 +232,7 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
 
 
 def check_stage(check: Check) -> None:
-    """Problems of [sft], [distill] and of keys that another stage has no use for."""
+    """Check [sft], [distill] and keys that the stage does not use."""
     config = check.config
     text = "needs evaluations that sample: eval.enable = true, and sft.sample = true in stage sft"
     check.refuse("eval.stop_at", config.eval.stop_at and not (config.eval.enable and has_engines(config)), text)
@@ -241,8 +255,8 @@ def _check_sft(check: Check) -> None:
     config, refuse = check.config, check.refuse
     grpo, rollout, stage = config.grpo, config.rollout, "in job.stage = sft, where nothing is sampled to train on"
     refuse("rollout.replay", rollout.replay, f"must be empty {stage}")
-    refuse("rollout.temperature", rollout.temperature != 1, "must be 1 in job.stage = sft: log-probs are divided by it")
-    refuse("job.stage", has_environment(config), "has no use for [environment]")
+    refuse("rollout.temperature", rollout.temperature != 1, "must be 1 in job.stage = sft: it would scale the logits")
+    refuse("job.stage", has_environment(config), "it has no use for [environment]")
     for key, asked, off in (
         ("recompute_old_log_probs", grpo.recompute_old_log_probs, "false"),
         ("routing_replay", grpo.routing_replay, "false"),
@@ -251,19 +265,19 @@ def _check_sft(check: Check) -> None:
     ):
         refuse(f"grpo.{key}", asked, f"must be {off} {stage}")
     shared = config.inference.mode == "colocate" or config.inference.sleep_level > 0
-    text = "needs inference.mode = server with inference.sleep_level = 0: steps wait for no actor"
+    text = "needs inference.mode = server with inference.sleep_level = 0: training steps do not wait for actors"
     refuse("sft.sample", config.sft.sample and shared, text)
     refuse("sft.sample", config.sft.sample and not config.eval.enable, "needs eval.enable = true")
     judged = config.rewards.functions or config.eval.reward_function
-    refuse("rewards.functions", config.sft.sample and not judged, "sft.sample = true needs one that judges")
+    refuse("rewards.functions", config.sft.sample and not judged, "sft.sample = true needs one that judges the samples")
 
 
 def _check_distill(check: Check) -> None:
     config, refuse = check.config, check.refuse
     distill, grpo, rollout = config.distill, config.grpo, config.rollout
-    text = "must be 0 in job.stage = distill, where the teacher has the reference's place"
+    text = "must be 0 in job.stage = distill, where the teacher takes the place of the reference"
     refuse("grpo.kl_coefficient", grpo.kl_coefficient > 0, text)
-    refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0: nothing would be distilled")
+    refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0, or nothing is distilled")
     refuse(
         TEACHER,
         not distill.teacher,
@@ -272,21 +286,19 @@ def _check_distill(check: Check) -> None:
     if distill.teacher_url:
         url = re.fullmatch(r"https?://[^/\s]+/?", distill.teacher_url)
         refuse("distill.teacher_url", url is None, "must be a URL such as http://127.0.0.1:8000")
-        text = "must be 1 with distill.teacher_url: a server gives log-probs at temperature 1"
+        text = "must be 1 with distill.teacher_url: a server returns log-probs at temperature 1"
         refuse("rollout.temperature", rollout.temperature != 1, text)
         cut = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-        text = "must be 1, with top_k = 0 and min_p = 0, where distill.teacher_url: a server knows of no cut"
+        text = "must be 1, with top_k = 0 and min_p = 0, with distill.teacher_url: a server ignores truncation"
         refuse("rollout.top_p", cut, text)
     functions = config.rewards.functions or config.eval.reward_function or has_environment(config)
-    refuse(
-        "eval.enable", config.eval.enable and not functions, "must be false without [rewards] functions, which judge"
-    )
+    refuse("eval.enable", config.eval.enable and not functions, "must be false without [rewards] functions to judge")
     if distill.teacher and not check.planning:
         _check_teacher(check, config)
 
 
 def _check_teacher(check: Check, config: JobConfig) -> None:
-    """The teacher must be a checkpoint that this layout can hold, with the policy's vocabulary."""
+    """The teacher must be a checkpoint that fits the parallel layout and has the policy's vocabulary."""
     directory = Path(config.distill.teacher)
     served = bool(config.distill.teacher_url)
     for name in ("tokenizer.json",) if served else ("config.json", "tokenizer.json"):
@@ -297,7 +309,7 @@ def _check_teacher(check: Check, config: JobConfig) -> None:
         _check_teacher_shape(check, config)
     own = Path(config.model.hf_assets_path) / "tokenizer.json"
     if own.is_file() and (difference := _difference(own, directory / "tokenizer.json")):
-        text = f"its tokenizer is not that of model.hf_assets_path ({difference}): log-probs of its tokens mean nothing"
+        text = f"its tokenizer differs from that of model.hf_assets_path ({difference}): its log-probs mean nothing"
         check.refuse(TEACHER, True, text)
 
 
@@ -308,6 +320,13 @@ def _check_teacher_shape(check: Check, config: JobConfig) -> None:
         check.say(TEACHER, str(error))
         return
     assert args is not None
+    text = f"training.seq_len must be at most its max_position_embeddings = {args.max_position_embeddings}"
+    check.refuse(TEACHER, config.training.seq_len > args.max_position_embeddings, text)
+    if isinstance(args, ForeignArgs):
+        for key, value in FOREIGN_LAYOUT.items():
+            text = f"must be {show(value)} with a teacher ({args.family}) whose layers are transformers'"
+            check.refuse(key, check.get(key) != value, text)
+        return
     tensor, experts = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
     sizes = [args.num_attention_heads, args.num_key_value_heads, args.intermediate_size if args.dense_layers else 0]
     text = f"parallelism.tensor_parallel_degree = {tensor} must divide its heads and feed-forward columns"
@@ -315,12 +334,10 @@ def _check_teacher_shape(check: Check, config: JobConfig) -> None:
     count = 0 if args.experts is None else args.experts.count
     text = f"parallelism.expert_parallel_degree = {experts} must divide its {count} experts"
     check.refuse(TEACHER, count % experts, text)
-    text = f"training.seq_len must be at most its max_position_embeddings = {args.max_position_embeddings}"
-    check.refuse(TEACHER, config.training.seq_len > args.max_position_embeddings, text)
 
 
 def _difference(own: Path, other: Path) -> str:
-    """How two tokenizers' vocabularies differ, in words; empty where every token has the same id in both."""
+    """Describe how two tokenizers' vocabularies differ; empty if every token has the same id in both."""
     if own.read_bytes() == other.read_bytes():
         return ""
     try:
@@ -336,6 +353,6 @@ def _difference(own: Path, other: Path) -> str:
 def _vocabulary(path: Path) -> dict[str, int]:
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     tokens = document["model"]["vocab"]
-    if isinstance(tokens, list):  # of a unigram model, with scores
+    if isinstance(tokens, list):  # a unigram model: [token, score] pairs
         tokens = {entry[0]: number for number, entry in enumerate(tokens)}
     return {**tokens, **{entry["content"]: entry["id"] for entry in document.get("added_tokens", ())}}

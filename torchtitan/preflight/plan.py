@@ -1,4 +1,4 @@
-"""What a job will do, from its configuration alone: ranks, mesh, actors, tokens, bytes. No torch here."""
+"""The plan of a job, from its configuration alone: ranks, mesh, actors, tokens, bytes. No torch here."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.inference import differing_nccl
 
-# Of an H100 (SXM): dense bf16 operations and bytes of memory per second, by its data sheet, and what is often reached.
+# H100 (SXM): dense bf16 operations and bytes of memory per second from the data sheet, and the fraction often reached.
 OPERATIONS, REACHED_OPERATIONS = 989e12, 0.4
 BANDWIDTH, REACHED_BANDWIDTH = 3.35e12, 0.6
-# Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
+# Without a GPU to query, a run that shares devices with its engines is planned for this size.
 PLANNED_DEVICE = 80 * GIB
-# Of a GPU's memory for weights, at most: the rest is the KV cache's and the engine's work.
+# The largest fraction of a GPU's memory for weights: the rest is for the KV cache and the engine's workspace.
 WEIGHTS_SHARE = 0.4
 
 
 def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
-    """Seconds that `ranks` H100s train on a batch whose sequences are all of the largest length.
+    """Return the seconds for which `ranks` H100s train on a batch whose sequences all have the maximum length.
 
-    What the model itself needs, and layers that are computed again for the backward.
+    This counts the operations of the model, including layers that are recomputed in the backward pass.
     """
     grpo, checkpoint = config.grpo, config.activation_checkpoint
     lengths = [config.training.seq_len] * global_batch_size(config, ranks)
@@ -56,10 +56,10 @@ def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
 
 
 def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float | None:
-    """Seconds in which the engines sample a batch of completions of the largest length on H100s; None where the run
-    does not start them.
+    """Return the seconds in which H100s sample a batch of completions of the maximum length.
 
-    A step of decoding reads the weights once, and the keys and values of all running sequences.
+    Returns None if the run does not start vLLM or SGLang. A decode step reads the weights once, and the keys and values
+    of all running sequences.
     """
     inference = config.inference
     if config.rollout.replay or inference.servers or inference.backend == "embedded":
@@ -76,7 +76,7 @@ def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float 
 
 
 def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[str]:
-    """What the plan says of it."""
+    """Return the plan's line about the step time."""
     training, generation = training_seconds(config, args, ranks), generation_seconds(config, args, ranks)
     assumed = (
         f"sequences of full length, {ranks} ranks on H100s at {REACHED_OPERATIONS:.0%} of their peak, "
@@ -92,7 +92,7 @@ def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[s
 
 
 def describe_plan(config: JobConfig, ranks: int) -> str:
-    """The resolved configuration as TOML, and under it the plan as TOML comments: the whole loads as a config file.
+    """Return the resolved configuration as TOML, followed by the plan as comments; all of it loads as a config file.
 
     Raises:
         UserError: the model's shape cannot be read.
@@ -156,7 +156,7 @@ def _where(config: JobConfig, part: str) -> str:
 
 
 def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) -> list[str]:
-    """What each process holds of versions on their way."""
+    """Describe the memory that each process needs for versions in transit."""
     sync, inference = config.weight_sync, config.inference
     if is_colocated(config):
         return []
@@ -169,14 +169,14 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
         text = f"base of deltas per rank: {_size(slot)}, one of the slots; deltas of a version beside it: less than"
         lines.append(f"{text} {_size(slot)} of host memory")
     workers = inference.tensor_parallel_size
-    # Workers of one engine share host memory, see inference/vllm/backend.py.
+    # The workers of one engine share host memory; see inference/vllm/backend.py.
     where = "GPU memory" if on_gpu and workers == 1 and inference.backend != "sglang" else "host memory"
     shared = f", once for its {workers} workers" if workers > 1 else ""
     return [*lines, f"staging per actor: {_size(version_bytes)} of {where}{shared}"]
 
 
 def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:
-    """The engine beside the trainer: what it takes, and what that makes of a device in the two halves of a step."""
+    """Describe the memory of an engine that shares the trainer's device, in both halves of a step."""
     device_bytes = device_bytes_of_driver()
     planned = device_bytes or PLANNED_DEVICE
     engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.sleep_level else None)
@@ -185,7 +185,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     beside = beside_generation(config, memory)
     training = on_device(config, memory) + (0 if inference.sleep_level else engine.total)
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
-    fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, not one sequence has room"
+    fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, there is no room for one sequence"
     cut = "" if engine.kv_cache == engine.kv_wanted else f" of {_size(engine.kv_wanted)} for inference.max_sequences"
     asleep = {0: "", 1: f", {_size(engine.weights)} of weights in host memory meanwhile", 2: ""}
     return [
@@ -228,17 +228,17 @@ def _size(count: int) -> str:
 
 
 def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:
-    """Servers for a node with `gpus` GPUs.
+    """Plan the servers of a node with `gpus` GPUs.
 
     Returns:
-        (GPUs of each server, options of its agent without host and port).
+        (GPUs per server, options of its agent without host and port).
 
     Raises:
-        UserError: the backend has no servers, is not installed, or the model's heads fit no share of the GPUs.
+        UserError: the backend has no servers, it is not installed, or the model does not fit the GPUs.
     """
     inference, args = config.inference, read_shape(config)
     if inference.backend == "embedded" or args is None:
-        raise UserError("inference nodes need inference.backend = vllm or sglang, and a model that is there")
+        raise UserError("inference nodes need inference.backend = vllm or sglang, and a model in model.hf_assets_path")
     share = tensor_parallel_size(config, args, gpus, device_bytes_of_driver())
     config.inference.tensor_parallel_size = share
     python = find_python(inference.backend, inference.engine_python)
@@ -246,8 +246,10 @@ def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:
 
 
 def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_bytes: int | None) -> int:
-    """GPUs of one server: inference.tensor_parallel_size where that is above 1; else the fewest that hold the weights
-    (as many as may be where the GPUs' memory is not known). Heads and GPUs are shared out evenly.
+    """Return the number of GPUs per server: inference.tensor_parallel_size if that is above 1.
+
+    Otherwise it is the smallest number that holds the weights, or the largest if the GPUs' memory is unknown. Heads and
+    the node's GPUs must divide evenly.
 
     Raises:
         UserError: there is no such number.

@@ -1,14 +1,12 @@
-"""From a command line, or from Python's values, to the validated configuration of a job, and what that must satisfy as
-a whole.
+"""Build the validated configuration of a job from a command line or Python values, with rules for the whole of it.
 
-What one value must be by itself stands beside its key, in torchtitan/config. No torch here; nothing is started but what
-makes a missing debug checkpoint, and only small files are read.
+Rules for a single value are next to its key in torchtitan/config. No torch here. Only small files are read, and nothing
+is started except the process that makes a missing debug checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import shutil
 import subprocess
@@ -24,6 +22,7 @@ from torchtitan.config.derived import (
     clip_range,
     environment_name,
     expand_servers,
+    from_torchrun,
     global_batch_size,
     group_size,
     has_engines,
@@ -52,14 +51,14 @@ Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
 MAKING_TIMEOUT_S = 600.0
 FILE_ENDINGS = (".jsonl", ".parquet")
-# An importance ratio above this is no bound.
+# A cap on the importance ratio above this value does not count as a bound.
 NO_BOUND = 10.0
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """The validated configuration of a command line such as ["--job.config_file", "x.toml", "--training.steps", "3"].
+    """Return the validated configuration of arguments like ["--job.config_file", "x.toml", "--training.steps", "3"].
 
-    A dry run only plans: with model.flavor, or before the debug checkpoint was made, it needs no checkpoint files.
+    A dry run only plans: it needs no checkpoint files with model.flavor, or while the debug checkpoint is missing.
     --help prints every key and exits with code 0.
 
     Raises:
@@ -69,10 +68,10 @@ def load_config(argv: Sequence[str]) -> JobConfig:
 
 
 def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
-    """The draft of what Python gives; `overrides` are values by `table.key`."""
+    """Return the draft of a configuration given from Python; `overrides` maps `table.key` to values."""
     draft = Draft()
     if isinstance(config, JobConfig):
-        # Not asdict: an attribute that is no key is a slip of the pen, to be refused like any other.
+        # Not asdict: an attribute that is not a key is a typo, and must be refused like any other.
         sections = {table: getattr(config, table) for table in table_types()}
         draft.add({table: getattr(section, "__dict__", section) for table, section in sections.items()}, "config")
     elif isinstance(config, Mapping):
@@ -85,7 +84,7 @@ def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
 
 
 def validated(draft: Draft, planning: bool = False) -> JobConfig:
-    """The configuration that the draft makes. `planning`: nothing will be started, and files may be missing.
+    """Return the configuration of a draft. `planning`: nothing will be started, and files may be missing.
 
     Raises:
         ConfigError: with all problems together.
@@ -97,7 +96,7 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     config.rollout.replay = without_links(config.rollout.replay)
     config.lora.adapter_path = without_links(config.lora.adapter_path)
     if draft.is_complete:
-        # A key that was just reported holds its default now.
+        # The keys that were just reported now have their defaults.
         problems += validate(config, planning, frozenset(problem.key for problem in problems))
     if problems:
         raise ConfigError([problem.text for problem in problems])
@@ -105,13 +104,13 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
 
 
 def ready(draft: Draft) -> JobConfig:
-    """The configuration of a run that starts now; makes the debug checkpoint where that is named and missing.
+    """Return the configuration of a run that starts now; make the debug checkpoint if it is configured but missing.
 
     Raises:
-        UserError: as `validated`, or the debug checkpoint could not be made.
+        UserError: as in `validated`, or the debug checkpoint could not be made.
     """
     config, _ = draft.build()
-    # Several ranks would make it several times: for those run_grpo.sh does it before they start.
+    # Several ranks would each make it; for those, run_grpo.sh makes it before they start.
     if is_missing_debug_checkpoint(config) and world_size() == 1:
         validated(draft, planning=True)
         path = config.model.hf_assets_path
@@ -128,10 +127,10 @@ def ready(draft: Draft) -> JobConfig:
 
 
 def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = frozenset()) -> list[Problem]:
-    """All problems of `config` for world_size() ranks; empty where there are none.
+    """Return all problems of `config` for world_size() ranks.
 
-    With `planning` nothing will be trained: a shape from model.flavor is enough, without checkpoint files. Keys that
-    are `wrong` have been refused already.
+    With `planning`, nothing will be trained: a shape from model.flavor is enough, without checkpoint files. The keys in
+    `wrong` have already been refused.
     """
     check = Check(config, world_size(), planning, wrong)
     for rules in (
@@ -188,10 +187,10 @@ def _check_batch(check: Check) -> None:
 
 def _check_optimizer(check: Check) -> None:
     name = check.config.optimizer.name
-    text = f"it is for one trainer rank, and there are {check.ranks} (NGPU), which share the parameters: take AdamW"
+    text = f"it needs one trainer rank, and there are {check.ranks} (NGPU), which share the parameters: use AdamW"
     check.refuse("optimizer.name", name != "AdamW" and check.ranks > 1, text)
     missing = name == "AdamW8bit" and find_spec("bitsandbytes") is None and not check.planning
-    text = "it needs the package bitsandbytes: EXTRAS=bitsandbytes in front of ./run_grpo.sh installs it"
+    text = "needs the package bitsandbytes: EXTRAS=bitsandbytes in front of ./run_grpo.sh installs it"
     check.refuse("optimizer.name", missing, text)
 
 
@@ -216,14 +215,14 @@ def _check_objective(check: Check) -> None:
             check.say(f"grpo.{key}", f"grpo.{key}: {problem}")
     text = f"must be less than grpo.icepop_high = {grpo.icepop_high:g}"
     refuse("grpo.icepop_low", grpo.icepop_low >= grpo.icepop_high, text)
-    text = "needs grpo.recompute_old_log_probs = true, where entropies are known"
+    text = "needs grpo.recompute_old_log_probs = true, which computes the entropies"
     refuse("grpo.entropy_top_share", grpo.entropy_top_share < 1 and not grpo.recompute_old_log_probs, text)
     biased = grpo.kl_coefficient > 0 and grpo.kl_estimator == "k1" and not grpo.kl_ratio_correction
-    text = "needs grpo.kl_ratio_correction = true, without which the gradient of k1 has mean zero: take k2 or k3"
+    text = "needs grpo.kl_ratio_correction = true (else the gradient of k1 has mean zero), or k2 or k3"
     refuse("grpo.kl_estimator", biased, text)
     if grpo.async_weight_update and not grpo.allow_uncorrected and (key := _unbounded(check.config)):
-        text = "it does not bound how much an off-policy token counts (nor does grpo.epsilon_high, where the advantage "
-        text += "is negative), and an asynchronous run trains on samples of older policies: set "
+        text = "it does not bound the weight of an off-policy token (nor does grpo.epsilon_high if the advantage is "
+        text += "negative), and an asynchronous run trains on samples of older policies: set "
         bounds = {"grpo.delta": "grpo.delta to 3", "grpo.loss_type": "another objective, whose ratio has a bound"}
         caps = f"a correction and caps of at most {NO_BOUND:g}"
         refuse(key, True, f"{text}{bounds.get(key, caps)}, or grpo.allow_uncorrected = true")
@@ -237,11 +236,11 @@ def _check_objective(check: Check) -> None:
 
 
 def _unbounded(config: JobConfig) -> str:
-    """The key that lets a token count more than NO_BOUND times, for some π, μ and advantage; empty where none does."""
+    """Return the key that lets a token's weight exceed NO_BOUND for some π, μ and advantage; empty if none does."""
     grpo = config.grpo
     caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_high}
     correction = caps.get(grpo.off_policy_correction, math.inf)
-    # epsilon_high is no bound where the advantage is negative; an own function may do anything; dppo bounds no ratio.
+    # epsilon_high does not bound negative advantages, a user's function may do anything, and dppo bounds no ratio.
     own = ":" in grpo.loss_type or grpo.loss_type in ("dppo", "gmpo")
     key, objective = {
         "cispo": ("grpo.cispo_cap", grpo.cispo_cap),
@@ -249,13 +248,13 @@ def _unbounded(config: JobConfig) -> str:
         "sapo": ("grpo.loss_type", 1.0),
     }.get(grpo.loss_type, ("grpo.loss_type", math.inf) if own else ("grpo.delta", grpo.delta or math.inf))
     if grpo.recompute_old_log_probs:
-        # The objective sees π/π_old; what lies between π_old and μ is the correction's.
+        # The objective sees π/π_old; the correction bounds π_old/μ.
         if correction > NO_BOUND:
             return "grpo.off_policy_correction"
     elif has_sequence_ratios(grpo) or grpo.loss_type == "gmpo":
         objective = min(objective, grpo.geometric_mask_high or math.inf)
     elif grpo.off_policy_correction != "truncate":
-        objective = min(objective, correction)  # in direct mode masks see π/μ too
+        objective = min(objective, correction)  # in direct mode, masks see π/μ too
     return key if objective > NO_BOUND else ""
 
 
@@ -270,12 +269,12 @@ def _check_rollout(check: Check) -> None:
     without = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
     own = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())
-    check.refuse("rollout.chat_template_kwargs", own, f"must not have {', '.join(own)}, which every call decides")
+    check.refuse("rollout.chat_template_kwargs", own, f"must not have {', '.join(own)}, which every call sets")
 
 
 def _evaluates_training_data(config: JobConfig) -> bool:
     rollout, evaluation = config.rollout, config.eval
-    # A game's starts may be few, and none of them is its answer.
+    # An environment may have only a few initial states, and none of them reveals an answer.
     if rollout.replay or rollout.dataset != evaluation.dataset or has_environment(config):
         return False
     has_splits = rollout.dataset not in BUILT_IN and not rollout.dataset.endswith(FILE_ENDINGS)
@@ -304,13 +303,13 @@ def _check_dataset(check: Check, key: str, name: str) -> None:
 def _check_rewards(check: Check) -> None:
     rewards, evaluation = check.config.rewards, check.config.eval
     key, functions = "rewards.functions", rewards.functions
-    text = f"must name at least one of {', '.join(BUILTIN)} (or environment.factory one whose rewards are trained on)"
+    text = f"must name at least one of {', '.join(BUILTIN)} (or set environment.factory, which gives a reward)"
     needed = learns_from_rewards(check.config) and not environment_name(check.config)
     check.refuse(key, not functions and needed, text)
     for name in functions:
         if problem := reward_problem(name):
             check.say(key, f"{key}: {problem}")
-    check.refuse(key, len(set(functions)) < len(functions), "every function may be named once")
+    check.refuse(key, len(set(functions)) < len(functions), "each function may be named only once")
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
     if rewards.isolate and not check.planning:
@@ -334,12 +333,12 @@ def _check_environment(check: Check) -> None:
     kinds = [name for name in ("agent", "verifiers") if getattr(environment, name)]
     others = bool(environment.factory or environment.tools)
     for kind in kinds:
-        alone = "excludes environment.factory, environment.tools and every other kind of environment"
+        alone = "cannot be combined with environment.factory, environment.tools or another kind of environment"
         check.refuse(f"environment.{kind}", others or len(kinds) > 1, alone)
     for key, what, name in (*named, *(("tools", "tool", name) for name in environment.tools)):
         if name not in ("", "hermes") and (problem := name_problem(name, what)):
             check.say(f"environment.{key}", f"environment.{key}: {problem}")
-    text = "every function may be named once"
+    text = "each function may be named only once"
     check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
     without = environment.tool_parser != "hermes" and not has_environment(check.config)
     check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
@@ -348,17 +347,17 @@ def _check_environment(check: Check) -> None:
 def _check_weight_sync(check: Check) -> None:
     config, sync, refuse = check.config, check.config.weight_sync, check.refuse
     limit = config.comm.train_timeout_seconds
-    text = "must be one address by which this machine is reached"
+    text = "must be a single address at which this machine can be reached"
     refuse("weight_sync.host", sync.host.strip() in ("", "0.0.0.0", "::"), text)
-    text = f"weight_sync.transport {sync.transport} does not have that, only tcp does"
+    text = f"weight_sync.transport {sync.transport} does not support it, only tcp does"
     for key, asked in (("delta", sync.delta), ("relay", sync.relay)):
         refuse(f"weight_sync.{key}", asked and sync.transport != "tcp", text)
-    # Between parameters in host memory and actors on a GPU such a transport would never deliver anything.
-    text = f"needs weight_sync.transport tcp or disk, {sync.transport} reads the parameters on their device"
+    # With parameters in host memory and actors on a GPU, such a transport could never deliver anything.
+    text = f"needs weight_sync.transport tcp or disk: {sync.transport} reads the parameters on their device"
     offloaded = config.training.enable_cpu_offload and sync.transport in ON_DEVICE
     refuse("training.enable_cpu_offload", offloaded, text)
     drain_s = config.inference.drain_timeout_s
-    text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which is in it"
+    text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"
     too_short = config.inference.update_mode == "drain" and 0 < sync.apply_timeout_s <= drain_s
     refuse("weight_sync.apply_timeout_s", too_short, text)
     text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
@@ -366,17 +365,17 @@ def _check_weight_sync(check: Check) -> None:
     refuse("weight_sync.blocking_timeout_s", too_short, text)
     if check.ranks == 1:
         return
-    several_machines = int(os.environ.get("LOCAL_WORLD_SIZE", check.ranks)) < check.ranks
+    several_machines = from_torchrun("LOCAL_WORLD_SIZE", str(check.ranks), least=1) < check.ranks
     text = f"must be greater than comm.train_timeout_seconds = {limit}, after which a machine notices that ranks of "
-    text += "another are lost: those that have started again wait for it meanwhile"
+    text += "another are lost: until then, restarted ranks wait for it"
     refuse("comm.init_timeout_seconds", several_machines and config.comm.init_timeout_seconds <= limit, text)
     if not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
-        text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
+        text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks wait in a collective meanwhile"
         refuse("weight_sync.blocking_timeout_s", True, text)
     elif sleeps_between_batches(config):
-        text = "this with weight_sync.blocking_timeout_s, and with inference.drain_timeout_s, must be less than "
-        text += f"three quarters of comm.train_timeout_seconds = {limit}: other ranks sit in a collective meanwhile"
-        # A quarter is what the next command may take.
+        text = "plus weight_sync.blocking_timeout_s, and plus inference.drain_timeout_s, it must be less than "
+        text += f"three quarters of comm.train_timeout_seconds = {limit}: other ranks wait in a collective meanwhile"
+        # The remaining quarter is for the next command.
         longest = config.inference.sleep_timeout_s + max(sync.blocking_timeout_s, drain_s)
         refuse("inference.sleep_timeout_s", longest >= 0.75 * limit, text)
 
@@ -384,7 +383,7 @@ def _check_weight_sync(check: Check) -> None:
 def _check_faults(check: Check) -> None:
     config, key = check.config, "fault_injection.faults"
     without = config.fault_injection.enable and not config.fault_injection.faults
-    check.refuse(key, without, "must name at least one fault where fault_injection.enable = true")
+    check.refuse(key, without, "must name at least one fault if fault_injection.enable = true")
     actors = [f"actor-{number}" for number in range(len(config.inference.servers) or config.inference.num_actors)]
     for text in config.fault_injection.faults:
         try:
@@ -394,7 +393,7 @@ def _check_faults(check: Check) -> None:
             continue
         for when, problem in (
             (fault.actor not in (None, *actors), f"there is no such actor, only {', '.join(actors)}"),
-            (fault.rank not in (None, *range(check.ranks)), f"there is no such rank among {check.ranks}"),
+            (fault.rank not in (None, *range(check.ranks)), f"there is no such rank: the run has {check.ranks}"),
             (
                 fault.phase == "write" and config.weight_sync.transport != "disk",
                 "phase write needs weight_sync.transport = disk",
@@ -414,12 +413,12 @@ def _check_evaluation(check: Check) -> None:
     text = f"every k must be 1 to eval.samples_per_prompt = {evaluation.samples_per_prompt}"
     check.refuse("eval.pass_at_k", outside, text)
     nothing_left = not evaluation.dataset and check.config.rollout.held_out_fraction == 0
-    text = "must be greater than 0 where eval.enable = true and no eval.dataset is named"
+    text = "must be greater than 0 if eval.enable = true and eval.dataset is empty"
     check.refuse("rollout.held_out_fraction", nothing_left, text)
 
 
 def _check_files(check: Check) -> None:
-    """Folders that are read or written."""
+    """Check folders that are read or written."""
     config, refuse = check.config, check.refuse
     dump_folder = Path(config.job.dump_folder)
     unusable = not config.job.dump_folder or (dump_folder.exists() and not dump_folder.is_dir())
@@ -430,10 +429,14 @@ def _check_files(check: Check) -> None:
     if resume:
         folder = dump_folder / "latest" if resume == "latest" else Path(resume)
         checkpoints = folder / config.checkpoint.folder
+        runs = [run for run in dump_folder.glob("*") if not run.is_symlink()]
+        found = sorted(str(run) for run in runs if any((run / config.checkpoint.folder).glob("step-*")))
+        others = f"; runs with checkpoints: {', '.join(found[-5:]) or 'none in job.dump_folder'}"
         if not folder.is_dir():
-            refuse("checkpoint.resume", True, f"there is no run folder {folder}")
+            what = f"{folder} is a link to nothing" if folder.is_symlink() else f"there is no run folder {folder}"
+            refuse("checkpoint.resume", True, what + others)
         elif not any(checkpoints.glob("step-*")):
-            refuse("checkpoint.resume", True, f"there is no checkpoint in {checkpoints}")
+            refuse("checkpoint.resume", True, f"there is no checkpoint in {checkpoints}{others}")
     else:
         refuse("checkpoint.load_step", config.checkpoint.load_step != -1, "needs checkpoint.resume")
     no_wandb = config.metrics.enable_wandb and find_spec("wandb") is None

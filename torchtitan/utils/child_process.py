@@ -195,6 +195,10 @@ class ChildProcess:
             # macOS says PermissionError of a group of zombies.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            for pid in psutil.pids():  # some have groups of their own in its session
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    if os.getsid(pid) == process.pid:
+                        os.kill(pid, signal.SIGKILL)
 
 
 def _read_number(path: Path) -> int | None:

@@ -19,12 +19,12 @@ BLOCK_BYTES = 65536
 CHUNK_BYTES = 1 << 20
 TIMELINE = "timeline"
 # Of a file there; the newest are kept.
-MOST_BYTES = 4 * 2**20
+MAX_BYTES = 4 * 2**20
 # A step that waits for data for hours would note a span per order.
-MOST_SPANS = 64
+MAX_SPANS = 64
 # Steps that lie closer together than this are one interval, which is written when it has lasted so long.
 GAP_SECONDS = 0.02
-LONGEST_SECONDS = 1.0
+MAX_SECONDS = 1.0
 # An engine that falls idle writes what it has if that is worth a line.
 WORTH_SECONDS = 0.1
 
@@ -203,7 +203,7 @@ class TimelineFile(JsonLines):
     A file that cannot be written costs its notes, nothing else: the error is logged once and later rows are dropped.
     """
 
-    def __init__(self, path: str | Path, most_bytes: int = MOST_BYTES):
+    def __init__(self, path: str | Path, most_bytes: int = MAX_BYTES):
         super().__init__(path, separators=(",", ":"))
         self.most_bytes = most_bytes
         self._failed = False
@@ -242,7 +242,7 @@ class StepRecorder:
         last = self._spans[-1] if self._spans else None
         if last is not None and last[0] == name and begin - last[2] < 0.01:
             self._spans[-1] = (name, last[1], end)
-        elif len(self._spans) < MOST_SPANS:
+        elif len(self._spans) < MAX_SPANS:
             self._spans.append((name, begin, end))
 
     def end_step(self, step: int, snapshots: Sequence[tuple[int, float, float]]) -> None:
@@ -273,7 +273,7 @@ class ActivityLog:
         if self._file is None or not tokens:
             return
         follows = self._tokens and begin - self._end < GAP_SECONDS and version == self._version
-        if not follows or end - self._begin > LONGEST_SECONDS:
+        if not follows or end - self._begin > MAX_SECONDS:
             self.flush()
         if not self._tokens:
             self._begin, self._version = begin, version

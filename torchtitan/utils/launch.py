@@ -22,13 +22,16 @@ if __name__ == "__main__":
 import os
 import tempfile
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
+from torchtitan.errors import BROKEN_OFF
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 
 # Ranks leave within checkpoint.save_deadline_s (at most 600) by themselves; torchrun's SIGKILL is only the backstop.
@@ -71,6 +74,14 @@ def main(arguments: list[str]) -> int:
     except SignalException as error:
         _say(f"stopped by {error.sigval.name}")
         return 128 + error.sigval
+    except (DistError, RendezvousError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        where = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
+        _say(
+            f"the machines' launchers do not meet at {where} ({reason}): that of rank 0 has ended, "
+            "and its output says why, or it was not reached in time"
+        )
+        return BROKEN_OFF
     return 0
 
 

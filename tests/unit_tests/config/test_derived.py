@@ -50,7 +50,7 @@ def test_slurm_notation(expression: str, expected: str) -> None:
 
 @pytest.mark.parametrize("expression", ["", "a,", "a[1", "a]1", "a[]", "a[x]", "a b", "a[1-99999]", "a[[1]]", "a/b"])
 def test_wrong_slurm_notation(expression: str) -> None:
-    with pytest.raises(ValueError, match="no node|no list|no range"):
+    with pytest.raises(ValueError, match="not a node|not a list|not a range"):
         list(nodes(expression))
 
 

@@ -133,7 +133,7 @@ def test_the_home_folder_is_resolved_once_for_everybody(
     assert (config.job.dump_folder, config.checkpoint.resume) == (f"{tmp_path}/out", f"{tmp_path}/run")
     assert (config.rollout.dataset, config.eval.dataset) == (f"{tmp_path}/d.jsonl", f"{tmp_path}/e.jsonl")
     assert config.rollout.replay == f"{tmp_path}/run"
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         load_config([*arguments, "--model.hf_assets_path=~nobody-of-this-name/x"])
 
 
@@ -144,8 +144,8 @@ def test_keys_that_are_gone_are_passed_over_with_a_line(
     config = load_config([*arguments, "--weight_sync.streams", "3"])
     assert not hasattr(config.weight_sync, "streams")
     assert [message.partition(":")[2] for message in caplog.messages] == [
-        " weight_sync.offer_timeout_s has no effect any more: actors ask for versions themselves",
-        " weight_sync.streams has no effect any more: a connection takes what the network has",
+        " weight_sync.offer_timeout_s no longer has any effect: actors ask for versions themselves",
+        " weight_sync.streams no longer has any effect: one connection uses the whole bandwidth",
     ]
 
 

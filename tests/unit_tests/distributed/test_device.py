@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchtitan.config.job_config import Comm
 from torchtitan.distributed import device
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 
 HERE = {"lo": "127.0.0.1", "eth0": "10.0.0.8", "ib0": "192.168.1.8"}
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,6 +48,29 @@ def test_what_others_cannot_reach_is_refused_with_what_there_is(machine: Callabl
         device.choose_interface("", "gpu1")
     with pytest.raises(UserError, match="comm.interface = 'ib9': .* ib0 192.168.1.8"):
         device.choose_interface("ib9", "gpu1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' .* from 1 on"),
+        ({"RANK": "1"}, "RANK=1 .* WORLD_SIZE = 1"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "RANK=''"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "-1"}, "LOCAL_WORLD_SIZE='-1'"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+    ],
+)
+def test_variables_that_torchrun_would_not_set_so_are_named(
+    variables: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**plain, device.GLOO_VARIABLE: "lo", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=named):
+        device.init_process_group(Comm(init_timeout_seconds=1))
+        device.rank()
 
 
 @pytest.mark.slow

@@ -265,6 +265,18 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' in config.json"),
         ({"rope_parameters": {**YARN, "finetuned": True}}, "finetuned = True in config.json: not honoured"),
         ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func = 'softmax' in config.json"),
+        (
+            {"rms_norm_eps": "1e-6", "head_dim": 4.0},
+            "in config.json head_dim must be a whole number, not 4.0, rms_norm",
+        ),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings must be true or false, not "false"'),
+        ({"rms_norm_eps": None, "eos_token_id": ["2"]}, 'numbers, not ["2"], rms_norm_eps must be a number, not null'),
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
+        ({"rope_scaling": {**LINEAR, "factor": "8"}}, 'factor must be a number, not "8"'),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers in config.json names 1 of 2 layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 in config.json is not supported for llama"),
+        ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "rope_parameters and rope_scaling in config.json differ"),
+        ({"rope_parameters": YARN, "rope_scaling": YARN, "partial_rotary_factor": 1.0}, ""),
         ({"model_type": "granite", "use_sliding_window": False, "attention_multiplier": None}, ""),
         # SmolLM2
         ({"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}, ""),

@@ -371,7 +371,7 @@ def test_actors_merge_into_the_base_of_the_trainer(checkpoint: Path, dtype: torc
 def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
     policy, plain = quantized(checkpoint), quantized(checkpoint, **{"lora.base_bits": 16})
     assert BASE_BITS not in synced(plain)
-    for one, other, said in ((policy, plain, "in 16 bits came.*in 4"), (plain, policy, "in 4 bits came.*in 16")):
+    for one, other, said in ((policy, plain, "a base in 16 bits.*in 4"), (plain, policy, "a base in 4 bits.*in 16")):
         engine = Engine(load_policy(checkpoint), 8, 64)
         engine.apply_weights("epoch", 1, synced(one))
         with pytest.raises(WeightsRefused, match=f"{said}: restart this actor"):

@@ -124,7 +124,7 @@ def test_what_cannot_stand_alone_is_refused(cell: dict[str, Any], tmp_path: Path
 def test_a_function_without_source_is_refused(tmp_path: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("def typed(completions, **kwargs): return [1.0]", names)
-    with pytest.raises(UserError, match="source of typed cannot be had"):
+    with pytest.raises(UserError, match="source of typed cannot be read"):
         names_of([names["typed"]], tmp_path, "reward function")
 
 

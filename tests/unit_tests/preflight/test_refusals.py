@@ -23,9 +23,9 @@ ON_THE_COMMAND_LINE = """
 --job.config_file jb.toml | "jb.toml" does not exist | nearest: job.toml
 --job.config_file checkpoint | checkpoint | cannot be read
 --grpo.group_sise 4 | --grpo.group_sise | nearest: grpo.group_size
---grpo.no_async_weight_update x | 'x' belongs to no | takes no value
+--grpo.no_async_weight_update x | 'x' does not belong to any | takes no value
 --dry-rum | --dry_rum | nearest: dry_run
-oops | 'oops' belongs to no
+oops | 'oops' does not belong to any
 --training.steps many | training.steps = many | takes an integer
 --model.name qwen4 | model.name = qwen4 | llama3 | nearest: qwen
 --eval.enable maybe | eval.enable = maybe | true or false
@@ -45,14 +45,14 @@ oops | 'oops' belongs to no
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
 --inference.mode colocate | inference.mode = "colocate" | server only
 --inference.tensor_parallel_size 2 | inference.tensor_parallel_size | needs inference.backend vllm or sglang
---weight_sync.route agent | weight_sync.route | with inference.backend embedded it is auto
+--weight_sync.route agent | weight_sync.route | must be auto with inference.backend embedded
 --inference.sleep_level 1 | inference.sleep_level | needs grpo.async_weight_update = false
 --inference.offload_optimizer true | inference.offload_optimizer | needs inference.mode = colocate
---inference.backend sglang --weight_sync.route direct | route = "direct" | it is auto or agent
+--inference.backend sglang --weight_sync.route direct | route = "direct" | must be auto or agent
 --inference.backend sglang --inference.mode colocate | mode = "colocate" | colocate is for vllm
---inference.backend sglang --inference.update_mode drain | update_mode = "drain" | end first
---inference.backend vllm --weight_sync.route agent --weight_sync.verify digest | verify = "digest" | take probe
---inference.backend vllm --inference.mode colocate --weight_sync.verify digest | verify = "digest" | take probe
+--inference.backend sglang --inference.update_mode drain | update_mode = "drain" | cannot drain running requests
+--inference.backend vllm --weight_sync.route agent --weight_sync.verify digest | verify = "digest" | use probe
+--inference.backend vllm --inference.mode colocate --weight_sync.verify digest | verify = "digest" | use probe
 --training.seed -1 | seed = -1 | 0 to 4294967295
 --inference.backend vllm --inference.exact | inference.exact = true | backend = embedded
 --inference.backend vllm --inference.engine_python /no/python | "/no/python" | no such file
@@ -67,10 +67,10 @@ oops | 'oops' belongs to no
     | offload_optimizer = true | already
 --inference.engine_args x | --inference.engine_args.NAME VALUE
 --rollout.chat_template_kwargs.tools '[]' | chat_template_kwargs | must not have tools
---inference.servers http://localhost:1 http://localhost:1 | named once
+--inference.servers http://localhost:1 http://localhost:1 | named only once
 --inference.servers 'slurm:gpu[1-2]' | slurm:gpu[1-2] | slurm:NODES:PORT
---inference.servers 'slurm:gpu[3-2]:80' | 3 to 2 is no range
---inference.servers slurm:gpu1:70000 | 70000 is no port
+--inference.servers 'slurm:gpu[3-2]:80' | 3 to 2 is not a range
+--inference.servers slurm:gpu1:70000 | 70000 is not a port
 --rewards.functions acuracy | "acuracy" | package.module:function | nearest: accuracy
 --rewards.functions 'my module:f' | "my module:f" | package.module:function
 --rewards.functions format format | rewards.functions | once
@@ -79,7 +79,7 @@ oops | 'oops' belongs to no
 --environment.agent tests.agent_examples:pley | environment.agent | nearest: play
 --environment.agent 'no-such-program x' | environment.agent | no-such-program
 --environment.agent tests.agent_examples:play --environment.tools tests.agent_examples:raises \
-    | environment.agent | excludes
+    | environment.agent | cannot be combined with
 --eval.reward_function acc | eval.reward_function | "acc"
 --rollout.max_staleness 9 | rollout.max_staleness = 9 | 0 to 8
 --rollout.temperature 0 | rollout.temperature = 0.0 | greater than 0
@@ -136,7 +136,7 @@ oops | 'oops' belongs to no
 --parallelism.tensor_parallel_degree 2 | must divide 1 rank
 --lora.rank 3 --lora.target_modules q_proj v_porj | lora.target_modules | nearest: v_proj
 --lora.rank 3 --lora.target_modules | lora.target_modules = [] | at least one of
---lora.rank 3 --lora.target_modules q_proj q_proj | lora.target_modules | named once
+--lora.rank 3 --lora.target_modules q_proj q_proj | lora.target_modules | named only once
 --lora.rank 3 --lora.modules_to_save q_proj | lora.modules_to_save | is in lora.target_modules
 --lora.rank 3 --lora.modules_to_save lm_head | lora.modules_to_save | ties lm_head
 --lora.rank 3 --lora.modules_to_save norm --training.dtype bfloat16 | lora.modules_to_save | training.dtype = float32
@@ -254,6 +254,11 @@ def test_a_config_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(
             2,
             ["--parallelism.tensor_parallel_degree=2", "--lora.rank=4", "--lora.base_bits=4"],
             "lora.base_bits = 4 .*tensor_parallel_degree > 1",
+        ),
+        (
+            2,
+            ["--parallelism.tensor_parallel_degree=2", "--model.logprob_head=full"],
+            'logprob_head = "full" .*tensor_parallel_degree > 1',
         ),
     ],
 )

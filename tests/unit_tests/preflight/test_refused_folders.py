@@ -51,6 +51,15 @@ def test_resume_and_replay_folders_are_found(write_config: WriteConfig) -> None:
         assert config.rollout.replay == str(Path("outputs/run-1").resolve())
 
 
+def test_a_broken_link_to_the_latest_run_names_the_runs_that_are_there(write_config: WriteConfig) -> None:
+    arguments = write_config()
+    Path("outputs/run-1/checkpoint/step-4").mkdir(parents=True)
+    Path("outputs/run-2").mkdir()
+    Path("outputs/latest").symlink_to("gone")
+    with pytest.raises(ConfigError, match="outputs/latest is a link to nothing; runs with checkpoints: outputs/run-1$"):
+        load_config([*arguments, "--checkpoint.resume", "latest"])
+
+
 def test_the_folder_of_a_run_stands_for_its_last_export(write_config: WriteConfig, tmp_path: Path) -> None:
     arguments = write_config()
     for step in (9, 10):
@@ -82,7 +91,7 @@ def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:
         "Gues",
         "(nearest: Guess)",
         "module no.such.module",
-        "may be named once",
+        "may be named only once",
         "bracket_calls",
         "max_turns",
     ):
