@@ -1,6 +1,4 @@
-"""Groups on their way from prompts to batches: engines that generate them as a fluid, the real pace and staleness gate,
-and a pool that routes as the real one.
-"""
+"""Groups from prompts to batches: engines as fluids, the real pace and staleness gate, and a pool that routes alike."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from random import Random
 from deterministic.machine import Event, Machine
 from simulator.scenario import Scenario
 from torchtitan.inference.pool import GRACE_S
-from torchtitan.rollout.flow import MOST_SPARES, Pace
+from torchtitan.rollout.flow import MAX_SPARES, Pace
 
-# Sequences end at once that would end within this share of a mean completion of each other: half of that too early or
-# too late. Fewer events, the same figures.
-TOGETHER = 0.02
+# Sequences that would end within this share of a mean completion of each other end together, up to half of it too early
+# or too late. This saves events without changing the figures.
+END_MERGE_SHARE = 0.02
 
 
 @dataclass(eq=False)
-class Work:
+class Group:
     """One group: a prompt and its completions."""
 
     index: int
@@ -40,58 +38,58 @@ class Work:
 
 
 class Engine:
-    """Continuous batching: up to max_sequences at a time, all equally fast. slowness: what its speed is divided by."""
+    """Continuous batching: up to max_sequences at a time, all equally fast. slowness: divides the engine's speed."""
 
-    def __init__(self, machine: Machine, scenario: Scenario, slowness: float, finished: Callable[[Work], None]):
+    def __init__(self, machine: Machine, scenario: Scenario, slowness: float, finished: Callable[[Group], None]):
         self.version: int | None = None
-        """What it serves; None while it has no weights that it may serve"""
+        """The version that it serves; None while it has no weights to serve"""
         self.up = False
         """Whether requests are sent to it, as far as is known"""
         self.load = 0
-        """Sequences of the groups that it has, as the pool counts them"""
+        """How many sequences its groups have, as the pool counts them"""
         self.busy_s = self.tokens = 0.0
         self.tokens_per_s = scenario.tokens_per_s / slowness
         self._sequence_tokens_per_s = scenario.sequence_tokens_per_s / slowness
         self._machine, self._finished, self._most = machine, finished, scenario.max_sequences
-        self._margin = TOGETHER * scenario.completion_tokens / 2
+        self._margin = END_MERGE_SHARE * scenario.completion_tokens / 2
         self._halted: set[str] = set()
-        self._active: list[tuple[float, int, Work]] = []
-        """(what the engine's token clock says at its end, number, group)"""
-        self._queue: deque[tuple[int, Work]] = deque()
-        self._works: dict[Work, None] = {}
+        self._active: list[tuple[float, int, Group]] = []
+        """(the engine's token clock when the sequence ends, number, group)"""
+        self._queue: deque[tuple[int, Group]] = deque()
+        self._groups: dict[Group, None] = {}
         self._token_clock = self._rate = self._updated_at = 0.0
         self._number = 0
         self._next: Event | None = None
 
     def serves(self, version: int) -> bool:
-        """Whether requests that need `version` may be sent to it."""
+        """Return whether requests that need `version` may be sent to it."""
         return self.up and self.version is not None and self.version >= version
 
-    def add(self, work: Work) -> None:
+    def add(self, group: Group) -> None:
         """Generate a group."""
-        work.left, work.oldest = len(work.lengths), -1
-        self._works[work] = None
-        self.load += len(work.lengths)
-        self._queue.extend((length, work) for length in work.lengths)
+        group.left, group.oldest = len(group.lengths), -1
+        self._groups[group] = None
+        self.load += len(group.lengths)
+        self._queue.extend((length, group) for length in group.lengths)
         self._changed()
 
     def halt(self, reason: str, halted: bool = True) -> None:
-        """Stand still, for one more reason (a pause to apply, a freeze, a death), or for one less."""
+        """Add a reason to stop (a pause to apply, a freeze, a death), or remove one."""
         (self._halted.add if halted else self._halted.discard)(reason)
         self._changed()
 
-    def abandon(self) -> list[Work]:
-        """Forget all groups, for others to redo."""
-        works = list(self._works)
-        self._works.clear()
+    def abandon(self) -> list[Group]:
+        """Drop all groups and return them, to be redone elsewhere."""
+        groups = list(self._groups)
+        self._groups.clear()
         self._active.clear()
         self._queue.clear()
         self.load = 0
         self._changed()
-        return works
+        return groups
 
     def account(self) -> None:
-        """Bring the sums up to date."""
+        """Bring the token clock and the sums up to date."""
         seconds, self._updated_at = self._machine.now - self._updated_at, self._machine.now
         if self._rate > 0:
             self._token_clock += self._rate * seconds
@@ -101,11 +99,11 @@ class Engine:
     def _changed(self) -> None:
         self.account()
         while self._queue and not self._halted and len(self._active) < self._most:
-            length, work = self._queue.popleft()
+            length, group = self._queue.popleft()
             self._number += 1
-            heapq.heappush(self._active, (self._token_clock + length, self._number, work))
+            heapq.heappush(self._active, (self._token_clock + length, self._number, group))
             version = self.version or 0
-            work.oldest = version if work.oldest < 0 else min(work.oldest, version)
+            group.oldest = version if group.oldest < 0 else min(group.oldest, version)
         moving = bool(self._active) and not self._halted
         self._rate = min(self._sequence_tokens_per_s, self.tokens_per_s / len(self._active)) if moving else 0.0
         if self._next is not None:
@@ -117,18 +115,18 @@ class Engine:
     def _end(self) -> None:
         self.account()
         done = []
-        # Rounding may leave the token clock a little short of the first one's end.
+        # Through rounding, the token clock may be slightly short of the first sequence's end.
         until = max(self._active[0][0], self._token_clock + self._margin)
         while self._active and self._active[0][0] <= until:
-            work = heapq.heappop(self._active)[2]
-            work.left -= 1
-            if work.left == 0:
-                del self._works[work]
-                self.load -= len(work.lengths)
-                done.append(work)
+            group = heapq.heappop(self._active)[2]
+            group.left -= 1
+            if group.left == 0:
+                del self._groups[group]
+                self.load -= len(group.lengths)
+                done.append(group)
         self._changed()
-        for work in done:
-            self._finished(work)
+        for group in done:
+            self._finished(group)
 
 
 class Rollouts:
@@ -138,115 +136,116 @@ class Rollouts:
         """changed: called when a group has become ready."""
         self.engines: list[Engine] = []
         self.staleness: Counter[int] = Counter()
-        """Samples trained on, by how many versions their oldest token was behind"""
+        """Versions that a sample's oldest token was behind -> number of trained samples"""
         self.trained_tokens = self.stale_tokens = self.unusable_tokens = self.redone_groups = 0
-        self.ready: dict[int, Work] = {}
+        self.ready: dict[int, Group] = {}
         self._machine, self._scenario, self._changed = machine, scenario, changed
         self._pace = Pace(scenario.groups_per_batch, scenario.max_staleness, scenario.max_groups_in_flight)
         self._survival = 1.0
         self._drawn = 0
-        self._in_flight: dict[int, Work] = {}
-        self._waiting: deque[Work] = deque()
+        self._in_flight: dict[int, Group] = {}
+        self._waiting: deque[Group] = deque()
         self._dispatching = False
 
     def set_version(self, version: int) -> None:
-        """The trainer has made `version` out of the last batch, if there was one."""
+        """Adopt `version`, which the trainer has made from the last batch, if there was one."""
         self._pace.version, self._pace.handed_out = version, False
-        for index, work in list(self.ready.items()):
-            if self._is_stale(work):
+        for index, group in list(self.ready.items()):
+            if self._is_stale(group):
                 self.stale_tokens += self.ready.pop(index).tokens
         self._fill()
 
     def take_batch(self) -> bool:
-        """Hand out the next batch, if it is complete."""
+        """Hand out the next batch if it is complete."""
         if len(self.ready) < self._scenario.groups_per_batch:
             return False
         for index in sorted(self.ready)[: self._scenario.groups_per_batch]:
-            work = self.ready.pop(index)
-            self.staleness[self._pace.version - work.oldest] += len(work.lengths)
-            self.trained_tokens += work.tokens
+            group = self.ready.pop(index)
+            self.staleness[self._pace.version - group.oldest] += len(group.lengths)
+            self.trained_tokens += group.tokens
         self._pace.handed_out = True
         self._fill()
         return True
 
-    def finished(self, work: Work) -> None:
-        """An engine has generated a whole group."""
-        del self._in_flight[work.index]
-        # As the real flow estimates it, over about two batches.
-        self._survival += (work.usable - self._survival) / (2 * self._scenario.groups_per_batch)
-        self._survival = max(self._survival, 1 / MOST_SPARES)
-        usable = work.usable and not self._is_stale(work)
+    def finished(self, group: Group) -> None:
+        """Handle a group that an engine has generated completely."""
+        del self._in_flight[group.index]
+        # Estimated as in the real flow, over about two batches.
+        self._survival += (group.usable - self._survival) / (2 * self._scenario.groups_per_batch)
+        self._survival = max(self._survival, 1 / MAX_SPARES)
+        usable = group.usable and not self._is_stale(group)
         if usable:
-            self.ready[work.index] = work
-        elif work.usable:
-            self.stale_tokens += work.tokens
+            self.ready[group.index] = group
+        elif group.usable:
+            self.stale_tokens += group.tokens
         else:
-            self.unusable_tokens += work.tokens
+            self.unusable_tokens += group.tokens
         self._fill()
         self.dispatch()
         if usable:
             self._changed()
 
-    def redo(self, works: list[Work]) -> None:
-        """An engine has lost these groups."""
-        self.redone_groups += len(works)
-        for work in reversed(works):
-            work.grace_until = None
-            self._waiting.appendleft(work)
+    def redo(self, groups: list[Group]) -> None:
+        """Queue groups again that an engine has lost."""
+        self.redone_groups += len(groups)
+        for group in reversed(groups):
+            group.grace_until = None
+            self._waiting.appendleft(group)
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Some engine can take more, or serves a newer version."""
+        """Schedule a dispatch: an engine can take more, or serves a newer version."""
         if not self._dispatching:
             self._dispatching = True
             self._machine.at(0.0, None, self._dispatch)
 
-    def _is_stale(self, work: Work) -> bool:
-        return self._pace.version - work.oldest > self._scenario.max_staleness
+    def _is_stale(self, group: Group) -> bool:
+        return self._pace.version - group.oldest > self._scenario.max_staleness
 
     def _fill(self) -> None:
         while len(self._in_flight) < math.ceil((self._pace.wanted() - len(self.ready)) / self._survival):
             position = len(self.ready) + len(self._in_flight) * self._survival
-            work = self._draw(self._pace.oldest_useful_version(position))
-            self._in_flight[work.index] = work
-            self._waiting.append(work)
+            group = self._draw(self._pace.oldest_useful_version(position))
+            self._in_flight[group.index] = group
+            self._waiting.append(group)
             self.dispatch()
 
-    def _draw(self, min_version: int) -> Work:
-        # A group's lengths depend on its number alone, whatever the order in which groups are drawn.
+    def _draw(self, min_version: int) -> Group:
+        # A group's lengths depend only on its number, not on the order in which groups are drawn.
         scenario, random = self._scenario, Random(self._scenario.seed * 1_000_003 + self._drawn)
         self._drawn += 1
         center = math.log(scenario.completion_tokens) - scenario.completion_spread**2 / 2
         drawn = [random.lognormvariate(center, scenario.completion_spread) for _ in range(scenario.group_size)]
         lengths = [min(max(round(length), 1), scenario.max_completion_tokens) for length in drawn]
-        return Work(self._drawn - 1, lengths, random.random() < scenario.usable_share, min_version)
+        return Group(self._drawn - 1, lengths, random.random() < scenario.usable_share, min_version)
 
     def _dispatch(self) -> None:
-        """Waiting groups, oldest first, go to the least loaded engines that may take them."""
+        """Send waiting groups, oldest first, to the least loaded engines that may take them."""
         self._dispatching = False
         ready = [engine for engine in self.engines if engine.serves(0)]
         newest = max((engine.version or 0 for engine in ready), default=-1)
-        left: list[Work] = []
+        left: list[Group] = []
         while self._waiting:
-            work = self._waiting.popleft()
-            if work.min_version > newest:
-                left.append(work)
+            group = self._waiting.popleft()
+            if group.min_version > newest:
+                left.append(group)
                 continue
-            engines = [engine for engine in ready if engine.serves(work.min_version)]
+            engines = [engine for engine in ready if engine.serves(group.min_version)]
             least = min(engines, key=lambda engine: engine.load)
             waiting = len(self._waiting) + len(left) + 1
-            if least.load and least.load + len(work.lengths) > self._limit(work, len(engines), len(ready), waiting):
-                left.append(work)
-                break  # all are busy; what came later waits longer
-            least.add(work)
+            if least.load and least.load + len(group.lengths) > self._limit(group, len(engines), len(ready), waiting):
+                left.append(group)
+                break  # all are busy, so later groups wait too
+            least.add(group)
         self._waiting.extendleft(reversed(left))
 
-    def _limit(self, work: Work, able: int, ready: int, waiting: int) -> int:
-        """Sequences that an engine may have with this group; while others are about to have the version, its share."""
-        count = len(work.lengths)
-        if able < ready and work.grace_until is None:
-            work.grace_until = self._machine.now + GRACE_S
+    def _limit(self, group: Group, able: int, ready: int, waiting: int) -> int:
+        """Return how many sequences an engine may have with this group: a fair share while other engines are about to
+        get the version, else the usual limit."""
+        count = len(group.lengths)
+        if able < ready and group.grace_until is None:
+            group.grace_until = self._machine.now + GRACE_S
             self._machine.at(GRACE_S, None, self.dispatch)
         share = math.ceil((sum(engine.load for engine in self.engines) + waiting * count) / ready)
-        in_grace = able < ready and self._machine.now < (work.grace_until or 0.0)
+        in_grace = able < ready and self._machine.now < (group.grace_until or 0.0)
         return min(self._scenario.max_sequences + count, share if in_grace else self._scenario.max_sequences + count)

@@ -64,6 +64,7 @@ def make_config(model: Path, **inference: Any) -> JobConfig:
     config = JobConfig()
     config.model.hf_assets_path = str(model)
     config.training.seq_len, config.rollout.max_completion_tokens = 1024, 96
+    config.environment.max_turns = MAX_CALLS
     config.inference.threads_per_actor, config.inference.num_actors = 1, 1
     config.inference.health_interval_s, config.inference.health_timeout_s = 0.2, 2.0
     vars(config.inference).update(inference)
@@ -77,7 +78,7 @@ async def playing(config: JobConfig, run_dir: Path, eos: int) -> AsyncIterator[B
     trainer = ChangingTrainer(run_dir, Path(config.model.hf_assets_path))
     events = EventLog(run_dir / "events.jsonl")
     pool = InferencePool(config, trainer.epoch, trainer.token, run_dir, events)
-    gateway = Gateway(config, pool, events, run_dir, MAX_CALLS)
+    gateway = Gateway(config, pool, events, run_dir)
     try:
         await pool.start()
         await pool.connect_weights(trainer.sync.registry_address)

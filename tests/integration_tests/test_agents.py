@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chat_models import END, make_chat_model
-from tests.gateways import MAX_CALLS, Behind, make_config, playing
+from tests.gateways import Behind, make_config, playing
 from tests.patience import asynchronous, eventually
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
@@ -51,7 +51,7 @@ async def play(behind: Behind, agent: str, episodes: int) -> tuple[AgentPlayer, 
 @asynchronous
 async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
     config = make_config(model)
-    config.environment.max_turns, config.environment.max_retries = MAX_CALLS, 1
+    config.environment.max_retries = 1
     config.environment.episode_timeout_s = 20.0
     config.environment.num_workers = 1
     async with playing(config, tmp_path / "run", END) as behind:

@@ -88,7 +88,7 @@ class Actors:
         self.loops = []
         for _ in range(2):
             engine = Engine(load_policy(self.checkpoint), 64, SEQ_LEN, in_flight_kv="recompute")
-            self.loops.append(EngineLoop(engine, 1, False, lambda error: None))
+            self.loops.append(EngineLoop(engine, 1, False, lambda: None))
             self.loops[-1].start()
         self.apply(0)
 

@@ -187,6 +187,8 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
             for wrong in ({"n": 2}, {"stop": "two words"}, {"tool_choice": "required"}, {"messages": []}):
                 with pytest.raises(openai.BadRequestError):
                     await api.chat.completions.create(**{**question, **wrong})
+            with pytest.raises(openai.NotFoundError, match="/v1/responses is not served here: .*/v1/chat/completions"):
+                await api.responses.create(model="chat", input=QUESTION)
             long = [{"role": "user", "content": "x" * 300}]
             with pytest.raises(openai.BadRequestError, match="200"):
                 await api.chat.completions.create(model="chat", messages=long)

@@ -1,7 +1,7 @@
 """Demonstrations as a source of batches, for job.stage = "sft".
 
-They are batches of the same samples that rollouts make, with what is demonstrated in the place of what is sampled, so
-that everything behind them is the same.
+Their batches have the same form as those of rollouts, with demonstrated tokens in place of sampled ones, so that the
+rest of the pipeline is the same.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ASSISTANT = "assistant"
 
 @dataclass
 class Demonstration(Prompt):
-    """A prompt with what is to be said: the prompt is what stands before the last thing that is."""
+    """A demonstrated conversation; as a Prompt, it is everything before the last demonstrated answer."""
 
     branches: list[Branch] = field(default_factory=list)
 
 
 class DemonstrationMaker(PromptMaker):
-    """Makes Demonstrations of dataset rows.
+    """Makes Demonstrations from dataset rows.
 
-    A prompt and its completion are tokenised by themselves, as an engine sees them, and the end token follows, which
-    the policy is to learn. Where a chat template leaves out of a conversation's past what it has written before
-    (thoughts), each turn becomes a branch of its own.
+    A prompt and its completion are tokenised separately, as an engine sees them. The end token follows, because the
+    policy must learn it. If a chat template drops parts of earlier turns (thoughts), each turn becomes a branch of its
+    own.
     """
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer):
@@ -47,13 +47,15 @@ class DemonstrationMaker(PromptMaker):
         self.limit = f"training.seq_len = {self.longest}"
 
     def make(self, row: dict[str, Any], index: int) -> Demonstration:
-        """The demonstration of a row. Raises UserError for a row that holds none."""
+        """Return the demonstration of a row. Raises UserError for a row without one."""
         content, completion = row[self._rollout.prompt_column], row.get(self._sft.completion_column)
         branches: list[Branch] = []
         if isinstance(content, str) and isinstance(completion, str) and not self._rollout.chat_template:
             add_turn(branches, self._tokenise(content), self._said(completion))
         else:
-            content = self._add_chat(branches, content, completion, index)
+            content = self._add_chat(branches, content, completion, self._tools_of(row), index)
+        if any(branch.sampled_at[:1] == [0] for branch in branches):
+            raise UserError(f"demonstration {index}: no token stands before the answer, and so none predicts its first")
         last = branches[-1]
         asked = last.token_ids[: len(last) - len(last.sampled[-1].token_ids)]
         if self._sft.loss_on == "all":
@@ -68,42 +70,44 @@ class DemonstrationMaker(PromptMaker):
         assert isinstance(prompt, Demonstration)
         return max(len(branch) for branch in prompt.branches)
 
-    def _add_chat(self, branches: list[Branch], content: Any, completion: Any, index: int) -> list[dict[str, Any]]:
-        """Add the branches of a conversation; returns the messages before the last one that is trained."""
+    def _add_chat(
+        self, branches: list[Branch], content: Any, completion: Any, tools: list[dict[str, Any]], index: int
+    ) -> list[dict[str, Any]]:
+        """Add the branches of a conversation; return the messages before the last one that is trained."""
         messages = self._messages(content)
         given = 0 if completion is None else len(messages)
         if completion is not None:
             said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
             messages += [plain_message(message) for message in said]
-        trained = [i for i in range(given, len(messages)) if messages[i]["role"] == ASSISTANT]
+        # A greeting that opens a conversation is not trained, because it answers nothing.
+        trained = [i for i in range(max(given, 1), len(messages)) if messages[i]["role"] == ASSISTANT]
         if not trained:
             raise UserError(f"demonstration {index}: the assistant says nothing in it (sft.completion_column)")
         for i in trained:
-            before = self._tokenizer.render_chat(messages[:i], tools=self.tools)
-            whole = self._tokenizer.render_chat(messages[: i + 1], add_generation_prompt=False, tools=self.tools)
+            before = self._tokenizer.render_chat(messages[:i], tools=tools)
+            whole = self._tokenizer.render_chat(messages[: i + 1], add_generation_prompt=False, tools=tools)
             if not whole.startswith(before):
                 raise UserError(
-                    f"demonstration {index}: the chat template does not write the answer behind what it writes to ask "
-                    f"for one ({before[-40:]!r}): begin the answers as that ends, or take another template"
+                    f"demonstration {index}: the chat template does not put the answer after its generation prompt "
+                    f"({before[-40:]!r}): begin the answers with the end of that prompt, or use another template"
                 )
             add_turn(branches, self._tokenizer.encode_shielded(before), self._said(whole[len(before) :]))
         return messages[: trained[-1]]
 
     def _said(self, text: str) -> Completion:
-        """Text of the policy's up to the token that ends it, as the template or the row has written it, or the end
-        token."""
+        """Return the answer's tokens up to the last stop token in `text`; without one, append the end token."""
         tokens = self._tokenizer.encode_shielded(text)
         ends = [place for place, token in enumerate(tokens) if token in self._stops]
         return _as_sampled(tokens[: ends[-1] + 1] if ends else tokens + self._end)
 
 
 def _as_sampled(token_ids: list[int]) -> Completion:
-    """Nothing is known of the policy that has said it."""
+    """Return tokens as a completion with NaN log-probs, because the policy that wrote them is unknown."""
     return Completion(token_ids, [math.nan] * len(token_ids), "stop", [])
 
 
 class Demonstrations:
-    """Hands out batches of demonstrations, as RolloutFlow does those that are generated."""
+    """Hands out batches of demonstrations, as RolloutFlow hands out generated ones."""
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer, ranks: int):
         """Raises UserError for a dataset or tokenizer that does not fit the configuration."""
@@ -113,10 +117,10 @@ class Demonstrations:
         self._size, self._rows = global_batch_size(config, ranks), len(rows)
         epochs = config.sft.epochs
         self.steps = math.ceil(epochs * self._rows / self._size) if epochs else config.training.steps
-        """Of the whole run"""
+        """Steps of the whole run"""
 
     def next_batch(self, version: int) -> Batch:
-        """The batch to train on at `version`. Raises UserError where no row fits."""
+        """Return the batch to train on at `version`. Raises UserError if no row fits."""
         batch = self._batch(version, [self._stream.next() for _ in range(self._size)])
         lengths = [len(sample.completion_ids) for sample in batch.samples]
         batch.statistics = {
@@ -127,15 +131,15 @@ class Demonstrations:
         return batch
 
     def held_out(self) -> Batch:
-        """What evaluations compute the loss of; without groups where there is nothing."""
+        """Return the held-out demonstrations, for the evaluation loss; the batch may have no groups."""
         return self._batch(0, first_held_out(self._held_out, self._maker, self._config.eval.num_prompts))
 
     def export_state(self) -> bytes:
-        """For a checkpoint between two steps: the position among the rows."""
+        """Return the position in the rows, for a checkpoint between two steps."""
         return json.dumps({"stream": self._stream.state_dict()}).encode()
 
     def restore_state(self, data: bytes) -> None:
-        """Go on from an exported state. Raises UserError where the rows are not those of the state."""
+        """Continue from an exported state. Raises UserError if the rows are not those of the state."""
         self._stream.load_state_dict(json.loads(data)["stream"])
 
     def _batch(self, version: int, prompts: Sequence[Prompt]) -> Batch:

@@ -1,4 +1,4 @@
-"""Conversations of several turns: of the policy, on any actor, and an environment or agent, in a worker process."""
+"""Multi-turn conversations between the policy, on any actor, and an environment or agent in a worker process."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.worker_process import CallFailed
 
 Engines = InferencePool | ColocatedPool
-"""What samples; where an actor is lost, another redoes its requests"""
+"""Samples completions; if an actor is lost, another one redoes its requests"""
 
 
 class Player(ABC):
-    """Plays episodes. `statistics` counts turns, and episodes by how they ended."""
+    """Plays episodes. `statistics` counts turns, and episodes that were redone or lost."""
 
     failures: tuple[type[Exception], ...] = (CallFailed,)
-    """Of an episode, which begins again then; anything else ends the run"""
+    """Exceptions after which an episode starts again; any other exception ends the run"""
 
-    def __init__(self, config: JobConfig):
-        self._config = config
+    def __init__(self, config: JobConfig, *parts: EnvironmentPool | Gateway):
+        self._config, self._parts = config, parts
         self.statistics: Counter[str] = Counter({"turns": 0, "episodes_redone": 0, "episodes_lost": 0})
         self.last_failure = ""
-        """Why the latest episode that failed did so, in words"""
+        """Why the latest failed episode failed"""
 
-    @abstractmethod
     def counts(self) -> Counter[str]:
-        """Turns, episodes and failures since the start."""
+        """Return the counts of turns, episodes and failures since the start."""
+        return Counter({name: count for one in (self, *self._parts) for name, count in one.statistics.items()})
 
     @abstractmethod
     async def play_one(
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int
     ) -> Trajectory | None:
-        """One episode; None where the prompt left no room for a turn. `group` names those that begin alike.
+        """Play one episode; None if the prompt leaves no room for a turn. Episodes of one `group` share a prompt.
 
-        Raises one of `failures`, or UserError where nothing can be played.
+        Raises one of `failures`, or UserError if nothing can be played.
         """
 
     async def play(self, prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
-        """request.sampling.n episodes of one prompt; fewer where they fail again and again.
+        """Play request.sampling.n episodes of one prompt; return fewer if some fail in all their attempts.
 
-        Raises UserError where no actor can sample, or no worker or gateway starts.
+        Raises UserError if no actor can sample, or if a worker or the gateway does not start.
         """
         numbers = range(request.sampling.n)
         tasks = [asyncio.ensure_future(self._persist(prompt, request, number, min_version)) for number in numbers]
@@ -67,7 +67,7 @@ class Player(ABC):
     async def _persist(
         self, prompt: Prompt, request: GenerateRequest, number: int, min_version: int
     ) -> Trajectory | None:
-        """One episode. Where it fails it begins again, with other random numbers: what was sampled may be why."""
+        """Play one episode. After a failure, retry with another seed, because the samples may have caused it."""
         retries = self._config.environment.max_retries
         for attempt in range(1 + retries):
             seed = stream_seed(request.sampling.seed, number, attempt)
@@ -87,7 +87,7 @@ class Player(ABC):
 
 
 class EpisodePlayer(Player):
-    """A turn is sampled, the environment answers, and its answer's tokens follow."""
+    """Alternates between a sampled turn and the tokens of the environment's answer."""
 
     def __init__(
         self,
@@ -97,12 +97,9 @@ class EpisodePlayer(Player):
         maker: PromptMaker,
         tokenizer: Tokenizer,
     ):
-        super().__init__(config)
+        super().__init__(config, environments)
         self._engines, self._environments = engines, environments
         self._maker, self._tokenizer, self._renderer = maker, tokenizer, ChatRenderer(tokenizer)
-
-    def counts(self) -> Counter[str]:
-        return Counter({**self.statistics, **self._environments.statistics})
 
     async def play_one(
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int
@@ -122,7 +119,7 @@ class EpisodePlayer(Player):
         for turn in range(self._config.environment.max_turns):
             if len(tokens) >= limit:
                 break
-            # Every turn draws from a stream of its own, wherever it is sampled or sampled again.
+            # Every turn has its own random stream, wherever and however often it is sampled.
             seed = stream_seed(template.sampling.seed, turn)
             sampling = replace(template.sampling, max_tokens=limit - len(tokens), seed=seed)
             request = GenerateRequest(f"{template.request_id}-{turn}", tokens, sampling)
@@ -134,12 +131,15 @@ class EpisodePlayer(Player):
             messages.append({"role": "assistant", "content": text})
             rewards.append(0.0)
             if completion.finish_reason == "length":
-                # Half of a turn may say something else than the whole: it is not acted on.
+                # A truncated turn may mean something else than the whole one, so the environment does not get it.
                 break
             reply = await episode.act(text)
             rewards[-1] = reply.reward
             if reply.calls:
-                messages[-1]["tool_calls"] = [{"type": "function", "function": call} for call in reply.calls]
+                messages[-1]["tool_calls"] = [
+                    {"id": result["tool_call_id"], "type": "function", "function": call}
+                    for call, result in zip(reply.calls, reply.messages, strict=True)
+                ]
             messages += reply.messages
             if reply.done:
                 finish_reason = "stop"
@@ -157,27 +157,24 @@ class EpisodePlayer(Player):
         outcome = await episode.finish()
         completion_of: Any = messages
         if isinstance(prompt.text, str):
-            # What a template writes between the turns, and a tool's result, would be read as the policy's answer.
+            # Template text between turns and tool results must not be mistaken for the policy's answer.
             said = [message["content"] for message in messages if message["role"] == "assistant"]
             completion_of = "\n".join(said) if chat else self._tokenizer.decode(branches[0].token_ids[begun:])
-        # get_reward may give something else than the sum of the steps' rewards.
+        # get_reward may return something other than the sum of the steps' rewards.
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
         by_turn = rewards if adds_up and any(rewards) else []
         return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn)
 
 
 class AgentPlayer(Player):
-    """Agents ask the policy through the gateway. `statistics` counts calls that were not answered, too."""
+    """Plays episodes of agents, which reach the policy through the gateway. `statistics` also counts failed calls."""
 
     failures = (CallFailed, GatewayLost)
 
     def __init__(self, config: JobConfig, gateway: Gateway, agents: AgentPool, tokenizer: Tokenizer):
-        super().__init__(config)
+        super().__init__(config, agents, gateway)
         self._gateway, self._agents, self._tokenizer = gateway, agents, tokenizer
         self.statistics["calls_failed"] = 0
-
-    def counts(self) -> Counter[str]:
-        return Counter({**self.statistics, **self._agents.statistics, **self._gateway.statistics})
 
     async def play_one(self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int) -> Trajectory:
         environment = self._config.environment
@@ -193,7 +190,7 @@ class AgentPlayer(Player):
             async with await self._agents.episode() as episode:
                 reward = await episode.run(row, prompt.index, door, environment.episode_timeout_s)
         finally:
-            # Also what broke off must not sample any longer.
+            # An episode that was aborted must also stop sampling.
             played = await self._gateway.end(door.session)
             self.statistics["turns"] += len(sampled_segments(played.branches))
         if played.failed:
@@ -205,7 +202,7 @@ class AgentPlayer(Player):
         return Trajectory(played.branches, "length" if played.cut else "stop", said, reward)
 
     def _said(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
-        """What the policy has said in the branch that ended last, for reward functions."""
+        """Return the policy's turns in the branch that ended last, for reward functions."""
         texts = [self._tokenizer.decode(one.token_ids) for one in branches[-1].sampled]
         if isinstance(prompt.text, str):
             return "\n".join(texts)

@@ -1,4 +1,4 @@
-"""The flow of rollouts inside the background loop: prompts go out to the actors, scored groups wait for the trainer."""
+"""The flow of rollouts in the background loop: prompts go to the actors, and scored groups wait for the trainer."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
 
 logger = logging.getLogger(__name__)
 
-# Fewest samples of a group that still give an advantage.
+# The fewest samples of a group that give an advantage.
 SMALLEST_GROUP = 2
-# Rewards closer together than this count as equal.
+# Rewards that differ by less than this count as equal.
 EQUAL_REWARDS = 1e-9
-# Where most groups are dropped for equal rewards, at most this many times as many are generated at once.
-MOST_SPARES = 8.0
-# The run stops when this many batches' worth of groups in a row got no reward at all.
+# If most groups are dropped, up to this many times the wanted groups are generated at once to compensate.
+MAX_SPARES = 8.0
+# The run stops after this many batches' worth of consecutive groups without any reward.
 BATCHES_WITHOUT_REWARD = 4
 
 
 def sample_version(spans: Sequence[VersionSpan]) -> int:
-    """The version of a sample's oldest token. Raises ValueError for a sample without tokens."""
+    """Return the version of a sample's oldest token. Raises ValueError for a sample without tokens."""
     return min(span.version for span in spans if span.end > span.start)
 
 
 @dataclass
 class Pace:
-    """How much may be generated ahead.
+    """Limits how much is generated ahead.
 
-    A group sampled under version w can be trained on up to version w + max_staleness. So at trainer version v, new
-    groups can serve the batches of versions v (where that has not been handed out yet) to v + max_staleness and no
-    more: whatever else is generated could only be thrown away. With max_staleness 0 that is the on-policy batch alone.
+    A group sampled under version w can be trained on up to version w + max_staleness. At trainer version v, new groups
+    can therefore serve only the batches of versions v (unless it has been handed out) to v + max_staleness; any further
+    group would be discarded. With max_staleness 0, this is the on-policy batch alone.
     """
 
     groups_per_batch: int
     max_staleness: int
     max_groups: int = 0
-    """Bound of groups under way or ready, 0 for none; one batch is always allowed"""
+    """Maximum number of groups in flight or ready, 0 for no limit; one batch is always allowed"""
     version: int = 0
     handed_out: bool = False
-    """The batch of `version` is with the trainer already"""
+    """The batch of `version` has been handed to the trainer"""
 
     @property
     def next_version(self) -> int:
-        """The version at which the next batch will be trained on."""
+        """The version at which the next batch will be trained."""
         return self.version + self.handed_out
 
     def wanted(self) -> int:
-        """Usable groups that may be under way or ready now."""
+        """Return how many usable groups may be in flight or ready now."""
         ahead = self.groups_per_batch * (self.max_staleness + 1 - self.handed_out)
         return min(ahead, max(self.max_groups, self.groups_per_batch)) if self.max_groups > 0 else ahead
 
     def oldest_useful_version(self, position: float) -> int:
-        """The oldest version under which a new group may be sampled to be admitted in its turn.
+        """Return the oldest version under which a new group may be sampled and still be admitted in its turn.
 
         `position` is the number of usable groups that will be handed out before it.
         """
@@ -78,8 +78,8 @@ class Pace:
 
 @dataclass
 class RolloutStatistics:
-    """What was sampled since the last batch. Rewards and lengths are those of everything that was scored, groups that
-    were dropped for equal rewards included, so that they show the policy and not the choice of groups."""
+    """Statistics since the last batch. Rewards and lengths include groups that were dropped for equal rewards, so that
+    they describe the policy rather than the selection of groups."""
 
     max_completion_tokens: int
     rewards: list[float] = field(default_factory=list)
@@ -109,13 +109,13 @@ class RolloutStatistics:
                 self.per_function[name].append(value)
 
     def add_gate(self, group: Group, admitted: bool) -> None:
-        """The staleness gate let a group pass, or not."""
+        """Record whether the staleness gate admitted a group."""
         self.admitted.append(admitted)
         if fmean([len(sample.completion_ids) for sample in group.samples]) > self.max_completion_tokens / 2:
             self.admitted_long.append(admitted)
 
     def figures(self, version: int, samples: Sequence[Sample]) -> dict[str, float]:
-        """All figures, for a batch of `samples` that is handed out at `version`."""
+        """Return all metrics for a batch of `samples` that is handed out at `version`."""
         rewards = self.rewards or [sample.reward for sample in samples]
         lengths = self.lengths or [len(sample.completion_ids) for sample in samples]
         truncated = self.truncated if self.lengths else sum(sample.finish_reason == "length" for sample in samples)
@@ -150,8 +150,8 @@ class RolloutStatistics:
 class RolloutFlow:
     """Keeps the actors busy and hands out batches. All methods belong to one asyncio loop.
 
-    Every position of the prompt stream is in exactly one place: not drawn yet, being generated, ready, or used up
-    (handed out, or dropped and counted). A saved state holds the first three: a resume neither loses nor repeats one.
+    Every position of the prompt stream is in exactly one state: not drawn yet, being generated, ready, or used up
+    (handed out, or dropped and counted). A saved state has the first three, so a resume neither loses nor repeats one.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class RolloutFlow:
         self._stream = stream
         self._journal = journal
         self._batch_groups = global_batch_size(config, ranks) // config.grpo.group_size
-        # Actors that sleep while the trainer trains cannot work ahead, and should have nothing unfinished by then.
+        # Actors that sleep during training cannot work ahead, and should have nothing unfinished when it begins.
         ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
         self._pace = Pace(self._batch_groups, ahead, config.rollout.max_groups_in_flight)
         self._running = False
@@ -173,7 +173,7 @@ class RolloutFlow:
         self._survival = 1.0
         self._without_reward = 0
         self._kept: ReplaySource | None = None
-        """Batches to train on again"""
+        """Recorded batches to train on again"""
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._no_completion_s = self._no_group_s = 0.0
@@ -183,8 +183,8 @@ class RolloutFlow:
         self._keeps: Callable[[Group], Any] = load_function(name, "grpo.group_filter") if name else lambda group: True
 
     def set_version(self, version: int) -> None:
-        """The trainer has reached `version`: generate for its batch and those behind it. The first call starts this."""
-        # Before this, what is sampled would be too old when the batches that are kept have been trained on.
+        """Set the trainer's version and generate for its batch and later ones. The first call starts the generation."""
+        # Groups sampled earlier would be too old once the kept batches have been trained on.
         last_kept = self._kept.versions[-1] if self._kept is not None else -1
         self._running = version + self._config.rollout.max_staleness > last_kept
         self._pace.version, self._pace.handed_out = version, version <= last_kept
@@ -192,10 +192,10 @@ class RolloutFlow:
         self._fill()
 
     async def next_batch(self, version: int, timeout_s: float) -> Batch | None:
-        """The batch to train on at `version`; None where it is not there within `timeout_s`.
+        """Return the batch to train on at `version`; None if it is not complete within `timeout_s`.
 
         Raises:
-            UserError: no data came for rollout.data_timeout_s, or generation or scoring cannot go on.
+            UserError: no data arrived for rollout.data_timeout_s, or generation or scoring cannot continue.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -221,7 +221,7 @@ class RolloutFlow:
             self._count_wait(time.monotonic() - started)
 
     def export_state(self) -> bytes:
-        """Prompt position, prompts under way and finished groups."""
+        """Return the prompt position, the prompts in flight and the finished groups."""
         state = {
             "stream": self._stream.state_dict(),
             "unfinished": sorted([*self._in_flight, *self._redo]),
@@ -230,10 +230,10 @@ class RolloutFlow:
         return json.dumps(state).encode()
 
     def restore_state(self, data: bytes) -> None:
-        """Go on from an exported state, before set_version(). Its groups are admitted by their versions as ever.
+        """Continue from an exported state; call it before set_version(). The staleness gate applies to its groups.
 
         Raises:
-            UserError: the training prompts are not those of the state, or it is of demonstrations.
+            UserError: the training prompts are not those of the state, or the state is from job.stage = sft.
         """
         if not data:
             return
@@ -249,9 +249,9 @@ class RolloutFlow:
         logger.info("restored %d finished groups; %d unfinished are redone", len(self._ready), len(self._redo))
 
     def train_again(self, kept: ReplaySource) -> int:
-        """Hand these batches out before anything new; after restore_state() and before set_version().
+        """Hand out these batches before any new one; call it after restore_state() and before set_version().
 
-        Returns how many more groups were finished when the last of them was handed out: they are generated anew.
+        Returns how many other groups were ready when the last of them was recorded; these are generated again.
         """
         if not kept.versions:
             return 0
@@ -278,7 +278,7 @@ class RolloutFlow:
         return RolloutStatistics(self._config.rollout.max_completion_tokens)
 
     def _fill(self) -> None:
-        """Send out prompts for as many groups as will be used."""
+        """Send out prompts for as many groups as can be used."""
         while self._running and self._failure is None:
             missing = self._pace.wanted() - len(self._ready)
             if len(self._in_flight) >= math.ceil(missing / self._survival):
@@ -309,14 +309,14 @@ class RolloutFlow:
                     samples.append(make_sample(trajectory, reward, rewards))
             self._take_in(Group(prompt.index, samples))
         except Exception as error:
-            heapq.heappush(self._redo, prompt.index)  # a state that is saved now still has it
+            heapq.heappush(self._redo, prompt.index)  # a state that is saved now must include it
             self._fail(error)
         finally:
             self._in_flight.pop(prompt.index, None)
         self._fill()
 
     def _take_in(self, group: Group) -> None:
-        """Decide on a scored group: it waits for the trainer, or is dropped and counted."""
+        """Keep a scored group for the trainer, or drop and count it."""
         self._statistics.groups_scored += 1
         usable = len(group.samples) >= SMALLEST_GROUP
         if not usable:
@@ -334,16 +334,16 @@ class RolloutFlow:
                 "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
                 "environment (environment_failed in events.jsonl)"
             )
-        # Over about two batches: fast enough to follow the policy, slow enough not to follow single groups.
+        # Average over about two batches: fast enough to follow the policy, slow enough to ignore single groups.
         self._survival += (usable - self._survival) / (2 * self._batch_groups)
-        self._survival = max(self._survival, 1 / MOST_SPARES)
+        self._survival = max(self._survival, 1 / MAX_SPARES)
         if usable:
             self._add(group)
             self._no_group_s = 0.0
             self._changed.set()
 
     def _drop_stale(self, version: int) -> None:
-        """A group that is too old now stays too old."""
+        """Drop the groups that are too stale; they can never be admitted later."""
         for index, sampled_at in list(self._sampled_at.items()):
             if version - sampled_at > self._config.rollout.max_staleness:
                 self._statistics.add_gate(self._remove(index), admitted=False)
@@ -364,7 +364,7 @@ class RolloutFlow:
 
     def _add(self, group: Group) -> None:
         self._ready[group.prompt_index] = group
-        # The staleness gate looks at the stalest sample.
+        # The staleness gate considers the stalest sample.
         self._sampled_at[group.prompt_index] = min(sample_version(sample.spans) for sample in group.samples)
 
     def _remove(self, index: int) -> Group:
@@ -381,7 +381,7 @@ class RolloutFlow:
         }
 
     def _count_wait(self, seconds: float) -> None:
-        """Only time in which the trainer waits counts; raises UserError when it has waited for too long."""
+        """Count time for which the trainer waited. Raises UserError when it has waited for too long."""
         self._no_completion_s = self._no_completion_s + seconds if self._groups.progress == self._progress else 0.0
         self._progress = self._groups.progress
         self._no_group_s += seconds
@@ -409,13 +409,13 @@ class RolloutFlow:
 
 
 def has_no_advantage(group: Group, config: JobConfig) -> bool:
-    """Whether every advantage of this group is zero, whatever else is in its batch.
+    """Return whether every advantage of this group is zero, whatever else is in its batch.
 
-    With reinforce_pp it is zero but for the batch's mean, taken over tokens: such a group teaches nothing by itself.
+    With reinforce_pp they are zero except for the token mean over the batch, so the group alone carries no signal.
     """
     advantage = config.grpo.advantage
     if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or config.job.stage == "distill":
-        return False  # the batch, or a teacher, has something to say of every sample
+        return False  # every sample gets a signal from the batch, the user's function or the teacher
     parts = [[sample.reward for sample in group.samples]]
     if config.grpo.advantage_level == "turn":
         turns = max(len(sample.returns) for sample in group.samples)

@@ -1,4 +1,4 @@
-"""From a prompt to a scored group: sampled on the actors, with an environment or without, taught and judged."""
+"""Makes a scored group from a prompt: samples on the actors, with or without an environment, teacher and rewards."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Sample, Trajectory
 
-# Of a teacher that a server has, and how it is asked.
+# The token of a teacher server, and its retries.
 TOKEN_VARIABLE = "TORCHTITAN_TEACHER_TOKEN"
 ATTEMPTS = 3
 PAUSE_S = 1.0
-# Requests under way at a time: a server computes a prompt as a whole, so that more would only wait there.
+# Concurrent requests: a server processes a prompt as a whole, so further requests would only queue there.
 CONCURRENT = 32
 
 
 class GroupMaker:
-    """Samples and scores groups as the configuration says."""
+    """Samples and scores groups according to the configuration."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GroupMaker:
         epoch: str,
         episodes: Player | None = None,
     ):
-        """episodes: where the policy talks to an environment; otherwise a prompt has one turn."""
+        """episodes: plays conversations with an environment; without it, a prompt has a single turn."""
         self._config = config
         self.pool = pool
         self.rewards = rewards
@@ -53,19 +53,19 @@ class GroupMaker:
 
     @property
     def progress(self) -> int:
-        """Grows while the actors sample anything."""
+        """A counter that grows as long as the actors sample anything."""
         return self._groups + (0 if self._episodes is None else self._episodes.statistics["turns"])
 
     @property
     def last_failure(self) -> str:
-        """Why the latest sample without a reward has none, in words."""
+        """Why the latest sample without a reward has none."""
         episode = "" if self._episodes is None else self._episodes.last_failure
         lost = episode and f"an episode was lost: {episode}"
         return self.rewards.last_failure or lost or "the functions returned None"
 
     def request(self, prompt: Prompt) -> GenerateRequest:
-        """The request of a prompt's group. Its seed depends on the prompt's position alone, so that a group that is
-        redone after a failure or a resume draws the same random numbers."""
+        """Return the request for a prompt's group. Its seed depends only on the prompt's position, so that a group
+        that is redone after a failure or a resume draws the same random numbers."""
         rollout = self._config.rollout
         sampling = SamplingParameters(
             max_tokens=rollout.max_completion_tokens,
@@ -81,9 +81,9 @@ class GroupMaker:
         return GenerateRequest(f"{self._epoch}-{prompt.index}", prompt.token_ids, sampling)
 
     async def sample(self, prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
-        """The trajectories of a request: request.sampling.n, or fewer where environments have failed.
+        """Return the trajectories of a request: request.sampling.n, or fewer if environments failed.
 
-        Raises UserError where no actor can make them.
+        Raises UserError if no actor can sample them.
         """
         if self._episodes is not None:
             return await self._episodes.play(prompt, request, min_version)
@@ -99,14 +99,14 @@ class GroupMaker:
         return Trajectory(branches, completion.finish_reason, said)
 
     async def teach(self, trajectories: Sequence[Trajectory]) -> None:
-        """Ask the teacher behind a server, where there is one. Raises UserError where it does not answer."""
+        """Get the log-probs of a teacher server, if one is configured. Raises UserError if it does not answer."""
         if self.teacher is not None:
             await self.teacher.teach(trajectories)
 
     async def score(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], functions: Sequence[str] | None = None
     ) -> list[Score]:
-        """Rewards of trajectories: those of `functions` (None: the configured ones), and their environments' own, which
+        """Return the rewards from `functions` (None: the configured ones), plus each environment's own reward, which
         counts once."""
         if not trajectories:
             return []
@@ -121,7 +121,7 @@ class GroupMaker:
         ]
 
     def counters(self) -> dict[str, float]:
-        """Counts since the start, under their names in metrics.jsonl."""
+        """Return the counts since the start, under their keys in metrics.jsonl."""
         parts = {"reward": self.rewards.statistics, "inference": self.pool.statistics}
         if self._episodes is not None:
             parts["environment"] = self._episodes.counts()
@@ -136,7 +136,7 @@ def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float 
 
 
 def _question(backend: str, token_ids: list[int]) -> tuple[str, dict[str, Any]]:
-    """Path and body by which a server of distill.teacher_backend is asked for the log-probs of these tokens."""
+    """Return path and body of the request to a distill.teacher_backend server for the log-probs of these tokens."""
     if backend == "embedded":
         return "/v1/score", {"token_ids": token_ids}
     if backend == "sglang":
@@ -146,8 +146,8 @@ def _question(backend: str, token_ids: list[int]) -> tuple[str, dict[str, Any]]:
 
 
 def _read_answer(backend: str, token_ids: list[int], answer: Any) -> list[float]:
-    """Log-probs at temperature 1 of all tokens but the first. Raises KeyError, IndexError, TypeError or ValueError
-    where it is no such answer."""
+    """Return the log-probs at temperature 1 of all tokens but the first. Raises KeyError, IndexError, TypeError or
+    ValueError if the answer has another form."""
     if backend == "embedded":
         values = answer["log_probs"]
     elif backend == "sglang":
@@ -159,8 +159,8 @@ def _read_answer(backend: str, token_ids: list[int], answer: Any) -> list[float]
 
 
 class Teacher:
-    """A teacher that a server has, for job.stage = "distill": its log-probs of what the policy samples. Belongs to one
-    asyncio loop. The server's token, where it asks for one, is in TORCHTITAN_TEACHER_TOKEN."""
+    """A teacher on a server, which scores the policy's samples for job.stage = "distill". Belongs to one asyncio loop.
+    If the server requires a token, it is read from TORCHTITAN_TEACHER_TOKEN."""
 
     def __init__(self, config: Distill):
         self._config = config
@@ -168,7 +168,7 @@ class Teacher:
         self._free = asyncio.Semaphore(CONCURRENT)
 
     async def teach(self, trajectories: Sequence[Trajectory]) -> None:
-        """Give every sampled token the teacher's log-prob. Raises UserError where the server gives none."""
+        """Set the teacher's log-prob of every sampled token. Raises UserError if the server returns none."""
         branches = [branch for one in trajectories for branch in one.branches]
         scores = await asyncio.gather(*(self.score(branch.token_ids) for branch in branches))
         for branch, log_probs in zip(branches, scores, strict=True):
@@ -179,7 +179,7 @@ class Teacher:
                     segment.teacher_log_probs = log_probs[begin - 1 : end - 1]
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of all tokens but the first. Raises UserError where the server gives none in three attempts."""
+        """Return the log-probs of all tokens but the first. Raises UserError if all attempts fail."""
         path, body = _question(self._config.teacher_backend, token_ids)
         problem = ""
         for attempt in range(ATTEMPTS):
@@ -190,16 +190,16 @@ class Teacher:
                 log_probs = _read_answer(self._config.teacher_backend, token_ids, answer)
                 if len(log_probs) == len(token_ids) - 1:
                     return log_probs
-                problem = f"{len(log_probs)} log-probs came for {len(token_ids)} tokens"
+                problem = f"{len(log_probs)} log-probs were returned for {len(token_ids)} tokens"
             except (RequestRefused, TokenRefused) as error:
                 problem = str(error)
                 break
             except ActorError as error:
                 problem = str(error)
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                problem = f"{path} answered something else than distill.teacher_backend does: {error!r}"
+                problem = f"{path} did not answer as distill.teacher_backend does: {error!r}"
                 break
-        raise UserError(f"distill.teacher_url = {self._config.teacher_url!r} gives no log-probs: {problem}")
+        raise UserError(f"distill.teacher_url = {self._config.teacher_url!r} returns no log-probs: {problem}")
 
     async def close(self) -> None:
         await self._client.close()

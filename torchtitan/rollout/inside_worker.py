@@ -1,6 +1,6 @@
-"""Inside of a process that runs the user's code: messages in and out, and what is kept from that code.
+"""The inside of a process that runs the user's code: its messages, and protection from that code.
 
-A message is a JSON object behind its length. The first one sets the worker up and is answered by {"ready": true, …} or
+A message is a JSON object after its length. The first one sets up the worker, which answers {"ready": true, …} or
 {"error": text}. Every later one has an `id`, which its reply repeats; replies may come in any order.
 """
 
@@ -30,25 +30,27 @@ class Episodes(Protocol):
     """The episodes of a worker process."""
 
     async def answer(self, message: dict[str, Any], /) -> dict[str, Any]:
-        """The reply to a message."""
+        """Return the reply to a message."""
 
     def drop(self, episode: int, /) -> None:
         """Forget an episode."""
 
 
 def run(load: Callable[[dict[str, Any]], tuple[Episodes, dict[str, Any]]]) -> None:
-    """Be a worker process with episodes, until its parent has no more messages; `load` as in set_up."""
+    """Run a worker process with episodes until its parent closes the input; see set_up for `load`."""
     incoming, outgoing = protect()
     if (episodes := set_up(incoming, outgoing, load)) is not None:
         asyncio.run(serve(incoming, outgoing, episodes.answer, episodes.drop))
 
 
 def protect() -> tuple[BinaryIO, BinaryIO]:
-    """Make this process a worker: (messages, replies). What user code prints goes to standard error, it finds nothing
-    on standard input, a process that it forks can neither read nor answer our messages, and all ends with our parent.
+    """Make this process a worker and return (messages, replies).
+
+    Output of user code goes to standard error, and its standard input is empty. A process that it forks can neither
+    read nor answer our messages. The worker ends with its parent.
     """
     if sys.platform == "linux":
-        # The kernel does it: a hung function would not notice by itself.
+        # The kernel kills this process, since a hung function would not notice the parent's end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb")
@@ -64,8 +66,8 @@ def protect() -> tuple[BinaryIO, BinaryIO]:
 
 
 def without_stop_iteration(function: Callable[..., Any], /, *values: Any, **arguments: Any) -> Any:
-    """What a function of the user returns. Raises RuntimeError for its StopIteration, which no future can hold: who
-    waits for it would wait for ever."""
+    """Call a user's function. Raises RuntimeError in place of StopIteration, which a future cannot hold: its waiter
+    would wait forever."""
     try:
         return function(*values, **arguments)
     except StopIteration as error:
@@ -73,7 +75,7 @@ def without_stop_iteration(function: Callable[..., Any], /, *values: Any, **argu
 
 
 def read_message(file: BinaryIO) -> Any:
-    """The next message, None at the end of input."""
+    """Return the next message; None at the end of input."""
     header = file.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -81,7 +83,7 @@ def read_message(file: BinaryIO) -> Any:
 
 
 def write_message(file: BinaryIO, message: dict[str, Any]) -> None:
-    # A parser of the user may find arguments of any type: without an answer its episode would hang.
+    # A user's parser may return arguments of any type; without a reply the episode would hang.
     data = json.dumps(message, default=str).encode()
     file.write(HEADER.pack(len(data)) + data)
     file.flush()
@@ -90,10 +92,10 @@ def write_message(file: BinaryIO, message: dict[str, Any]) -> None:
 def set_up(
     incoming: BinaryIO, outgoing: BinaryIO, load: Callable[[dict[str, Any]], tuple[Loaded, dict[str, Any]]]
 ) -> Loaded | None:
-    """Read the set-up, import what it needs with `load`, and limit the memory. None: there is nothing more to do.
+    """Read the set-up, import the user's code with `load`, and limit the memory. Return None if the worker must end.
 
-    The set-up has `path` (folders to import from) and `memory_limit_mb`. `load` makes of it what is returned here, and
-    what is told the parent.
+    The set-up has `path` (folders to import from) and `memory_limit_mb`. `load` turns it into the value that is
+    returned here and a dictionary that is sent to the parent.
     """
     setup = read_message(incoming)
     if setup is None:
@@ -101,7 +103,7 @@ def set_up(
     sys.path.extend(folder for folder in setup["path"] if folder not in sys.path)
     try:
         loaded, about = load(setup)
-    except Exception as error:  # of user code
+    except Exception as error:  # raised by user code
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         write_message(outgoing, {"error": text})
         return None
@@ -116,7 +118,7 @@ async def serve(
     answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
     drop: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Answer messages, side by side, until there are no more; {"do": "drop", "episode": number} goes to `drop`."""
+    """Answer messages concurrently until there are no more; {"do": "drop", "episode": number} goes to `drop`."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), incoming)
@@ -125,7 +127,7 @@ async def serve(
     async def work(message: dict[str, Any]) -> None:
         write_message(outgoing, {**await answer(message), "id": message["id"]})
 
-    with contextlib.suppress(asyncio.IncompleteReadError):  # our parent has closed it
+    with contextlib.suppress(asyncio.IncompleteReadError):  # the parent has closed the input
         while True:
             (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
             message = json.loads(await reader.readexactly(length))
@@ -138,7 +140,7 @@ async def serve(
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let this process map at most `megabytes` more than it has mapped now (Linux)."""
+    """Limit this process to map at most `megabytes` more than it maps now (Linux)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()

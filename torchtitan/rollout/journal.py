@@ -1,4 +1,4 @@
-"""The record of a run: every batch that was handed out and every publish or skip decision, as lines of JSON."""
+"""The journal of a run: every batch that was handed out and every publish or skip decision, as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from torchtitan.utils.json_lines import JsonLines
 
 FORMAT = 3
 JOURNAL_NAME = "journal.jsonl"
-# Batches that are to be trained on again, because ranks were lost after them.
+# Batches that must be trained on again because ranks were lost afterwards.
 KEPT_NAME = "journal-kept.jsonl"
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """One line of JSON, without its newline, for the journal, for checkpoints and on the way to the other ranks.
+    """Encode a batch as one line of JSON, without its newline, for the journal, checkpoints and the other ranks.
 
-    Token ids and log-probs travel as base64 of little-endian arrays; log-probs keep their last bit.
+    Token ids and log-probs are base64 of little-endian arrays; log-probs are stored exactly.
 
     Raises:
-        ValueError: a group without samples.
+        ValueError: a group has no samples.
     """
     return json.dumps(batch_to_json(batch), separators=(",", ":")).encode()
 
 
 def decode_batch(data: bytes) -> Batch:
-    """The inverse of encode_batch. Raises ValueError on anything else."""
+    """Invert encode_batch. Raises ValueError on anything else."""
     return batch_from_json(json.loads(data))
 
 
 def batch_to_json(batch: Batch) -> dict[str, Any]:
     if empty := [group.prompt_index for group in batch.groups if not group.samples]:
         raise ValueError(f"group {empty[0]} is empty")
-    # A group's samples begin with the same prompt: what was given is written once, however often it was.
+    # A group's samples share a prompt, so each given segment is written only once.
     given: dict[tuple[int, ...], int] = {}
     groups = [(group.prompt_index, [_sample_to_json(one, given) for one in group.samples]) for group in batch.groups]
     return {
@@ -74,7 +74,7 @@ def _sample_from_json(data: dict[str, Any], given: list[list[int]]) -> Sample:
 
 
 def _segment_to_json(segment: Segment, given: dict[tuple[int, ...], int]) -> int | dict[str, Any]:
-    """The number of a given text; or what was sampled."""
+    """Return the index of a given segment in `given`, or a sampled segment as an object."""
     if isinstance(segment, Given):
         return given.setdefault(tuple(segment.token_ids), len(given))
     kept, taught = segment.kept_token_ids, segment.teacher_log_probs
@@ -109,7 +109,7 @@ def _unpack(text: str, dtype: str = "<i4") -> list[Any]:
 
 
 def _pack_floats(values: Sequence[float]) -> list[str]:
-    """Engines report float32 values, so four bytes hold them exactly; anything finer takes eight."""
+    """Pack as float32, which holds engines' values exactly; values with more precision are packed as float64."""
     wide = numpy.asarray(values, dtype="<f8")
     with numpy.errstate(over="ignore"):
         narrow = wide.astype("<f4")
@@ -125,8 +125,10 @@ def _unpack_floats(data: list[str]) -> list[float]:
 
 
 class Journal:
-    """Appends to {run_dir}/journal.jsonl. Every record is handed to the operating system at once, so that it outlives
-    a kill of the process; a half-written last line is cut off when a run goes on. Safe to call from any thread.
+    """Appends to {run_dir}/journal.jsonl. Safe to call from any thread.
+
+    Every record is passed to the operating system immediately, so that it survives a kill of the process. A partial
+    last line is truncated when a run resumes.
     """
 
     def __init__(self, run_dir: str | Path):
@@ -136,21 +138,21 @@ class Journal:
         self.path.touch()
 
     def append_batch(self, batch: Batch) -> None:
-        """Record a batch as it is handed out."""
+        """Record a batch that is handed out."""
         self._append({"record": "batch", **batch_to_json(batch)})
 
     def append_decision(self, version: int, published: bool) -> None:
-        """Record whether `version` was snapshotted for publication or skipped."""
+        """Record whether a snapshot of `version` was taken for publication, or the version was skipped."""
         self._append({"record": "decision", "version": version, "published": published})
 
     def append_restart(self, version: int, fields: Mapping[str, Any]) -> None:
-        """Record that the ranks were started again at `version`, and what was lost."""
+        """Record that the ranks were restarted at `version`, and what was lost."""
         self._append({"record": "restart", "version": version, **fields})
 
     def set_aside(self, step: int) -> tuple[int, ReplaySource]:
-        """As resume_at, but batches from `step` on are kept in a file beside this one.
+        """Truncate like resume_at, but keep the batches from `step` on in a second file.
 
-        What an earlier start of the same launch had kept there and did not come to stays.
+        Batches stay in that file if an earlier start of the same launch kept them and did not hand them out again.
 
         Returns:
             (the version that the trainer had reached, the batches).
@@ -177,10 +179,10 @@ class Journal:
         return reached, ReplaySource(self.path.parent, self, KEPT_NAME)
 
     def resume_at(self, step: int) -> None:
-        """Forget what happened after the checkpoint of `step`: batches of version >= step, also those that were kept to
-        be trained on again, and decisions on later versions.
+        """Remove all records after the checkpoint of `step`: batches of version >= step, including those kept to be
+        trained on again, and decisions on later versions.
 
-        What a killed run had recorded beyond its last checkpoint never became part of the resumed one.
+        Records of a killed run beyond its last checkpoint are not part of the resumed run.
         """
         self.path.with_name(KEPT_NAME).unlink(missing_ok=True)
         self._cut_at(step)
@@ -204,10 +206,10 @@ class Journal:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Records of a journal with the file offset behind each; a half-written last line is left out.
+    """Yield each record of a journal with the file offset after it; a half-written last line is left out.
 
     Raises:
-        UserError: a line before the last one is damaged.
+        UserError: a complete line is damaged.
     """
     offset = 0
     with path.open("rb") as file:
@@ -224,12 +226,12 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class ReplaySource:
-    """Hands out the batches of a recorded run, as RolloutFlow does those that are generated."""
+    """Hands out the batches of a recorded run, as RolloutFlow hands out generated ones."""
 
     def __init__(self, run_dir: str | Path, journal: Journal | None = None, name: str = JOURNAL_NAME):
-        """What is handed out is recorded in `journal` again, so that a replay can be replayed.
+        """Batches that are handed out are recorded in `journal` again, so that a replay can be replayed.
 
-        Raises UserError where the folder holds no record, or where it is that of `journal` itself.
+        Raises UserError if the folder has no journal, or if its journal is `journal` itself.
         """
         self._journal = journal
         self.path = Path(run_dir).expanduser() / name
@@ -246,14 +248,14 @@ class ReplaySource:
 
     @property
     def versions(self) -> list[int]:
-        """Versions for which there is a batch."""
+        """The versions that have a batch, in order."""
         return sorted(self._offsets)
 
     def next_batch(self, version: int) -> Batch:
-        """The batch that the recorded run trained on at `version`, its statistics included.
+        """Hand out the batch that the recorded run trained on at `version`, including its statistics.
 
         Raises:
-            UserError: the record holds no batch of this version.
+            UserError: the journal has no batch of this version.
         """
         if version not in self._offsets:
             there = f"versions {self.versions[0]} to {self.versions[-1]}" if self._offsets else "no batch at all"
@@ -267,7 +269,7 @@ class ReplaySource:
         return batch
 
     def read_batch(self, version: int) -> Batch:
-        """The batch of one of `versions`, which is not handed out by that."""
+        """Return the batch of one of `versions` without handing it out."""
         with self.path.open("rb") as file:
             file.seek(self._offsets[version])
             return batch_from_json(json.loads(file.readline()))

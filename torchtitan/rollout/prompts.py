@@ -1,4 +1,4 @@
-"""Prompts: the rows of a dataset, their held-out share, and the stream of them that a run can go on with anywhere."""
+"""Prompts: the rows of a dataset, the held-out split, and a stream of prompts that can resume at any position."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import has_engines, judging_reward, plays_through_gateway
+from torchtitan.config.derived import has_engines, has_environment, judging_reward, plays_through_gateway
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.rewards import NEEDS_ANSWER
-from torchtitan.rollout.tokenizer import Tokenizer, plain_message
+from torchtitan.rollout.tokenizer import Tokenizer, plain_message, plain_tools
 from torchtitan.rollout.types import Prompt
 
 Row = dict[str, Any]
@@ -26,20 +26,20 @@ LARGEST_OPERAND = 99
 
 
 def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
-    """Training rows and held-out rows of a job.
+    """Return the training rows and the held-out rows of a job.
 
-    The held-out rows are those of eval.dataset, or else rollout.held_out_fraction of the training data; the split
-    depends on the data alone, not on training.seed, so that runs with several seeds are compared on the same prompts.
+    The held-out rows are those of eval.dataset, or else rollout.held_out_fraction of the training data. The split
+    depends only on the data, not on training.seed, so that runs with different seeds are compared on the same prompts.
 
     Raises:
         UserError: a file, column or package is missing, or a row is malformed.
     """
     rollout, evaluation = config.rollout, config.eval
-    # Demonstrations are judged only where evaluations sample.
+    # Demonstrations need answers only if evaluations sample.
     trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
     judging = {judging_reward(config)} if evaluation.enable and has_engines(config) else set()
     rows = load_rows(rollout.dataset, rollout.dataset_split)
-    # The held-out share of the training rows is judged by both.
+    # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
     functions = trained_on if evaluation.dataset else trained_on | judging
     _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions)
     if not evaluation.dataset:
@@ -56,8 +56,8 @@ def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
 
 
 def load_rows(dataset: str, split: str = "train") -> list[Row]:
-    """All rows of `dataset`: a built-in task, a .jsonl or .parquet path, or a Hugging Face name (`name` or
-    `name:config`).
+    """Return all rows of `dataset`: a built-in task, a .jsonl or .parquet path, or `name` or `name:config` on the
+    Hugging Face Hub.
 
     Raises:
         UserError: the file is missing, empty or malformed, or the dataset cannot be loaded.
@@ -76,12 +76,12 @@ def load_rows(dataset: str, split: str = "train") -> list[Row]:
 
 
 def arithmetic_rows() -> list[Row]:
-    """The built-in task, two-digit addition with the digits of the sum reversed, so that the carry runs left to right.
+    """Return the built-in task: two-digit addition, with the sum's digits reversed so that carries run left to right.
 
-    All 5,050 pairs a <= b as rows {"prompt": "12+34=", "answer": "640"}, always in the same order.
+    The rows are all 5,050 pairs a <= b as {"prompt": "12+34=", "answer": "640"}, always in the same order.
 
-    Operands are padded to two digits, the sum to three and then reversed (12 + 34 = 046, reversed 640). A pair stands
-    here in one order only, so that its mirror image cannot leak from training into evaluation.
+    Operands are padded to two digits; the sum is padded to three and then reversed (12 + 34 = 046, reversed 640). Each
+    pair appears in one order only, so that its mirror image cannot leak from training into evaluation.
     """
     return [
         {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"[::-1]}
@@ -100,9 +100,9 @@ BUILT_IN: dict[str, Callable[[], list[Row]]] = {
 def hold_out(
     rows: Sequence[Row], fraction: float, prompt_column: str = "prompt", seed: int = 0
 ) -> tuple[list[Row], list[Row]]:
-    """Split rows into (training, held out), both in the order of `rows`, the same on every machine.
+    """Split rows into (training, held out), both in the order of `rows` and the same on every machine.
 
-    Whole prompts are held out, `fraction` of the different ones: rows with the same prompt stay on the same side.
+    `fraction` of the distinct prompts are held out; rows with the same prompt stay on the same side.
     """
     keys = [_prompt_key(row[prompt_column], seed) for row in rows]
     ordered = sorted(set(keys))
@@ -112,7 +112,7 @@ def hold_out(
 
 
 def _prompt_key(prompt: Any, seed: int) -> bytes:
-    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=_described)
     return hashlib.blake2b(f"{seed}:{text}".encode(errors="replace"), digest_size=16).digest()
 
 
@@ -146,7 +146,7 @@ def _read_parquet(path: Path) -> list[Row]:
 def _load_hugging_face(dataset: str, split: str) -> list[Row]:
     name, _, subset = dataset.partition(":")
     if Path(dataset).expanduser().is_file():
-        raise UserError(f"dataset file {dataset} ends with none of {', '.join(FILE_ENDINGS)}: convert it")
+        raise UserError(f"dataset file {dataset} must end with {' or '.join(FILE_ENDINGS)}: convert it")
     try:
         import datasets
 
@@ -157,7 +157,7 @@ def _load_hugging_face(dataset: str, split: str) -> list[Row]:
 
 
 def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, functions: set[str]) -> None:
-    """Every row must have a usable prompt, and the reference answer where one of these reward functions needs it."""
+    """Check that every row has a usable prompt, and a reference answer if one of these reward functions needs it."""
     wanted = {config.rollout.prompt_column: "rollout.prompt_column"}
     if NEEDS_ANSWER & functions:
         wanted[config.rewards.answer_column] = "rewards.answer_column"
@@ -171,10 +171,12 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, 
         prompt = row[config.rollout.prompt_column]
         if problem := _prompt_problem(prompt):
             raise UserError(f"{key} = {dataset!r}, row {number}, column {config.rollout.prompt_column!r}: {problem}")
+        rendered = config.rollout.chat_template or not isinstance(prompt, str)
+        problem = _tools_problem(row) if rendered and not has_environment(config) else None
         if config.job.stage == "sft":
-            problem = _completion_problem(row, config)
+            problem = problem or _completion_problem(row, config)
         elif not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" and not plays_through_gateway(config):
-            problem = "the chat ends with the assistant's answer: a prompt ends before it"
+            problem = "the chat ends with the assistant's answer: a prompt must end before it"
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
 
@@ -190,10 +192,20 @@ def _completion_problem(row: Row, config: JobConfig) -> str | None:
     return problem and f"column {column!r}: {problem}".replace("a prompt", "a completion").replace("the prompt", "it")
 
 
+def _tools_problem(row: Row) -> str | None:
+    try:
+        plain_tools(row.get("tools"))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _prompt_problem(prompt: Any) -> str | None:
+    if prompt in ("", []):
+        return "the prompt is empty"
     if isinstance(prompt, str):
-        return None if prompt else "the prompt is empty"
-    if isinstance(prompt, list) and prompt:
+        return None
+    if isinstance(prompt, list):
         try:
             for message in prompt:
                 plain_message(message)
@@ -205,17 +217,17 @@ def _prompt_problem(prompt: Any) -> str | None:
 
 logger = logging.getLogger(__name__)
 
-# What templates of reasoning models put at the beginning of the answer: a thought that is open, or empty.
+# The beginning of the answer that templates of reasoning models write: an open or an empty thought.
 PREFILL = re.compile(r"<think>\s*(?:</think>\s*)?$")
 PREFILL_TOKENS = 32
-# Part of the text of an object that has none of its own, such as an image: another one in every process.
+# The address in the default repr of an object, such as an image, which differs in every process.
 ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
 class PromptMaker:
-    """Makes Prompts of dataset rows; shared by training and evaluation.
+    """Makes Prompts from dataset rows; shared by training and evaluation.
 
-    Reward functions see the prompt as the dataset holds it (text stays text), whatever the chat template makes of it.
+    Reward functions see the prompt as it is in the dataset (text stays text), not as the chat template renders it.
     """
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer):
@@ -223,10 +235,11 @@ class PromptMaker:
         self._answer_column = config.rewards.answer_column
         self._tokenizer = tokenizer
         self.longest = config.training.seq_len - config.rollout.max_completion_tokens
-        """Prompts with more tokens leave no room for a whole completion within training.seq_len"""
+        """Longest prompt, in tokens, that leaves room for a whole completion within training.seq_len"""
         self.limit = f"training.seq_len - rollout.max_completion_tokens = {self.longest}"
         self.tools: list[dict[str, Any]] = []
-        """JSON schemas of what the policy may call, which chat templates write into prompts"""
+        """JSON schemas of the environment's tools, which chat templates write into prompts"""
+        self._has_environment = has_environment(config)
         if self._rollout.chat_template and not tokenizer.has_chat_template:
             raise UserError(
                 "rollout.chat_template = true, but the checkpoint's tokenizer files hold no chat template: take an "
@@ -234,17 +247,17 @@ class PromptMaker:
             )
 
     def make(self, row: dict[str, Any], index: int) -> Prompt:
-        """The prompt of a row, tokenised.
+        """Return the tokenised prompt of a row.
 
         Raises:
-            UserError: chat messages where the tokenizer has no chat template.
+            UserError: the row has chat messages, but the tokenizer has no chat template.
         """
         content = row[self._rollout.prompt_column]
-        token_ids = self._tokenise(content)
+        token_ids = self._tokenise(content, self._tools_of(row))
         return Prompt(index, content, token_ids, self._columns(row), self._prefill(token_ids))
 
     def extended(self, prompt: Prompt, text: str) -> list[int]:
-        """The tokens of a prompt to which an environment adds `text`: at its end, or to its last message."""
+        """Return the tokens of a prompt after an environment added `text` to its end, or to its last message."""
         if not text:
             return prompt.token_ids
         if isinstance(prompt.text, str) and not self._rollout.chat_template:
@@ -258,7 +271,7 @@ class PromptMaker:
         return 0 < len(prompt.token_ids) <= self.longest
 
     def length(self, prompt: Prompt) -> int:
-        """The tokens for which there must be room."""
+        """Return the number of tokens for which there must be room."""
         return len(prompt.token_ids)
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -271,10 +284,14 @@ class PromptMaker:
         found = PREFILL.search(self._tokenizer.decode(token_ids[-PREFILL_TOKENS:], skip_special=False))
         return found[0] if found else ""
 
-    def _tokenise(self, content: str | list[dict[str, Any]]) -> list[int]:
+    def _tools_of(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the environment's tools; without an environment, those in the row's `tools` column, as in TRL."""
+        return self.tools if self._has_environment else plain_tools(row.get("tools"))
+
+    def _tokenise(self, content: str | list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         if isinstance(content, str) and not self._rollout.chat_template:
             return self._tokenizer.encode_prompt(content)
-        return self._tokenizer.apply_chat_template(self._messages(content), tools=self.tools)
+        return self._tokenizer.apply_chat_template(self._messages(content), tools=tools)
 
     def _messages(self, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -285,7 +302,7 @@ class PromptMaker:
 
 
 def first_held_out(rows: Sequence[dict[str, Any]], maker: PromptMaker, count: int) -> list[Prompt]:
-    """The first `count` of the held-out prompts that fit, in an order that is the same in every run."""
+    """Return the first `count` held-out prompts that fit, in an order that is the same in every run."""
     order = list(range(len(rows)))
     random.Random("held out").shuffle(order)
     prompts: list[Prompt] = []
@@ -299,10 +316,10 @@ def first_held_out(rows: Sequence[dict[str, Any]], maker: PromptMaker, count: in
 
 
 class PromptStream:
-    """Endless stream of prompts over `rows`, shuffled anew in every pass from `seed`.
+    """Endless stream of prompts over `rows`, reshuffled in every pass from `seed`.
 
-    Prompt.index is the position in the stream; a row that is too long keeps its position and is left out, so an index
-    means the same prompt whatever the length limits are.
+    Prompt.index is the position in the stream. A row that is too long is skipped but keeps its position, so that an
+    index means the same prompt whatever the length limits are.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], maker: PromptMaker, seed: int, shuffle: bool = True):
@@ -316,15 +333,15 @@ class PromptStream:
         self._order: tuple[int, Sequence[int]] = (-1, ())
         self._digest: str | None = None
         self.dropped = 0
-        """Prompts left out so far because they are too long"""
+        """Prompts skipped so far because they are too long"""
 
     @property
     def position(self) -> int:
-        """How many prompts of the stream have been drawn or left out."""
+        """The number of prompts drawn or skipped so far."""
         return self._position
 
     def next(self) -> Prompt:
-        """The next prompt that fits.
+        """Return the next prompt that fits.
 
         Raises:
             UserError: no prompt of a whole pass fits.
@@ -337,7 +354,7 @@ class PromptStream:
             self.dropped += 1
             if self.dropped == 1:
                 logger.warning(
-                    "prompt %d has %d tokens, more than %s leaves room for: left out, as all that are too long "
+                    "prompt %d has %d tokens, too many for %s: this and other prompts that are too long are left out "
                     "(counted as rollout/prompts_too_long)",
                     prompt.index, self._maker.length(prompt), self._maker.limit,
                 )  # fmt: skip
@@ -347,7 +364,7 @@ class PromptStream:
         )
 
     def prompt_at(self, index: int) -> Prompt:
-        """The prompt at a position of the stream, without moving."""
+        """Return the prompt at a position of the stream, without advancing it."""
         number, place = divmod(index, len(self._rows))
         return self._maker.make(self._rows[self._order_of(number)[place]], index)
 
@@ -355,10 +372,10 @@ class PromptStream:
         return {"position": self._position, "dropped": self.dropped, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at a saved position.
+        """Continue at a saved position.
 
         Raises:
-            UserError: the rows, the seed or the order are not those of the saved stream.
+            UserError: the rows, the seed or rollout.shuffle differ from those of the saved stream.
         """
         if state["fingerprint"] != self._fingerprint():
             raise UserError(
@@ -372,7 +389,7 @@ class PromptStream:
         if not self._shuffle:
             return range(len(self._rows))
         if self._order[0] != number:
-            # random() is the one method whose sequence Python promises to keep for a seed.
+            # random() is the only method for which Python guarantees the same sequence for a seed.
             generator = random.Random(f"{self._seed}/{number}")
             keys = [generator.random() for _ in self._rows]
             self._order = (number, sorted(range(len(keys)), key=keys.__getitem__))
@@ -388,5 +405,5 @@ class PromptStream:
 
 
 def _described(value: Any) -> str:
-    """What JSON cannot hold."""
+    """Return text for a value that JSON cannot represent, the same in every process."""
     return ADDRESS.sub("", str(value))

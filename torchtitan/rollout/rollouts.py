@@ -1,4 +1,4 @@
-"""Rollouts in a thread of rank 0: the engines, the reward workers, and the flow of groups between them."""
+"""Rollouts in a thread of rank 0: the engines, the reward workers and the flow of groups between them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 240.0
 CLOSE_TIMEOUT_S = 30.0
-# The loop answers at once; this is for a machine that is very busy.
+# The loop answers immediately; this allows for a very busy machine.
 CALL_TIMEOUT_S = 60.0
 
 Result = TypeVar("Result")
 
 
 class Rollouts:
-    """Context manager. Entering it starts the reward workers, and begins to start the engines, without a wait.
+    """Context manager. Entering it starts the reward workers and begins to start the engines, without waiting for them.
 
     `pool`, `rewards`, `groups` and `flow` belong to one thread with an asyncio loop; other threads call their
     methods through `loop.call`.
@@ -58,16 +58,14 @@ class Rollouts:
         ranks: int,
         environments: EnvironmentPool | None = None,
         gateway: Gateway | None = None,
-        maker: PromptMaker | None = None,
     ):
-        """ranks: of the trainer; gateway: where the programs of `environments` ask the policy through it; maker: of
-        prompts, where not every row is one.
+        """ranks: number of trainer ranks; gateway: given if the programs of `environments` reach the policy through it.
 
         Raises UserError for a dataset or tokenizer that does not fit the configuration.
         """
         train, self._held_out = load_datasets(config)
         self._config = config
-        self._maker = maker or PromptMaker(config, tokenizer)
+        self._maker = (DemonstrationMaker if config.job.stage == "sft" else PromptMaker)(config, tokenizer)
         self.pool, self.rewards = pool, rewards
         self._environments, self._gateway = environments, gateway
         episodes: Player | None = None
@@ -94,7 +92,7 @@ class Rollouts:
         self._end()
 
     def held_out_prompts(self) -> list[Prompt]:
-        """The first eval.num_prompts of the held-out prompts that fit, in an order that is the same in every run."""
+        """Return the first eval.num_prompts held-out prompts that fit, in an order that is the same in every run."""
         return first_held_out(self._held_out, self._maker, self._config.eval.num_prompts)
 
     async def _start(self) -> None:
@@ -103,7 +101,7 @@ class Rollouts:
             await self._environments.start()
             self._maker.tools = self._environments.tools
         if self.groups.teacher is not None:
-            # Now, and not after the first samples, if it is not there.
+            # Fail now, rather than after the first samples, if the teacher is not reachable.
             await self.groups.teacher.score([0, 0])
         await self.pool.start()
 
@@ -135,15 +133,14 @@ def make_rollouts(
     epoch: str,
     token: str,
 ) -> Rollouts:
-    """The rollouts of a trainer with so many ranks, with the engines that the configuration asks for.
+    """Make the rollouts of a trainer with `ranks` ranks, with the engines from the configuration.
 
     Raises:
-        UserError: dataset, tokenizer or reward function do not fit the configuration.
+        UserError: the dataset, tokenizer or reward functions do not fit the configuration.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    extra = [config.eval.reward_function] if config.eval.reward_function else []
-    rewards = RewardPool(config, extra_functions=extra, log_file=logs / "rewards.log")
+    rewards = RewardPool(config, logs / "rewards.log")
     pool: Engines
     if is_colocated(config):
         pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
@@ -153,16 +150,15 @@ def make_rollouts(
     gateway: Gateway | None = None
     if plays_through_gateway(config):
         environments = AgentPool(config, events, log_file=logs / "environments.log")
-        gateway = Gateway(config, pool, events, run_dir, config.environment.max_turns)
+        gateway = Gateway(config, pool, events, run_dir)
     elif has_environment(config):
         environments = EnvironmentPool(config, events, log_file=logs / "environments.log")
-    maker = DemonstrationMaker(config, tokenizer) if config.job.stage == "sft" else None
-    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway, maker)
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway)
 
 
 class BackgroundLoop:
-    """An asyncio loop in a thread of its own, which runs functions and coroutines for other threads. It is a daemon: it
-    never keeps the process alive."""
+    """An asyncio loop in a daemon thread, which runs functions and coroutines for other threads and never keeps the
+    process alive."""
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()
@@ -181,14 +177,14 @@ class BackgroundLoop:
         """Call a function in the loop's thread, or await a coroutine function there, and return what it returns.
 
         Raises:
-            UserError: it was not done within `timeout_s`; it is cancelled then.
+            UserError: the call did not finish within `timeout_s` and was cancelled.
         """
         future = self.submit(function, *arguments)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             if future.done():
-                raise  # the function's own
+                raise  # the function itself raised it
             raise UserError(
                 f"the rollouts gave no answer within {timeout_s:g} s: the machine is too busy, or an actor's start "
                 "hangs (see logs/ in the run folder)"
@@ -197,7 +193,7 @@ class BackgroundLoop:
             future.cancel()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
-        """As `call`, without waiting for the end."""
+        """Like `call`, but return a future without waiting."""
         if self._loop.is_closed():
             raise RuntimeError(f"the thread {self._thread.name} has ended")
 
@@ -208,7 +204,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work(), self._loop)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancel what still runs and end the thread."""
+        """Cancel all running tasks and end the thread."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,6 +1,6 @@
-"""Text to token ids and back, from the tokenizer files of a Hugging Face checkpoint directory.
+"""Conversion between text and token ids, with the tokenizer files of a Hugging Face checkpoint directory.
 
-Reads tokenizer.json with the `tokenizers` library; chat templates run in jinja2's sandbox. No torch here.
+The `tokenizers` library reads tokenizer.json; chat templates run in jinja2's sandbox. No torch here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tokenizers import Tokenizer as FastTokenizer
 from torchtitan.errors import UserError
 from torchtitan.models.model_args import read_json
 
-# Around what is spelled like a token and is text: characters that no text has (noncharacters of a private plane).
+# These surround text that is spelled like a special token. No text contains them: they are Unicode noncharacters.
 SHIELD = ("\U0010fffe", "\U0010ffff")
 SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 Messages = Sequence[dict[str, Any]]
-# Roles whose text comes from outside: where it spells the name of a special token, that stays text.
+# Roles whose text comes from outside: special tokens that are spelled in it stay plain text.
 FOREIGN = ("user", "system", "developer", "tool", "function", "ipython")
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's part for training masks; here it only passes its body through."""
+    """`{% generation %}`, which marks the assistant's part for training masks; here it only renders its body."""
 
     tags = {"generation"}
 
@@ -43,12 +43,12 @@ class _GenerationBlock(Extension):
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no file."""
+    """Return the object in a JSON file; an empty one if there is no file."""
     return read_json(path) if path.is_file() else {}
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is written as its text or as {"content": text, …}."""
+    """Return the text of a special token, which is stored as its text or as {"content": text, …}."""
     return value.get("content") if isinstance(value, dict) else value
 
 
@@ -56,9 +56,9 @@ def _raise_exception(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # jinja2's own filter escapes for HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+    # jinja2's own filter escapes HTML, which would change the prompt. The options are those of transformers.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
 def _template_environment() -> jinja2.Environment:
@@ -72,18 +72,18 @@ def _template_environment() -> jinja2.Environment:
 
 
 def _ids(tokenizer: FastTokenizer, text: str) -> list[int]:
-    """Half of a character, which JSON can spell and no tokenizer reads, is a question mark."""
+    """Encode text; a lone surrogate, which JSON allows but tokenizers reject, becomes a question mark."""
     ids: list[int] = tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
     return ids
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint directory, and its chat template with the values that a run gives to it."""
+    """The tokenizer of a checkpoint directory, with its chat template and the run's values for it."""
 
     def __init__(self, directory: str | Path, template_values: Mapping[str, Any] | None = None):
         """template_values: variables of the chat template by name, such as Qwen3's enable_thinking.
 
-        Raises UserError where files are missing or broken, or the template reads no such variable.
+        Raises UserError if files are missing or broken, or if the template does not read such a variable.
         """
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
@@ -97,12 +97,12 @@ class Tokenizer:
             self._tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"{path} cannot be read as a tokenizer: {error}") from error
-        # A saved tokenizer may carry padding or truncation of its training; both would change prompts silently.
+        # A saved tokenizer may have padding or truncation settings from training; both would silently alter prompts.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         added = sorted((str(one.content) for one in self._tokenizer.get_added_tokens_decoder().values()), key=len)
         self._added = re.compile("|".join(map(re.escape, reversed(added)))) if added else None
-        # The same tokenizer, which knows none of the tokens that were added to its model.
+        # The same tokenizer without the tokens that were added to its model.
         self._without_added = FastTokenizer.from_str(json.dumps(_read_json(path) | {"added_tokens": []}))
         self._without_added.no_padding()
         self._without_added.no_truncation()
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Highest token id + 1; a model's embedding may have more rows than that."""
+        """Highest token id + 1; a model's embedding may have more rows."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -131,41 +131,36 @@ class Tokenizer:
         return self._template_source is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; nothing is added in front or behind."""
+        """Return the token ids of a text, without adding special tokens."""
         return _ids(self._tokenizer, text)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that begins a sequence: behind the beginning token (BOS), where the tokenizer puts one in
-        front of texts and the text does not begin with it already."""
+        """Return the token ids of a text that begins a sequence. A beginning token (BOS) is prepended if the tokenizer
+        does so and the text does not already begin with it."""
         ids = self.encode(text)
         return ids if ids[: len(self._text_start)] == self._text_start else self._text_start + ids
 
     def shield(self, text: str) -> str:
-        """The text, marked so that encode_shielded makes text of everything in it that is spelled like a token of the
-        tokenizer's own (`<|im_end|>`): such a token comes from a template alone, never from what a tool has said."""
+        """Mark text so that encode_shielded encodes spelled-out special tokens (`<|im_end|>`) as plain text. Such
+        tokens may come only from a template, never from a tool's output."""
         plain = text.replace(SHIELD[0], "\ufffd").replace(SHIELD[1], "\ufffd")
         return self._added.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", plain) if self._added else plain
 
     def encode_shielded(self, text: str) -> list[int]:
-        """Token ids of a text parts of which were shielded."""
+        """Return the token ids of a text with shielded parts."""
         ids: list[int] = []
         for number, part in enumerate(SHIELDS.split(text)):
             ids += _ids(self._without_added if number % 2 else self._tokenizer, part)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids; ids that the tokenizer does not know (padding rows of an embedding) give no text."""
+        """Return the text of token ids; unknown ids (padding rows of an embedding) give no text."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[dict[str, Any]] = (),
-    ) -> str:
-        """The prompt text that the chat template makes of [{"role": …, "content": …}, …].
+    def render_chat(self, messages: Messages, add_generation_prompt: bool = True, tools: Messages = ()) -> str:
+        """Render [{"role": …, "content": …}, …] as prompt text with the chat template.
 
-        tools: JSON schemas of what the assistant may call.
+        tools: JSON schemas of the functions that the assistant may call.
         """
         if self._template_source is None:
             raise UserError(
@@ -181,17 +176,14 @@ class Tokenizer:
                 tools=list(tools) or None,
                 **{**self.special_tokens, **self._template_values},
             )
-        except Exception as error:  # a template computes: it may raise anything
-            raise UserError(f"the chat template of {self.directory} failed: {error}") from error
+        except Exception as error:  # a template runs code and may raise anything
+            raise UserError(
+                f"the chat template of {self.directory} failed: {error}; the messages were {list(messages)!s:.500}"
+            ) from error
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[dict[str, Any]] = (),
-    ) -> list[int]:
-        """Token ids of a chat, parts of whose contents may be shielded."""
-        return self.encode_shielded(self.render_chat(messages, add_generation_prompt, tools))
+    def apply_chat_template(self, messages: Messages, tools: Messages = ()) -> list[int]:
+        """Return the token ids of a chat that the policy continues; its contents may have shielded parts."""
+        return self.encode_shielded(self.render_chat(messages, tools=tools))
 
     def _check_template_values(self) -> None:
         try:
@@ -206,13 +198,13 @@ class Tokenizer:
             )
 
     def _find_text_start(self) -> list[int]:
-        """What tokenizer.json puts in front of every text; as in transformers, add_bos_token changes nothing of it."""
+        """Return the tokens that tokenizer.json prepends to a text; as in transformers, add_bos_token is ignored."""
         encoding = self._tokenizer.encode("x", add_special_tokens=True)
         front = itertools.takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True))
         return [token_id for token_id, _ in front]
 
     def _find_eos_token_ids(self) -> list[int]:
-        """End tokens of the checkpoint: generation_config.json, config.json and the tokenizer's own, in this order."""
+        """Return the end tokens from generation_config.json, config.json and the tokenizer, in this order."""
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
             value = _read_json(self.directory / name).get("eos_token_id")
@@ -233,14 +225,15 @@ class Tokenizer:
 
 
 def plain_message(message: Any) -> dict[str, Any]:
-    """As chat templates expect it: content is text, arguments of tool calls are objects, and nothing is null.
+    """Return a message as chat templates expect it: content is text, tool call arguments are objects, and null keys are
+    removed (except inside arguments that are JSON text).
 
-    Raises ValueError where it cannot be.
+    Raises ValueError if that is impossible.
     """
     keys = message.keys() if isinstance(message, dict) else ()
     if "role" not in keys or not ("content" in keys or "tool_calls" in keys):
         raise ValueError("a chat message needs the keys 'role' and 'content'")
-    plain = {key: value for key, value in message.items() if value is not None}
+    plain = _without_nulls(message)
     content = plain.get("content", "")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
@@ -254,13 +247,38 @@ def plain_message(message: Any) -> dict[str, Any]:
     return plain
 
 
+def plain_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools from a `tools` column as in TRL: a list, None, or JSON text for all or any item.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        listed = (json.loads(tools) if isinstance(tools, str) else tools) or []
+        plain = [_without_nulls(json.loads(one) if isinstance(one, str) else one) for one in listed]
+    except (TypeError, ValueError):
+        plain = [tools]
+    if not all(isinstance(one, dict) for one in plain):
+        raise ValueError(f"tools must be a list of JSON schemas: {tools!r:.200}")
+    return plain
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null keys, as TRL does. Parquet files and Hugging Face datasets add a key to all objects of a column if
+    one of them has it."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
 def _plain_calls(calls: Any) -> list[dict[str, Any]]:
     plain = []
     try:
         for call in calls:
             function = dict(call.get("function", call))
-            if isinstance(function["arguments"], str):
-                function["arguments"] = json.loads(function["arguments"])
+            # For a tool without parameters, arguments may be missing or an empty text.
+            arguments = function.get("arguments") or {}
+            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+            function["name"]  # raises KeyError if it is missing
             plain.append({**call, "function": function} if "function" in call else function)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"a tool call must have a function with a name and arguments: {calls!r:.500}") from None
@@ -268,54 +286,61 @@ def _plain_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 class ChatRenderer:
-    """Tokens of messages, with the tokenizer's own chat template; each message becomes tokens once.
+    """Renders messages as tokens with the tokenizer's own chat template; each message is rendered once.
 
-    A conversation that goes on is not rendered anew. Rendering what the policy has said gives other tokens than those
-    it sampled (a tokenizer is no bijection, templates drop and rewrite things), and log-probs of tokens that never
-    were. So only the messages that are new become tokens, behind those that are there.
+    A conversation that continues is not rendered again. Rendering the policy's turns could give other tokens than those
+    it sampled (a tokenizer is not a bijection, and templates drop and rewrite text), so their log-probs would not
+    match. Only the new messages become tokens, which are appended to the existing ones.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # Stands for the policy's turn, which is not rendered; random, so that no message contains it.
+        # A placeholder for the policy's turn, which is not rendered; it is random, so that no message contains it.
         self._mark = f"said{secrets.token_hex(8)}"
         self._ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_token_ids]
 
     def whole(self, messages: Messages, tools: Messages) -> list[int]:
-        """The prompt of a conversation that begins. Raises UserError where the template refuses it."""
+        """Return the prompt of a new conversation. Raises UserError if the template refuses it."""
         return self._tokenizer.apply_chat_template(self._shielded(messages), tools=self._shield(list(tools)))
 
     def following(self, held: Sequence[int], messages: Messages, tools: Messages = ()) -> list[int]:
-        """What the template writes behind `held`, which ends with a turn of the policy, for the messages that follow.
+        """Return what the template writes after `held`, which ends with a turn of the policy, for the given messages.
 
-        The turn's end is written there where the policy was cut off before it. Raises UserError where the template does
-        not show what the messages add.
+        If the policy was cut off before the end of its turn, the end is included. Raises UserError if the template
+        rewrites earlier text, so that the part for the messages cannot be separated.
         """
         turn: dict[str, Any] = {"role": "assistant", "content": self._mark}
-        call = {"type": "function", "id": "call00000", "function": {"name": self._mark, "arguments": {}}}
-        if calls := [call for message in messages if message.get("role") == "tool"]:
+        function = {"name": self._mark, "arguments": {}}
+        results = [message for message in messages if message.get("role") == "tool"]
+        calls = [{"type": "function", "id": one.get("tool_call_id", ""), "function": function} for one in results]
+        if calls:
             turn["tool_calls"] = calls
         before, tools = [{"role": "user", "content": "?"}, turn], self._shield(list(tools))
-        held_text = self._tokenizer.render_chat(before, False, tools)
+        try:
+            held_text = self._tokenizer.render_chat(before, False, tools)
+        except UserError:
+            # A template may refuse more than one call in a turn, as Llama 3's does; any number of results may follow.
+            del calls[1:]
+            held_text = self._tokenizer.render_chat(before, False, tools)
         whole_text = self._tokenizer.render_chat([*before, *self._shielded(messages)], True, tools)
-        # Earlier messages may be written differently where others follow them.
+        # Earlier messages may be rendered differently if others follow them.
         _, found, behind = held_text.rpartition(self._mark)
         _, found_again, text = whole_text.rpartition(self._mark)
         place, end = max(((behind.rfind(end), end) for end in self._ends if end), default=(-1, ""))
         if place < 0:
-            # No end is written: what is behind a call belongs to it, what is behind a text parts it from the next one.
+            # The template writes no end token: text after a call belongs to it, text after a message is a separator.
             cut = len(behind) if calls else 0
         else:
             cut = place + len(end) * (held[-1] in self._tokenizer.eos_token_ids)
         if not found or not found_again or not text.startswith(behind[:cut]):
             raise UserError(
                 f"the chat template of {self._tokenizer.directory} writes a turn differently once others follow it, so "
-                "that a conversation cannot go on from what was sampled: take a template that keeps its prefixes"
+                "a conversation cannot continue from sampled tokens: use a template that keeps its prefixes"
             )
         return self._tokenizer.encode_shielded(text[cut:])
 
     def following_text(self, messages: Messages) -> list[int]:
-        """The same without a template: the bare texts."""
+        """Like `following`, but without a template: encode the bare texts."""
         return self._tokenizer.encode_shielded("".join(self._shield(message["content"]) for message in messages))
 
     def _shielded(self, messages: Messages) -> list[dict[str, Any]]:
@@ -327,7 +352,7 @@ class ChatRenderer:
         ]
 
     def _shield(self, value: Any) -> Any:
-        """All texts in it."""
+        """Shield all texts in a value."""
         if isinstance(value, str):
             return self._tokenizer.shield(value)
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Tool calls in what a policy has written, in the forms that chat templates teach."""
+"""Parsing of tool calls in the policy's text, in the formats of common chat templates."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import json
 import re
 from typing import Any, NamedTuple
 
-# Qwen, Hermes and their kin; the call ends with the text where the last mark is missing.
+# The format of Qwen, Hermes and similar models; without the closing tag, the call ends with the text.
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-# Llama 3 writes the call alone, sometimes behind a mark.
+# Llama 3 writes the call alone, sometimes after a special token.
 ALONE = re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL)
 ARGUMENTS = re.compile(r'"(arguments|parameters)"')
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool by its name."""
+    """A call of a tool, by name."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """(the text beside the calls, the calls).
+    """Return (the text without the calls, the calls).
 
     Raises:
-        ValueError: what is marked as a call cannot be read; in words for the policy.
+        ValueError: text that is marked as a call cannot be parsed; the message is for the policy.
     """
     if bodies := TAGGED.findall(text):
         return TAGGED.sub("", text).strip(), [_read(body) for body in bodies]
@@ -32,14 +32,14 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         try:
             return "", [_read(alone[1])]
         except ValueError:
-            pass  # an answer in JSON, or in braces
+            pass  # not a call: an answer in JSON, or in braces
     return text, []
 
 
 def _read(body: str) -> ToolCall:
     try:
         data = json.loads(body)
-        # Half of a character, which JSON can spell, is nothing that could be sent on.
+        # JSON can express lone surrogates, which cannot be encoded as UTF-8.
         json.dumps(data, ensure_ascii=False).encode()
         call = ToolCall(data["name"], data.get("arguments", data.get("parameters", {})))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""A process that runs the user's code (rewards, environments, agents) as its parent sees it: calls with deadlines."""
+"""The parent's side of a process that runs the user's code (rewards, environments, agents): calls with deadlines."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 MAX_START_ATTEMPTS = 3
 STOP_TIMEOUT_S = 2.0
-# A longer message is a mistake, or an attack on our memory.
-LONGEST_MESSAGE = 1 << 26
-# Of what a process prints, so many bytes are kept.
+# A longer message is a mistake or an attack on our memory.
+MAX_MESSAGE_BYTES = 1 << 26
+# The number of bytes of a process's output that are kept.
 LOGGED_BYTES = 1 << 20
 
 
 class CallFailed(Exception):
-    """A call without a result. `kind` is timeout, crash or exception."""
+    """A call that failed. `kind` is timeout, crash or exception."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -38,16 +38,16 @@ class CallFailed(Exception):
 class WorkerProcess:
     """Runs `python -m module`, set up with `setup`. Belongs to one asyncio loop.
 
-    Any number of calls may be under way. A call that fails by its deadline leaves the process as it is: what else it
-    is doing may go on, so its owner decides. A process that has ended fails all calls.
+    Any number of calls may be in flight. A call that misses its deadline does not stop the process, because its other
+    calls may continue; the owner decides. If the process ends, all calls fail.
 
     Args:
-        what: what messages call it, such as "the reward worker".
+        what: the process's name in messages, such as "the reward worker".
         setup: the first message, see inside_worker.py; the folders to import from are added.
-        log_file: what it prints is appended there, up to a limit.
-        flooded: called once when it has printed more than that.
-        python: that runs it, if not ours.
-        isolated_by: the words in front of its command that isolate it (rewards/isolation.py).
+        log_file: the process's output is appended to it, up to a limit.
+        flooded: called once when the output exceeds that limit.
+        python: the interpreter that runs it, by default ours.
+        isolated_by: the command prefix that isolates it (rewards/isolation.py).
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class WorkerProcess:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._readers: list[asyncio.Task[None]] = []
         self.about: dict[str, Any] = {}
-        """What it said of itself when it was ready"""
+        """Its reply to the set-up"""
         self.starts = 0
-        """How often it has been started"""
+        """How often it was started"""
 
     @property
     def alive(self) -> bool:
         return self._process.alive
 
     async def start(self) -> None:
-        """(Re)start the process. Raises UserError after a few attempts in vain, or where it cannot load its code."""
+        """(Re)start the process. Raises UserError after MAX_START_ATTEMPTS, or if it cannot load its code."""
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             await self.stop()
@@ -102,7 +102,7 @@ class WorkerProcess:
         raise UserError(f"{self._what} does not start ({MAX_START_ATTEMPTS} attempts, last: {reason}){where}")
 
     async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The reply to a message. Raises CallFailed."""
+        """Send a message and return its reply. Raises CallFailed."""
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -120,12 +120,12 @@ class WorkerProcess:
         return reply
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message that has no reply; one that comes too late is lost."""
+        """Send a message that has no reply; it is lost if the process has ended."""
         with contextlib.suppress(OSError):
             self._send(message)
 
     async def stop(self) -> None:
-        """Kill the process and what it has forked; none of them has anything to lose. Never takes long."""
+        """Kill the process and its children; none of them has state to save. Never takes long."""
         await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
         for reader in self._readers:
             reader.cancel()
@@ -138,7 +138,7 @@ class WorkerProcess:
         if to_worker.is_closing() or not self.alive:
             raise ConnectionError(f"{self._what} has ended")
         data = json.dumps(message, default=str).encode()
-        # Not drained: what is under way is bounded by its owner, and a worker that does not read misses its deadline.
+        # No drain: the owner bounds the calls in flight, and a worker that does not read misses its deadline.
         to_worker.write(HEADER.pack(len(data)) + data)
 
     async def _introduce(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class WorkerProcess:
     async def _receive(self) -> dict[str, Any]:
         _, from_worker = self._process.streams
         (length,) = HEADER.unpack(await from_worker.readexactly(HEADER.size))
-        if length > LONGEST_MESSAGE:
+        if length > MAX_MESSAGE_BYTES:
             raise ConnectionError(f"{self._what} sent {length} bytes at once")
         return json.loads(await from_worker.readexactly(length))
 
@@ -160,7 +160,7 @@ class WorkerProcess:
                 if future is not None and not future.done():
                     future.set_result(reply)
         except (OSError, ValueError, KeyError, asyncio.IncompleteReadError) as error:
-            # It has ended, or talks nonsense, which nothing that follows could repair.
+            # The process has ended, or its output is corrupt and cannot be resynchronised.
             await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
             reason = self._process.describe_end()
             self._fail_calls(reason if isinstance(error, asyncio.IncompleteReadError | OSError) else repr(error))
@@ -171,7 +171,7 @@ class WorkerProcess:
                 future.set_exception(CallFailed("crash", reason))
 
     async def _read_output(self) -> None:
-        """Keep the beginning of what it prints; the rest must not fill the disk."""
+        """Keep the beginning of the output; the rest must not fill the disk."""
         output = self._process.output
         left = LOGGED_BYTES
         while data := await output.read(1 << 16):
@@ -186,8 +186,8 @@ class WorkerProcess:
 
 
 async def start_all(workers: Iterable[WorkerProcess]) -> None:
-    """Start them side by side. Raises what the first of them raised, when no start is under way any more: their owner
-    may stop them then."""
+    """Start workers concurrently. Raises the first worker's error only once no start is in progress, so that the owner
+    may then stop them."""
     for outcome in await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

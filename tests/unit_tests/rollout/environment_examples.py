@@ -68,6 +68,19 @@ Stops, NoText = behaving(lambda: next(iter(()))), behaving(object)
 TooMuch = behaving(lambda: "much " * 2_000_000)
 
 
+class Closes(Counter):
+    def reset(self, mark: str = "", **row: Any) -> str:
+        self.mark = Path(mark)
+        return super().reset()
+
+    def bad(self, action: str) -> Any:
+        raise RuntimeError("no such move")
+
+    def close(self) -> None:
+        with self.mark.open("a") as file:
+            file.write("closed")
+
+
 class Prints(Counter):
     def bad(self, action: str) -> Any:
         for _ in range(10):
@@ -94,6 +107,15 @@ class Gym:
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         return {"seen": action}, 1.0, False, action == "cut", {}
+
+
+class Unfinished:
+    """Returns something else than a step has to."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    def step(self, action: str) -> Any:
+        return {"two": ("seen", 1.0), "text": ("seen", 1.0, "false"), "none": ("seen", 1.0, None)}[action]
 
 
 class Remote:
@@ -151,6 +173,15 @@ def meets(row: dict[str, Any]) -> float:
     if row["leaves"]:
         sys.exit(3)
     return 1.0
+
+
+async def _halved(row: dict[str, Any]) -> float:
+    return row["number"] / 2
+
+
+def wrapped(row: dict[str, Any]) -> Any:
+    """An asynchronous agent that does not look like one, as a decorator makes it."""
+    return _halved(row)
 
 
 def weather(city: str) -> str:

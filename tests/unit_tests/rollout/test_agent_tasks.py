@@ -70,31 +70,6 @@ def test_warm_starts_imitate_only_what_a_player_writes(task: str) -> None:
     assert read <= set(tokens[~written].tolist())
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_turns_are_rendered_as_the_whole_conversation_would_be(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=CHATML))
-    renderer = ChatRenderer(tokenizer)
-    end = tokenizer.eos_token_ids[0]
-    talk = [{"role": "user", "content": "hello"}]
-    ids = tokenizer.apply_chat_template(talk)
-    for said, answer in (("one", "more"), ("two", "and"), ("three", "done")):
-        ids = ids + tokenizer.encode(said) + [end]
-        new = {"role": "tool" if said == "two" else "user", "content": answer}
-        ids = ids + renderer.following(ids, [new])
-        talk += [{"role": "assistant", "content": said}, new]
-        assert tokenizer.decode(ids, skip_special=False) == tokenizer.decode(
-            tokenizer.apply_chat_template(talk), skip_special=False
-        )
-    # A turn that ended with another stop token is closed first.
-    cut, whole = (renderer.following(held, [{"role": "user", "content": "x"}]) for held in ([ids[-1]], [end]))
-    assert cut == [end, *whole]
-
-
 def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path) -> None:
     forgetful = "{% for m in messages %}{{ m.content if loop.last else '' }}<|im_end|>{% endfor %}"
     renderer = ChatRenderer(Tokenizer(write_tokenizer(tmp_path, chat_template=forgetful)))

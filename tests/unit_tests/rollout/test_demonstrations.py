@@ -12,7 +12,7 @@ from tests.chat_models import CHAT_TEMPLATE, write_chat_tokenizer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker
-from torchtitan.rollout.prompts import load_datasets
+from torchtitan.rollout.prompts import load_datasets, load_rows
 from torchtitan.rollout.tokenizer import Tokenizer
 
 ASK = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -59,6 +59,12 @@ def test_of_a_conversation_all_that_the_assistant_says_is_trained(tmp_path: Path
     assert make(tmp_path, {"messages": [HI, YES, MORE, YES, MORE]}) == [expected]
 
 
+def test_a_greeting_is_given(tmp_path: Path) -> None:
+    """Templates need not be able to write the prompt of a first answer, which has no message."""
+    ((given, answer),) = make(tmp_path, {"messages": [YES, HI, YES]}, "{{- messages[0].role }}" + CHAT_TEMPLATE)
+    assert given[0].count("Yes") == 1 and answer == ("Yes<|im_end|>", True)
+
+
 def test_other_forms_of_the_same_conversation(tmp_path: Path) -> None:
     """As the OpenAI API and parquet files have them; a template prints what it is given."""
     call = {"name": "look", "arguments": {"at": "é"}}
@@ -82,6 +88,37 @@ def test_other_forms_of_the_same_conversation(tmp_path: Path) -> None:
     assert len(load_datasets(config)[0]) == 1
 
 
+@pytest.mark.parametrize("form", ["objects", "texts", "text"])
+def test_tools_and_arguments_as_a_parquet_file_has_them(tmp_path: Path, form: str) -> None:
+    """An arrow column has one schema: of all rows' keys, those that a row lacks are null there."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    talks, tools = [], []
+    for name, arguments in (("look", {"at": "é"}), ("wait", {"seconds": 3})):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        talks.append([HI, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        properties = {argument: {"type": "string"} for argument in arguments}
+        tools.append([{"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}])
+    forms: dict[str, Any] = {"objects": tools, "texts": [[json.dumps(one[0])] for one in tools]}
+    column = forms.get(form) or [json.dumps(one) for one in tools]
+    parquet.write_table(pyarrow.table({"messages": talks, "tools": column}), tmp_path / "rows.parquet")
+    transformers = pytest.importorskip("transformers")
+    for row, messages, given in zip(load_rows(str(tmp_path / "rows.parquet")), talks, tools, strict=True):
+        (parts,) = make(tmp_path, row)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        whole = theirs.apply_chat_template(messages, tools=given, tokenize=False)
+        assert "".join(text for text, _ in parts) == whole.removesuffix("\n")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "{}"}])
+def test_calls_of_tools_without_parameters(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    call = {"type": "function", "function": {"name": "look", **arguments}}
+    (parts,) = make(tmp_path, {"messages": [HI, {"role": "assistant", "tool_calls": [call]}]})
+    assert parts[1][0] == '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
+    del call["function"]["name"]
+    with pytest.raises(ValueError, match="with a name and arguments"):
+        make(tmp_path, {"messages": [HI, {"role": "assistant", "tool_calls": [call]}]})
+
+
 def test_turns_whose_past_the_template_rewrites_are_branches(tmp_path: Path) -> None:
     template = CHAT_TEMPLATE.replace("if '</think>' in said", FORGETS)
     thought = {"role": "assistant", "content": "<think>so</think>Yes"}
@@ -96,6 +133,13 @@ def test_a_template_that_opens_a_thought_must_find_one(tmp_path: Path) -> None:
         make(tmp_path, {"messages": [HI, YES]}, opens)
 
 
+def test_an_answer_behind_nothing_is_refused(tmp_path: Path) -> None:
+    """Packed, the last token of the sequence before it would be trained to say how it begins."""
+    with pytest.raises(UserError, match="demonstration 0: no token stands before the answer"):
+        template = "{% for one in messages if one.role == 'assistant' %}{{ one.content }}<|im_end|>{% endfor %}"
+        make(tmp_path, {"messages": [HI, YES]}, template)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -103,6 +147,9 @@ def test_a_template_that_opens_a_thought_must_find_one(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": ""}, "row 1: column 'completion': it is empty"),
         ({"prompt": "a", "completion": 3}, "a completion must be text or a list of chat messages, found int"),
         ({"prompt": [HI]}, "no chat with answers in it"),
+        ({"prompt": []}, "row 1, column 'prompt': the prompt is empty"),
+        ({"prompt": [HI, YES], "tools": ["look"]}, "row 1: tools must be a list of JSON schemas: .'look'."),
+        ({"prompt": [HI, YES], "tools": 3}, "row 1: tools must be a list of JSON schemas: 3"),
     ],
 )
 def test_rows_without_a_demonstration_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:

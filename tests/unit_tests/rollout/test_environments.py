@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
@@ -142,6 +145,18 @@ def test_classes_of_other_libraries(tmp_path: Path) -> None:
     assert run(tmp_path, work_of_one, "Remote") == ("hello", ("[1, 2]", 0.0, True))
 
 
+@pytest.mark.parametrize(("action", "said"), [("two", r"\('seen', 1.0\)"), ("text", "'false'")])
+def test_what_a_step_returned_instead_is_shown(tmp_path: Path, action: str, said: str) -> None:
+    async def work(pool: EnvironmentPool) -> None:
+        for one in ("none", action):
+            async with await pool.episode() as episode:
+                await episode.reset({})
+                assert not (await episode.act(one)).done
+
+    with pytest.raises(CallFailed, match=f"step must return .*, it returned {said}"):
+        run(tmp_path, work, "Unfinished")
+
+
 async def work_of_one(pool: EnvironmentPool) -> Any:
     async with await pool.episode() as episode:
         begun, reply = await episode.reset({}), await episode.act("go")
@@ -157,7 +172,7 @@ def test_tools_follow_trl(tmp_path: Path) -> None:
         assert schemas["buy"]["parameters"]["properties"]["pieces"]["description"] == "How many of it,"
         async with await pool.episode() as episode:
             assert await episode.reset({"function": "a column of any name"}) == ""
-            results = []
+            results, ids = [], set[str]()
             for text in (
                 f"I buy. {call('buy', what='egg', pieces='2')}{call('look')}",
                 call("weather", city="Oslo") + call("price", function="egg"),
@@ -170,6 +185,8 @@ def test_tools_follow_trl(tmp_path: Path) -> None:
                 reply = await episode.act(text)
                 assert not reply.done
                 results.append([message["content"] for message in reply.messages])
+                ids |= {message["tool_call_id"] for message in reply.messages}
+            assert len(ids) == sum(map(len, results))
             last = await episode.act("That is all.")
             assert last.done and not last.messages
             outcome = await episode.finish()
@@ -192,8 +209,58 @@ def test_functions_alone_are_tools(tmp_path: Path) -> None:
             outcome = await episode.finish()
             return reply.messages, outcome.reward
 
-    message = {"role": "tool", "name": "weather", "content": "sunny in Rome"}
+    message = {"role": "tool", "tool_call_id": "000000000", "name": "weather", "content": "sunny in Rome"}
     assert run(tmp_path, work, tools=("weather",)) == ([message], None)
+
+
+@pytest.mark.parametrize("ends", ["itself", "with its limit", "with its worker"])
+def test_nothing_outlives_the_command_that_started_it(tmp_path: Path, ends: str) -> None:
+    """Its reward is there when it has ended, though what it leaves behind holds its output open."""
+    config, mark = JobConfig(), tmp_path / "pid"
+    rest = {"itself": "echo 0.5", "with its limit": "wait", "with its worker": "kill -9 $PPID; wait"}[ends]
+    config.environment.agent = f"bash -c 'sleep 1000 & echo $! > {mark}; {rest}'"
+
+    async def play() -> Any:
+        pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"))
+        try:
+            await pool.start()
+            async with await pool.episode() as episode:
+                return await episode.run({}, 0, Door("", "", ""), 2.0 if ends == "with its limit" else PATIENCE_S)
+        except CallFailed as failure:
+            return failure.kind
+        finally:
+            if ends != "with its worker":  # nor does it outlive its episode
+                await gone()
+            await pool.close()
+            await gone()
+
+    async def gone() -> None:
+        pid, deadline = int(mark.read_text()), time.monotonic() + PATIENCE_S
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+    expected = {"itself": 0.5, "with its limit": "timeout", "with its worker": "crash"}[ends]
+    assert asyncio.run(asyncio.wait_for(play(), PATIENCE_S)) == expected
+
+
+@pytest.mark.parametrize("leaves", ["after its end", "at once", "with a failure", "with the run"])
+def test_instances_are_closed_once(tmp_path: Path, leaves: str) -> None:
+    mark = tmp_path / "closed"
+
+    async def work(pool: EnvironmentPool) -> None:
+        episode = await pool.episode()
+        await episode.reset({"mark": str(mark)})
+        if leaves == "after its end":
+            await episode.finish()
+        if leaves == "with a failure":
+            with pytest.raises(CallFailed):
+                await episode.act("bad")
+        if leaves != "with the run":
+            await episode.__aexit__()
+
+    run(tmp_path, work, "Closes")
+    assert mark.read_text() == "closed"
 
 
 def test_synchronous_agents_neither_wait_for_nor_end_with_others(tmp_path: Path) -> None:
@@ -216,6 +283,22 @@ def test_synchronous_agents_neither_wait_for_nor_end_with_others(tmp_path: Path)
             await pool.close()
 
     assert asyncio.run(forty()) == [1.0] * 7 + ["SystemExit: 3"] + [1.0] * 32
+
+
+def test_what_an_agent_returns_is_awaited(tmp_path: Path) -> None:
+    config = JobConfig()
+    config.environment.agent = f"{HERE}:wrapped"
+
+    async def play() -> Any:
+        pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"))
+        try:
+            await pool.start()
+            async with await pool.episode() as episode:
+                return await episode.run({"number": 3}, 0, Door("", "", ""), PATIENCE_S)
+        finally:
+            await pool.close()
+
+    assert asyncio.run(play()) == 1.5
 
 
 def test_a_parser_may_find_arguments_of_any_type(tmp_path: Path) -> None:

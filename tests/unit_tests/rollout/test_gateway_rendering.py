@@ -162,6 +162,27 @@ def test_stops_that_are_none_are_the_programs_mistake(tokenizer: Tokenizer, stop
         parse_tokens({"token_ids": [1], "sampling_params": stops}, tokenizer)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}}, {"continue_final_message": True}, {"top_logprobs": 3},
+        {"min_tokens": 5}, {"structured_outputs": {"json": {}}}, {"guided_json": {}},
+    ],
+)  # fmt: skip
+def test_options_that_would_change_the_answer_are_refused(tokenizer: Tokenizer, option: dict[str, Any]) -> None:
+    messages, (name,) = [{"role": "user", "content": "x"}], option
+    with pytest.raises(WrongCall, match=name):
+        parse_chat({"messages": messages, **option}, tokenizer)
+    assert parse_chat({"messages": messages, name: None}, tokenizer).messages == messages
+
+
+def test_a_limit_counts_beside_one_that_is_null(tokenizer: Tokenizer) -> None:
+    """Clients' libraries send both."""
+    for limits in ((None, 5), (5, None), (5, 7)):
+        call = dict(zip(("max_completion_tokens", "max_tokens"), limits, strict=True))
+        assert parse_chat({"messages": [{"role": "user", "content": "x"}], **call}, tokenizer).max_tokens == 5
+
+
 def test_an_answer_ends_before_the_stop_that_its_program_named(tokenizer: Tokenizer) -> None:
     ids, (stop,) = tokenizer.encode("a.b."), tokenizer.encode(".")
     texts = [said(answer(ids, finish), tokenizer, False, "x", [stop])["content"] for finish in ("stop", "length")]
@@ -193,6 +214,35 @@ def test_tool_calls_are_read_or_left_as_text(text: str, rest: str | None, calls:
     # What is marked as one and cannot be read: an environment's policy is told, an agent gets the text.
     with pytest.raises(ValueError, match="must be"):
         parse_tool_calls(text)
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        "message.tool_calls and message.tool_calls[0].id | length != 9",  # Mistral's
+        "message.role == 'tool' and message.tool_call_id | length != 9",
+        "message.tool_calls and message.tool_calls | length > 1",  # Llama 3's
+    ],
+)
+def test_results_of_two_calls_under_templates_that_refuse_some(tmp_path: Path, refuses: str) -> None:
+    template = (
+        f"{{% for message in messages if {refuses} %}}{{{{ raise_exception('no') }}}}{{% endfor %}}{CHAT_TEMPLATE}"
+    )
+    tokenizer, session = (
+        Tokenizer(write_chat_tokenizer(tmp_path, template)),
+        Session("s", SamplingParameters(8), 10_000),
+    )
+    completion = answer([*tokenizer.encode('<tool_call>{"name": "look", "arguments": {}}</tool_call>' * 2), END])
+    talk = [{"role": "user", "content": "?"}]
+    prompt = session.prompt(ChatRenderer(tokenizer), talk, TOOLS)
+    message = said(completion, tokenizer, True, "a-run-3-1")
+    session.remember(talk, TOOLS, message, prompt, completion)
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
+    talk += [message, *({"role": "tool", "tool_call_id": one, "content": f"a {one}"} for one in ids)]
+    behind = session.prompt(ChatRenderer(tokenizer), talk, TOOLS)[len(prompt + completion.token_ids) :]
+    expected = "\n<|im_start|>user\n<tool_response>\na {}\n</tool_response>\n<tool_response>\na {}\n</tool_response>"
+    assert tokenizer.decode(behind, skip_special=False).startswith(expected.format(*ids) + "<|im_end|>")
 
 
 def test_names_that_a_policy_makes_up_and_halves_of_characters_are_text(tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any)
         teacher = Teacher(Distill(teacher_url=url, teacher_backend=backend))
         assert await teacher.score([3, 5, 7]) == [-0.5, -1.5]
         assert asked[0][0] == path and [3, 5, 7] in asked[0][1].values()
-        with pytest.raises(UserError, match=f"distill.teacher_url = '{url}' gives no log-probs: {path} answered"):
+        with pytest.raises(
+            UserError, match=f"distill.teacher_url = '{url}' returns no log-probs: {path} did not answer as"
+        ):
             await teacher.score([3, 5, 7])
         await teacher.close()
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_held_out_prompts_never_occur_in_training(seed: int, fraction: float, le
     assert (train, held_out) == hold_out(rows, fraction, seed=seed)
 
 
+def test_chats_with_what_json_cannot_hold_are_split(tmp_path: Path) -> None:
+    """Parquet files have dates and bytes."""
+    rows = [{"prompt": [{"role": "user", "content": "x", "at": date(2024, 1, day), "b": b"x"}]} for day in range(1, 5)]
+    train, held_out = hold_out(rows, 0.5)
+    assert len(train) == len(held_out) == 2 and hold_out(rows, 0.5) == (train, held_out)
+
+
 def test_the_split_of_the_arithmetic_task_does_not_depend_on_the_training_seed() -> None:
     config = make_config()
     first = load_datasets(config)
@@ -123,7 +131,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UserError, match="line 1: not valid JSON.*utf-8"):
         load_rows(str(tmp_path / "latin.jsonl"))
     (tmp_path / "rows.json").write_text("[]")
-    with pytest.raises(UserError, match="rows.json ends with none of .jsonl, .parquet"):
+    with pytest.raises(UserError, match="rows.json must end with .jsonl or .parquet"):
         load_rows(str(tmp_path / "rows.json"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="'some/name'.*cannot be loaded: .*datasets"):

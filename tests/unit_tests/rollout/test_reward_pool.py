@@ -16,7 +16,7 @@ from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.preflight.validate import draft_of, ready
-from torchtitan.rollout.rewards import isolation
+from torchtitan.rollout.rewards import isolation, worker
 from torchtitan.rollout.rewards import pool as pool_module
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
@@ -197,6 +197,10 @@ def test_one_function_without_opinion_does_not_spoil_the_sum() -> None:
     config = make_config("odd_values", "wrong_length")
     results, _ = score(config, (PROMPT, completions_of("none", "true")))
     assert totals(results[0]) == [1.0, 2.0]
+
+
+def test_a_function_that_forgets_to_return_is_told_so() -> None:
+    assert worker.reply(None, worker.Log(2)) == {"error": "must return 2 rewards in a list, returned NoneType"}
 
 
 def test_math_verify_works_in_the_worker() -> None:

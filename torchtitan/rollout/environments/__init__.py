@@ -1,11 +1,11 @@
-"""Environments, tools and agents of the user: what their programs look like, and the worker processes that run them.
+"""The user's environments, tools and agents: their interfaces, and the worker processes that run them.
 
-Two kinds of class, each without constructor arguments and with `reset(**row)`:
+An environment is a class without constructor arguments and with `reset(**row)`, of one of two kinds:
 
-- with `step(action)`: it gets the text of a turn and returns (observation, reward, done), as gymnasium's or an OpenEnv
-  client's do too;
-- without: its other public methods are tools, typed and with docstrings, as TRL has it.
+- With `step(action)`: the method gets the text of a turn and returns (observation, reward, done). The return values of
+  gymnasium and of OpenEnv clients are accepted, too.
+- Without it: the other public methods are tools, with type annotations and docstrings, as in TRL.
 
-Either may have `get_reward()`. Agents are programs with a loop of their own, which ask the policy through the gateway:
-functions, commands, verifiers. See docs/environments.md.
+Both kinds may have `get_reward()`. Agents are programs with their own loop, which reach the policy through the gateway:
+functions, commands or verifiers. See docs/environments.md.
 """

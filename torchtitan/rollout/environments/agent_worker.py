@@ -1,15 +1,16 @@
-"""An agent worker process: messages as in inside_worker.py, any number of episodes side by side.
+"""An agent worker process, with messages as in inside_worker.py and any number of concurrent episodes.
 
-The set-up has {"agent"}, `package.module:function` or a command line, or {"taskset", "harness", "renderer", "model",
-"max_turns"}: then this runs in verifiers' own environment, and needs none of the trainer's packages. Messages have
-{"episode": number, "do": …} with
+The set-up has either {"agent"}, which is `package.module:function` or a command line, or {"taskset", "harness",
+"renderer", "model", "max_turns"}. In the second case, this process runs in verifiers' own environment and needs none of
+the trainer's packages. Messages have {"episode": number, "do": …} with
 
     run     {"row", "base_url", "key"}  {"reward"}
     drop    (no reply)                  the episode is over
 
-A function gets what it names of `base_url`, `key` and `row`, and returns a reward or None. A command finds the first
-two as OPENAI_BASE_URL and OPENAI_API_KEY, the row as JSON on its standard input, and prints the reward last. Calls of
-verifiers name their trace as the session; the gateway records all those of an episode's key.
+A function gets those of `base_url`, `key` and `row` that are among its parameters, and returns a reward or None. A
+command finds the first two in OPENAI_BASE_URL and OPENAI_API_KEY, gets the row as JSON on standard input, and prints
+the reward on its last line. Calls from verifiers name their trace as the session; the gateway records all sessions of
+an episode's key.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,10 +34,12 @@ from torchtitan.rollout.environments.worker import allow_for_a_thread, read_numb
 from torchtitan.rollout.inside_worker import run, without_stop_iteration
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
-# Synchronous functions at a time.
-MOST_THREADS = 4096
-# The end of what a command prints, in which its reward is looked for.
+# The number of synchronous functions that run at a time.
+MAX_THREADS = 4096
+# The end of a command's output, which is searched for its reward.
 TAIL_BYTES = 1 << 16
+# The interval between checks whether a command has ended.
+POLL_S = 0.05
 
 Play = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Plays the episode of a message"""
@@ -49,26 +53,26 @@ class Agents:
         self._episodes: dict[int, asyncio.Task[Any] | None] = {}
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        # In this very task: a SystemExit that leaves a task ends the loop, and with it all other episodes.
+        # Play in this task itself: a SystemExit that escapes a task ends the loop and all other episodes.
         self._episodes[message["episode"]] = asyncio.current_task()
         try:
             return await self._play(message)
         except asyncio.CancelledError:
-            return {"error": "the episode was broken off"}
-        except (Exception, SystemExit) as error:  # of user code
+            return {"error": "the episode was cancelled"}
+        except (Exception, SystemExit) as error:  # raised by user code
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}"}
         finally:
             self._episodes.pop(message["episode"], None)
 
     def drop(self, episode: int) -> None:
-        """Break an episode off."""
+        """Abort an episode."""
         if (task := self._episodes.get(episode)) is not None:
             task.cancel()
 
 
 def find_agent(agent: str) -> Play:
-    """The function or command of that name. Raises UserError where it cannot be loaded."""
+    """Return a Play for a function or command. Raises UserError if it cannot be loaded."""
     if not FUNCTION.fullmatch(agent):
         words = shlex.split(agent)
         return lambda message: run_command(words, message)
@@ -77,8 +81,8 @@ def find_agent(agent: str) -> Play:
     if unknown := names - {"base_url", "key", "row"}:
         raise UserError(f"agent {agent!r} has parameters {', '.join(sorted(unknown))}: it gets base_url, key and row")
 
-    # asyncio's own threads are few: the other episodes would wait for them, and miss their deadlines.
-    threads = ThreadPoolExecutor(MOST_THREADS, initializer=allow_for_a_thread)
+    # asyncio's default pool has few threads: further episodes would wait for one and miss their deadlines.
+    threads = ThreadPoolExecutor(MAX_THREADS, initializer=allow_for_a_thread)
 
     async def play(message: dict[str, Any]) -> dict[str, Any]:
         arguments = {name: message[name] for name in names}
@@ -87,30 +91,34 @@ def find_agent(agent: str) -> Play:
         else:
             work = functools.partial(without_stop_iteration, function, **arguments)
             result = await asyncio.get_running_loop().run_in_executor(threads, work)
+            result = await result if inspect.isawaitable(result) else result
         return {"reward": read_number(result, agent)}
 
     return play
 
 
 async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, Any]:
-    """Raises RuntimeError where it fails, ValueError where its last line is no reward."""
+    """Play an episode with a command. Raises RuntimeError if it fails, ValueError if its last line is not a reward."""
     environment = {**os.environ, "OPENAI_BASE_URL": message["base_url"], "OPENAI_API_KEY": message["key"]}
     process = await asyncio.create_subprocess_exec(
-        *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
-    )
+        *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+        # It gets its own process group, to be killed with its children. It stays in our session, to end with us.
+        preexec_fn=os.setpgrp,
+    )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
+    reading = asyncio.ensure_future(_read_tail(process.stdout))
     try:
-        with contextlib.suppress(ConnectionError):  # it need not read the row
+        with contextlib.suppress(ConnectionError):  # a command may ignore the row
             process.stdin.write(json.dumps(message["row"]).encode() + b"\n")
             await process.stdin.drain()
             process.stdin.close()
-        tail = b""
-        while part := await process.stdout.read(TAIL_BYTES):
-            tail = (tail + part)[-TAIL_BYTES:]
-        code = await process.wait()
+        # Not process.wait(), which also waits for the pipes: children that remain may hold the output open.
+        while process.returncode is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
     finally:
-        if process.returncode is None:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    tail, code = await reading, await process.wait()
     if code:
         raise RuntimeError(f"{words[0]} ended with exit code {code}")
     lines = tail.decode(errors="replace").split("\n")
@@ -118,11 +126,18 @@ async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, An
     try:
         return {"reward": read_number(json.loads(last), words[0])}
     except ValueError:
-        raise ValueError(f"the last line that {words[0]} printed is no reward: {last[:200]!r}") from None
+        raise ValueError(f"the last line that {words[0]} printed is not a reward: {last[:200]!r}") from None
+
+
+async def _read_tail(output: asyncio.StreamReader) -> bytes:
+    tail = b""
+    while part := await output.read(TAIL_BYTES):
+        tail = (tail + part)[-TAIL_BYTES:]
+    return tail
 
 
 class Taskset:
-    """Tasks of verifiers, and what plays them."""
+    """The tasks of a verifiers taskset, and the harness that plays them."""
 
     def __init__(self, setup: dict[str, Any]):
         import verifiers.v1 as vf
@@ -139,10 +154,10 @@ class Taskset:
         self._harness = setup["harness"] or default_harness_id(name)
 
     async def play(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Raises RuntimeError with the trace's last error, where it has one: nothing was played then."""
+        """Play the episode of a message. Raises RuntimeError with the trace's last error, if it has one."""
         vf, setup = self._vf, self._setup
         task = self._tasks[int(message["row"].get("task", message["index"])) % len(self._tasks)]
-        # A key for each episode; verifiers reads it when the client is made.
+        # Each episode has its own key, which verifiers reads from the environment when it makes the client.
         variable = f"TORCHTITAN_GATEWAY_KEY_{message['episode']}"
         os.environ[variable] = message["key"]
         client = vf.TrainClientConfig(

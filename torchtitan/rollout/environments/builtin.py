@@ -1,15 +1,15 @@
 """The built-in tasks with an environment: a sum that needs a calculator, and a number to guess.
 
-The first has a tool: adding two numbers of four digits, which a tiny model cannot do but a calculator can.
+The first task has a tool, which adds two four-digit numbers: a tiny model cannot do this by itself.
 
     1234+5678= [1234+5678] 06912= 06912
 
-The policy writes the call in brackets, reads the result and copies it. The second has steps: a number from 0 to 31 is
-to be guessed in six turns, each answered by where the number is.
+The policy writes the call in brackets, reads the result and copies it. The second task has steps: the policy must guess
+a number from 0 to 31 in six turns, and each answer says whether the number is smaller or larger.
 
     ? 16. < 07. > 11. > 13. (won)
 
-To guess well, the policy has to remember what it was told, turns ago.
+To guess well, the policy must remember the answers of earlier turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALCULATOR_ROWS = 4096
 
 LARGEST = 31
 GUESSES = 6
-# For a guess that no earlier answer rules out; all of them together are less than a win.
+# The reward for a guess that no earlier answer rules out; six of them are worth less than a win.
 HEEDED = 0.1
 END_OF_GUESS = "."
 
@@ -41,12 +41,12 @@ def add(a: int, b: int) -> str:
 
 
 def bracket_calls(text: str) -> list[tuple[str, dict[str, str]]]:
-    """The calls `[a+b]` of a turn."""
+    """Return the calls `[a+b]` in a turn."""
     return [("add", {"a": a, "b": b}) for a, b in CALL.findall(text)]
 
 
 def right(*, completions: Sequence[str], answer: Sequence[str], finish_reasons: Sequence[str], **_: Any) -> list[float]:
-    """1 where the text behind the calculator's result, which the policy has to copy, is the sum; else 0."""
+    """Return 1 if the text after the calculator's result, which the policy must copy, is the sum, else 0."""
     return [
         float(reason == "stop" and text.rpartition(RESULT_END)[2] == gold)
         for text, gold, reason in zip(completions, answer, finish_reasons, strict=True)
@@ -54,28 +54,28 @@ def right(*, completions: Sequence[str], answer: Sequence[str], finish_reasons: 
 
 
 def calculator_rows() -> list[dict[str, str]]:
-    """Prompts with their sums, always the same ones, in the same order."""
+    """Return prompts with their sums, always the same ones in the same order."""
     numbers = random.Random("calculator")
     pairs = [(numbers.randrange(10000), numbers.randrange(10000)) for _ in range(CALCULATOR_ROWS)]
     return [{"prompt": f"{a:04d}+{b:04d}=", "answer": f"{a + b:05d}"} for a, b in pairs]
 
 
 class Guess:
-    """A step is two digits and an end mark; the answer is `<` (the number is smaller), `>` (it is larger), or `!` for
-    what is no guess. The reward is 1 for the number, and a little for every guess that is in line with the answers."""
+    """A step is two digits and an end mark; the answer is `<` (the number is smaller), `>` (larger), `=` (found) or `!`
+    (not a guess). The reward is 1 for the number, and HEEDED for every other guess consistent with the answers."""
 
     def __init__(self) -> None:
         self.secret = self.guesses = 0
         self.low, self.high = 0, LARGEST
 
     def reset(self, secret: int) -> str:
-        """Begin; there is nothing to see yet."""
+        """Begin a game; the observation is empty."""
         self.secret, self.guesses = secret, 0
         self.low, self.high = 0, LARGEST
         return ""
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """(answer, reward, whether the game is over)."""
+        """Return (answer, reward, whether the game is over)."""
         self.guesses += 1
         digits = action.removesuffix(END_OF_GUESS)
         over = self.guesses == GUESSES
@@ -93,5 +93,5 @@ class Guess:
 
 
 def guess_rows() -> list[dict[str, Any]]:
-    """One for every number."""
+    """Return one row for every number."""
     return [{"prompt": "?", "secret": secret} for secret in range(LARGEST + 1)]

@@ -1,4 +1,4 @@
-"""Environments and agents in worker processes: a hang, a crash or a memory bomb costs its episode, never the run."""
+"""Environments and agents in worker processes: a hang, a crash or a memory bomb costs an episode, never the run."""
 
 from __future__ import annotations
 
@@ -16,51 +16,59 @@ from torchtitan.rollout.gateway.process import Door
 from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_all
 from torchtitan.utils.json_lines import EventLog
 
-# Characters of an observation beyond which it cannot fit into a completion: no token is longer.
-LONGEST_TOKEN = 128
-# Only so many failures are written as events; all are counted.
+logger = logging.getLogger(__name__)
+
+# No token has more characters than this; it bounds the length of observations that can fit into a completion.
+MAX_TOKEN_CHARACTERS = 128
+# The deadline for close() of all instances of a worker, at the end of the run.
+CLOSE_TIMEOUT_S = 5.0
+# Only this many failures are written as events; all are counted.
 FAILURE_EVENTS = 20
 
 
 @dataclass
 class Reply:
-    """What a turn brought about."""
+    """An environment's reply to a turn."""
 
     messages: list[dict[str, Any]]
-    """For the policy: an observation, or the results of its tool calls"""
+    """Messages for the policy: an observation, or the results of its tool calls"""
     reward: float
     done: bool
     calls: list[dict[str, Any]]
     errors: int
-    """Tool calls among them that failed"""
+    """Number of tool calls that failed"""
 
 
 @dataclass
 class Outcome:
-    """What an environment says when its episode is over."""
+    """The outcome of an episode, as its environment reports it."""
 
     reward: float | None
     attributes: dict[str, Any]
-    """Its public attributes, where JSON can hold them"""
+    """The environment's public attributes that JSON can represent"""
 
 
 class _Host:
-    """A worker process and how many episodes it has."""
+    """A worker process with the number of its episodes."""
 
     def __init__(self, process: WorkerProcess):
         self.process = process
         self.episodes = 0
         self.broken = False
-        """Whether something hangs in it, or it has ended: it gets no new episode, and ends with its last one"""
+        """Whether something hangs in it, or it has ended; it then gets no new episode and stops after its last one"""
         self.end_told = False
-        """Whether an event has said that it ended; other episodes that end with it need no events of their own"""
+        """Whether an event has reported its end; its other episodes then need no events of their own"""
 
 
 class EnvironmentPool:
-    """Runs what [environment] names. All methods belong to one asyncio loop.
+    """Runs the environment or tools from [environment]. All methods belong to one asyncio loop.
 
-    `statistics` counts failures (by kind too), tool calls, and the errors that tools gave the policy.
+    `statistics` counts failures (also by kind), tool calls, and errors that tools returned to the policy.
     """
+
+    module, what = "worker", "the environment worker"
+    _python: str | None = None
+    """The interpreter that runs the workers, if not ours"""
 
     def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None):
         self._config, self._events, self._log_file = config.environment, events, log_file
@@ -68,7 +76,7 @@ class EnvironmentPool:
             "factory": self._config.factory,
             "tools": self._config.tools,
             "parser": self._config.tool_parser,
-            "longest": LONGEST_TOKEN * config.rollout.max_completion_tokens + 1,
+            "longest": MAX_TOKEN_CHARACTERS * config.rollout.max_completion_tokens + 1,
             "memory_limit_mb": self._config.memory_limit_mb,
         }
         self._hosts: list[_Host] = []
@@ -83,16 +91,26 @@ class EnvironmentPool:
         self.start_timeout_s, self.step_timeout_s = self._config.start_timeout_s, self._config.step_timeout_s
 
     async def start(self) -> None:
-        """Start all workers. Raises UserError where one cannot start, or what it is to run is no environment."""
+        """Start all workers. Raises UserError if one cannot start, or if its program is not an environment."""
         self._hosts = [self._new_host() for _ in range(self._config.num_workers)]
         await start_all(host.process for host in self._hosts)
         self.tools = self._hosts[0].process.about.get("tools", [])
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.process.stop() for host in [*self._hosts, *self._retired]))
+        """Stop all workers, after closing their instances within a deadline."""
+        await asyncio.gather(*(self._stop(host) for host in [*self._hosts, *self._retired]))
+
+    async def _stop(self, host: _Host) -> None:
+        try:
+            if self._config.factory and host.process.alive and not host.broken:
+                await host.process.call({"do": "close", "episode": -1}, CLOSE_TIMEOUT_S)
+        except CallFailed as failure:
+            logger.warning("environments were not closed before their worker ended: %s", failure)
+        finally:
+            await host.process.stop()
 
     async def episode(self) -> Episode:
-        """An environment for one episode, on the worker with the fewest. Raises UserError where no worker starts."""
+        """Return an environment for one episode, on the least loaded worker. Raises UserError if no worker starts."""
         async with self._placing:
             for place, host in enumerate(self._hosts):
                 if host.broken or not host.process.alive:
@@ -105,20 +123,18 @@ class EnvironmentPool:
         return Episode(self, host, next(self._numbers))
 
     def _new_host(self) -> _Host:
-        return _Host(self._new_process())
-
-    def _new_process(self) -> WorkerProcess:
-        module = "torchtitan.rollout.environments.worker"
-        return WorkerProcess("the environment worker", module, self._setup, self._log_file, self._flooded)
+        module = f"torchtitan.rollout.environments.{self.module}"
+        process = WorkerProcess(self.what, module, self._setup, self._log_file, self._flooded, python=self._python)
+        return _Host(process)
 
     async def call(self, host: _Host, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """A call for an episode. Raises CallFailed, which is counted and said."""
+        """Call a worker for an episode. Raises CallFailed, after counting and reporting it."""
         try:
             return await host.process.call(message, timeout_s)
         except CallFailed as failure:
             self.statistics["failures"] += 1
             self.statistics[{"timeout": "timeouts", "crash": "crashes"}.get(failure.kind, "exceptions")] += 1
-            # A thread that hangs cannot be ended, so its process gets nothing new.
+            # A hanging thread cannot be stopped, so its process gets no new episode.
             host.broken = host.broken or failure.kind != "exception"
             if not host.end_told and self._told < FAILURE_EVENTS:
                 what = {"what": failure.kind, "in": message["do"], "reason": str(failure)}
@@ -128,7 +144,7 @@ class EnvironmentPool:
             raise
 
     async def release(self, host: _Host, episode: int, finished: bool) -> None:
-        """An episode is over; its environment is used again where it has finished."""
+        """End an episode; the environment is reused if the episode finished properly."""
         if not finished:
             host.process.tell({"do": "drop", "episode": episode})
         host.episodes -= 1
@@ -144,7 +160,7 @@ class EnvironmentPool:
 
 
 class Episode:
-    """One episode's environment; a context manager, which gives it back."""
+    """The environment of one episode; a context manager that returns it to the pool."""
 
     def __init__(self, pool: EnvironmentPool, host: _Host, number: int):
         self._pool, self._host, self._number = pool, host, number
@@ -157,12 +173,12 @@ class Episode:
         await self._pool.release(self._host, self._number, self._finished)
 
     async def reset(self, row: dict[str, Any]) -> str:
-        """Begin; returns what the environment adds to the prompt. Raises CallFailed, as all methods do."""
+        """Begin; return the text that the environment adds to the prompt. Raises CallFailed, as all methods do."""
         reply = await self._call(self._pool.start_timeout_s, do="reset", row=row)
         return str(reply["text"])
 
     async def act(self, text: str) -> Reply:
-        """What a turn of this text brings about."""
+        """Give the environment a turn of the policy, and return its reply."""
         reply = Reply(**await self._call(self._pool.step_timeout_s, do="act", text=text))
         self._pool.statistics["tool_calls"] += len(reply.calls)
         self._pool.statistics["tool_errors"] += reply.errors
@@ -175,7 +191,7 @@ class Episode:
         return outcome
 
     async def run(self, row: dict[str, Any], index: int, door: Door, timeout_s: float) -> float | None:
-        """Have an agent play the whole episode; returns its reward."""
+        """Let an agent play the whole episode, and return its reward."""
         reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=door.base_url, key=door.key)
         self._finished = True
         return reply["reward"]
@@ -187,12 +203,13 @@ class Episode:
 class AgentPool(EnvironmentPool):
     """Runs environment.agent, or the taskset of environment.verifiers with its own Python."""
 
+    module, what = "agent_worker", "the agent worker"
+
     def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None):
-        """Raises UserError where verifiers cannot be had."""
+        """Raises UserError if verifiers is needed but not installed."""
         super().__init__(config, events, log_file)
         environment = config.environment
         self._setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
-        self._python: str | None = None
         if environment.verifiers:
             self._python = find_python("verifiers", environment.verifiers_python, "environment.verifiers_python")
             self._setup |= {
@@ -201,12 +218,6 @@ class AgentPool(EnvironmentPool):
                 "harness": environment.verifiers_harness,
                 "renderer": environment.verifiers_renderer,
                 "max_turns": environment.max_turns,
-                # Nothing of our environment, which has other versions of the same packages.
+                # Do not add our import paths, which have other versions of the same packages.
                 "path": [str(Path.cwd())],
             }
-
-    def _new_process(self) -> WorkerProcess:
-        module = "torchtitan.rollout.environments.agent_worker"
-        return WorkerProcess(
-            "the agent worker", module, self._setup, self._log_file, self._flooded, python=self._python
-        )

@@ -1,12 +1,13 @@
-"""An environment worker process: messages as in inside_worker.py, any number of episodes side by side.
+"""An environment worker process, with messages as in inside_worker.py and any number of concurrent episodes.
 
-The set-up has {"factory", "tools", "parser", "longest"}; it answers with the schemas of {"tools"}.
+The set-up has {"factory", "tools", "parser", "longest"}; its reply has {"tools"}, the schemas of the tools.
 Messages have {"episode": number, "do": …} with
 
     reset   {"row"}     {"text": added to the prompt}
     act     {"text"}    {"messages", "reward", "done", "calls", "errors"}
     finish              {"reward", "attributes"}
     drop    (no reply)  the episode is over
+    close               {}: all instances are closed, as no more messages will follow
 
 and every reply may be {"error": text} instead.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import json
 import math
 import re
@@ -35,11 +37,11 @@ from torchtitan.rollout.inside_worker import run, without_stop_iteration
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
-# An argument in a docstring of Google's style: `    name (type): what it is`.
+# An argument in a Google-style docstring: `    name (type): description`.
 ARGUMENT = re.compile(r"^\s+(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P<text>.+)$")
-# The stack of a thread: ordinary Python code needs far less.
+# The stack size of a thread; ordinary Python code needs far less.
 STACK_BYTES = 4 << 20
-# What reward functions get to see of an environment, as JSON.
+# The largest attribute of an environment that reward functions get, in characters of JSON.
 LARGEST_ATTRIBUTE = 1 << 16
 
 
@@ -50,18 +52,18 @@ class Tool:
     function: Callable[..., Any]
     name: str
     arguments: type[pydantic.BaseModel]
-    """Its parameters as a model: checks what comes, and describes them"""
+    """Its parameters as a model, which validates calls and describes the parameters"""
     description: str
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's API take it."""
+        """The schema for chat templates and the OpenAI API."""
         parameters = {key: value for key, value in self.arguments.model_json_schema().items() if key != "title"}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     def check(self, arguments: Any) -> dict[str, Any]:
-        """The arguments of a call, converted to the annotated types. Raises ValueError in words for the policy."""
+        """Convert a call's arguments to the annotated types. Raises ValueError with a message for the policy."""
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments of {self.name} must be an object")
         try:
@@ -73,10 +75,10 @@ class Tool:
 
 
 def make_tool(function: Callable[..., Any], method: bool = False) -> Tool:
-    """The tool of a function; of a method, whose first parameter is left out.
+    """Make a tool of a function, or of a `method` without its first parameter.
 
     Raises:
-        UserError: it has no docstring, or a parameter without a type or that cannot be described.
+        UserError: it has no docstring, or a parameter has no type or cannot be described.
     """
     name = function.__name__
     description, *described = ARGUMENTS.split(inspect.getdoc(function) or "", maxsplit=1)
@@ -88,7 +90,7 @@ def make_tool(function: Callable[..., Any], method: bool = False) -> Tool:
     fields: dict[str, Any] = {}
     for parameter in list(inspect.signature(function).parameters.values())[int(method) :]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UserError(f"tool {name}: parameter {parameter.name} cannot be given by its name")
+            raise UserError(f"tool {name}: parameter {parameter.name} cannot be passed by name")
         if parameter.name not in hints:
             raise UserError(f"tool {name}: parameter {parameter.name} needs a type annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -106,25 +108,25 @@ def make_tool(function: Callable[..., Any], method: bool = False) -> Tool:
 
 
 def public_methods(kind: Any) -> list[Callable[..., Any]]:
-    """The methods of a class that are tools: all public ones but reset and get_reward, in the order of definition.
-    Static ones are staticmethod objects."""
+    """Return the methods of a class that are tools: all public ones but reset and get_reward, in definition order.
+    Static methods are returned as staticmethod objects."""
     found = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
     names = [name for name in found if not name.startswith("_") and name not in ("reset", "get_reward")]
     return [found[name] for name in names if inspect.isfunction(getattr(kind, name))]
 
 
 class Program:
-    """What [environment] names: a class, functions that are tools, or both.
+    """The program from [environment]: a class, functions that are tools, or both.
 
     Raises:
-        UserError: it cannot be loaded, or is no environment.
+        UserError: it cannot be loaded or is not an environment.
     """
 
     def __init__(self, factory: str, tools: list[str], parser: str):
         self.factory: Any = load_object(factory, "environment") if factory else None
         self.tools: dict[str, Tool] = {}
         self.owned: set[str] = set()
-        """Names of tools that are methods of the instance"""
+        """Names of the tools that are methods of the instance"""
         self.steps = self.factory is not None and callable(getattr(self.factory, "step", None))
         if self.factory is not None:
             if not callable(getattr(self.factory, "reset", None)):
@@ -143,18 +145,18 @@ class Program:
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self.tools:
-            raise UserError(f"there are two tools of the name {tool.name!r}")
+            raise UserError(f"there are two tools named {tool.name!r}")
         self.tools[tool.name] = tool
 
 
 class Instance:
-    """One environment, used by one episode at a time, all of whose synchronous methods run in one thread of its own.
+    """One environment, used by one episode at a time.
 
-    Asynchronous methods run in the worker's loop.
+    Its synchronous methods all run in one dedicated thread; asynchronous methods run in the worker's loop.
     """
 
     def __init__(self, program: Program, longest: int):
-        """longest: characters of an observation; more could not be trained on in any case."""
+        """longest: the maximum characters of an observation; longer ones could never be trained on."""
         self._program, self._longest = program, longest
         self._object: Any = None
         self._reward = 0.0
@@ -162,7 +164,9 @@ class Instance:
         self._thread = ThreadPoolExecutor(1)
 
     async def reset(self, row: dict[str, Any]) -> str:
-        """What the environment adds to the prompt."""
+        """Begin an episode and return the text that the environment adds to the prompt."""
+        # Mistral's templates accept only ids of nine characters.
+        self._call_ids = (f"{number:09d}" for number in itertools.count())
         factory = self._program.factory
         if factory is None:
             return ""
@@ -179,9 +183,9 @@ class Instance:
         return self._text(result, "reset")
 
     async def act(self, text: str) -> dict[str, Any]:
-        """What a turn brings about: {"messages": for the policy, "reward", "done", "calls", "errors"}.
+        """Process a turn and return {"messages": for the policy, "reward", "done", "calls", "errors"}.
 
-        A turn is a step, or holds calls of tools; one without any ends the episode.
+        A turn is either a step or text with tool calls; without any call, it ends the episode.
         """
         if self._program.steps:
             observation, reward, done = _read_step(await self._run(self._object.step, text))
@@ -196,7 +200,10 @@ class Instance:
         else:
             results = [(name, *await self._call(name, arguments)) for name, arguments in calls]
         return {
-            "messages": [{"role": "tool", "name": name, "content": result} for name, result, _ in results],
+            "messages": [
+                {"role": "tool", "tool_call_id": next(self._call_ids), "name": name, "content": result}
+                for name, result, _ in results
+            ],
             "reward": 0.0,
             "done": not results,
             "calls": [{"name": name, "arguments": arguments} for name, arguments in calls],
@@ -204,7 +211,7 @@ class Instance:
         }
 
     async def _call(self, name: str, arguments: Any) -> tuple[str, bool]:
-        """The text of a tool's result, and whether it failed: what goes wrong is text for the policy, too."""
+        """Return the text of a tool's result and whether it failed; the policy also gets errors as text."""
         tool = self._program.tools.get(name)
         try:
             if tool is None:
@@ -212,14 +219,14 @@ class Instance:
             checked = tool.check(arguments)
             function = getattr(self._object, name) if name in self._program.owned else tool.function
             return self._text(await self._run(function, **checked), name), False
-        except (Exception, SystemExit) as error:  # of user code
+        except (Exception, SystemExit) as error:  # raised by user code
             return self._error(error)
 
     def _error(self, error: BaseException) -> tuple[str, bool]:
         return self._text({"error": str(error) or type(error).__name__}, "error"), True
 
     async def finish(self) -> dict[str, Any]:
-        """The episode's reward (None: it has none) and what reward functions may look at."""
+        """Return the episode's reward (None if it has none) and the attributes for reward functions."""
         get_reward = getattr(self._object, "get_reward", None)
         reward = self._reward if self._program.steps else None
         if get_reward is not None:
@@ -230,8 +237,16 @@ class Instance:
                 attributes[name] = plain[0]
         return {"reward": reward, "attributes": attributes}
 
-    def close(self) -> None:
-        """No episode will use it again."""
+    async def close(self) -> None:
+        """Close the instance, after its current work, with close() of a class that has step(). (For a class whose
+        methods are tools, close is one of the tools.)"""
+        try:
+            await self._run(int)  # wait for the thread, which may still be constructing the object
+            close = getattr(self._object, "close", None) if self._program.steps else None
+            if close is not None:
+                await self._run(close)
+        except (Exception, SystemExit):  # raised by user code
+            traceback.print_exc()
         self._thread.shutdown(wait=False)
 
     async def _run(self, function: Callable[..., Any], /, *values: Any, **arguments: Any) -> Any:
@@ -242,7 +257,7 @@ class Instance:
         return await result if inspect.isawaitable(result) else result
 
     def _text(self, value: Any, where: str) -> str:
-        """Text as it is, other JSON as JSON, TRL's content parts as their texts."""
+        """Return text unchanged, TRL's content parts as their joined texts, and other values as JSON."""
         if isinstance(value, list) and value and all(isinstance(one, Mapping) and "text" in one for one in value):
             value = "".join(str(one["text"]) for one in value)
         if value is None:
@@ -252,7 +267,7 @@ class Instance:
                 value = json.dumps(value, ensure_ascii=False)
             except (TypeError, ValueError):
                 raise TypeError(f"{where} returned {type(value).__name__}, which is not text") from None
-        # A lone surrogate is no text that could be written down or tokenised.
+        # A lone surrogate can be neither encoded nor tokenised.
         return value[: self._longest].encode("utf-8", "replace").decode()
 
 
@@ -261,7 +276,7 @@ def _calls(text: str) -> list[ToolCall]:
 
 
 def _read_step(result: Any) -> tuple[Any, float, bool]:
-    """(observation, reward, done) of what a step has returned: that, gymnasium's five, or an object with these."""
+    """Return (observation, reward, done) from a step's result: that tuple, gymnasium's five values, or an object."""
     if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
         done = terminated or truncated
@@ -270,12 +285,14 @@ def _read_step(result: Any) -> tuple[Any, float, bool]:
     elif hasattr(result, "observation") and hasattr(result, "done"):
         observation, reward, done = result.observation, getattr(result, "reward", None), result.done
     else:
-        raise TypeError(f"step must return (observation, reward, done), it returned {type(result).__name__}")
+        raise TypeError(f"step must return (observation, reward, done), it returned {result!r:.200}")
+    if done not in (None, True, False):
+        raise TypeError(f"step must return for done whether the episode is over, it returned {done!r:.200}")
     return observation, read_number(reward, "step") or 0.0, bool(done)
 
 
 def read_number(value: Any, where: str) -> float | None:
-    """A reward that user code has returned. Raises TypeError."""
+    """Read a reward that user code returned. Raises TypeError if it is not a finite number or None."""
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None
@@ -285,7 +302,7 @@ def read_number(value: Any, where: str) -> float | None:
 
 
 def _plain(value: Any) -> tuple[Any] | None:
-    """The value where JSON can hold it, in a tuple since it may be None."""
+    """Return the value in a tuple (since it may be None) if JSON can represent it and it is not too large."""
     try:
         return (value,) if len(json.dumps(value, allow_nan=False)) <= LARGEST_ATTRIBUTE else None
     except (TypeError, ValueError):
@@ -293,7 +310,7 @@ def _plain(value: Any) -> tuple[Any] | None:
 
 
 def allow_for_a_thread() -> None:
-    """A thread's stack is not the user's memory: raise the limit by it."""
+    """Raise the memory limit by a thread's stack, which does not count as the user's memory."""
     threading.stack_size(STACK_BYTES)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
@@ -308,10 +325,16 @@ class Host:
         self._program, self._longest = program, longest
         self._episodes: dict[int, Instance] = {}
         self._idle: list[Instance] = []
-        """An instance is built once and reset often"""
+        """Instances without an episode; each is constructed once and reset for every episode"""
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         episode, do = message["episode"], message["do"]
+        if do == "close":
+            for instance in (*self._episodes.values(), *self._idle):
+                self._close(instance)
+            await asyncio.gather(*self._closing, return_exceptions=True)
+            return {}
         try:
             if do == "reset":
                 self._episodes[episode] = self._idle.pop() if self._idle else Instance(self._program, self._longest)
@@ -322,15 +345,20 @@ class Host:
             result = await instance.finish()
             self._idle.append(self._episodes.pop(episode))
             return result
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # of user code
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # raised by user code
             traceback.print_exc()
             self.drop(episode)
             return {"error": f"{type(error).__name__}: {error}"}
 
     def drop(self, episode: int) -> None:
-        """Forget an episode and its instance; what that may still be doing is left to it."""
+        """Forget an episode and close its instance, without waiting for its current work."""
         if (instance := self._episodes.pop(episode, None)) is not None:
-            instance.close()
+            self._close(instance)
+
+    def _close(self, instance: Instance) -> None:
+        task = asyncio.ensure_future(instance.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 def load(setup: dict[str, Any]) -> tuple[Host, dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Any program that speaks the OpenAI API plays against the policy, and every token that it got is trained as sampled.
+"""The gateway: any program that speaks the OpenAI API can use the policy, and its tokens are trained as sampled.
 
-`process.py` is the run's side: it starts the gateway, a process of its own, opens and ends sessions, and has engines
-sample what it asks for. `server.py` has the routes, `calls.py` reads and writes the API's JSON and has what a session's
-calls leave. `tokenizer.py`, beside this folder, makes tokens of messages.
+`process.py` is the run's side: it starts the gateway as a separate process, opens and ends sessions, and has engines
+answer its requests. `server.py` has the routes. `calls.py` reads and writes the API's JSON and records the calls of a
+session. `../tokenizer.py` renders messages as tokens.
 """

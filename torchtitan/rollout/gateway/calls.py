@@ -1,10 +1,11 @@
-"""The calls of a session: their JSON, and the branches of tokens that they leave for training.
+"""The calls of a session: their JSON, and the branches of tokens that they produce for training.
 
-The JSON is that of the OpenAI API, and of vLLM's tokens-in-tokens-out route as verifiers and renderers speak it.
+The JSON is that of the OpenAI API, and of vLLM's tokens-in-tokens-out route, which verifiers and renderers use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torchtitan.inference.types import Branch, Completion, Given, SamplingParame
 from torchtitan.rollout.tokenizer import ChatRenderer, Messages, Tokenizer, plain_message
 from torchtitan.rollout.tool_calls import parse_tool_calls
 
-# Options that would change the answer and cannot be followed here; with any other value than these, a call is refused.
+# Options that would change the answer but are not supported; a call with any value other than these is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "tool_choice": (None, "auto", "none"),
@@ -24,11 +25,23 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "best_of": (None, 1),
     "echo": (None, False),
+    "top_logprobs": (None, 0),
+    # Options of vLLM and SGLang
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "structured_outputs": (None,),
+    **{f"guided_{what}": (None,) for what in ("json", "regex", "choice", "grammar")},
 }
 
 
 class WrongCall(Exception):
-    """The program's own mistake. `code` is OpenAI's name for it, where that has one."""
+    """An error by the program. `code` is OpenAI's error code, if there is one."""
 
     def __init__(self, message: str, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -37,7 +50,7 @@ class WrongCall(Exception):
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A call of /v1/chat/completions. Temperature and its kin are the run's, whatever the program asks for."""
+    """A call of /v1/chat/completions. Temperature and similar options are the run's, whatever the program sends."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -58,7 +71,7 @@ class TokenCall:
 
 
 def parse_chat(data: Mapping[str, Any], tokenizer: Tokenizer) -> ChatCall:
-    """Raises WrongCall."""
+    """Parse a chat call. Raises WrongCall."""
     _refuse_unsupported(data)
     messages = data.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -74,7 +87,7 @@ def parse_chat(data: Mapping[str, Any], tokenizer: Tokenizer) -> ChatCall:
     return ChatCall(
         messages,
         tools or [],
-        _max_tokens(data.get("max_completion_tokens", data.get("max_tokens"))),
+        _max_tokens(data.get("max_tokens") if (most := data.get("max_completion_tokens")) is None else most),
         _stop_ids(data, tokenizer),
         bool(data.get("logprobs")),
         bool(data.get("stream")),
@@ -83,7 +96,7 @@ def parse_chat(data: Mapping[str, Any], tokenizer: Tokenizer) -> ChatCall:
 
 
 def parse_tokens(data: Mapping[str, Any], tokenizer: Tokenizer) -> TokenCall:
-    """Raises WrongCall. What belongs to vLLM alone (cache_salt, routed experts, ...) has no meaning here."""
+    """Parse a token call. Raises WrongCall. Options specific to vLLM (cache_salt, routed experts, ...) are ignored."""
     sampling = data.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise WrongCall("sampling_params must be an object")
@@ -96,7 +109,10 @@ def parse_tokens(data: Mapping[str, Any], tokenizer: Tokenizer) -> TokenCall:
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     for name, values in ONLY.items():
         if data.get(name) not in values:
-            raise WrongCall(f"{name} = {json.dumps(data[name])} is not supported: one answer is sampled, freely")
+            raise WrongCall(
+                f"{name} = {json.dumps(data[name])} is not supported: one unconstrained answer is sampled after the "
+                "messages as the run's chat template renders them"
+            )
 
 
 def _max_tokens(value: Any) -> int | None:
@@ -113,7 +129,7 @@ def _token_ids(data: Mapping[str, Any], name: str, tokenizer: Tokenizer) -> list
 
 
 def _stop_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """Tokens that end the answer: those that are named, and texts that are one token each."""
+    """Return the tokens that end the answer: stop_token_ids, and stop texts of one token each."""
     stop, found = data.get("stop") or [], _token_ids(data, "stop_token_ids", tokenizer)
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) for one in stop):
@@ -129,7 +145,7 @@ def _stop_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
 def said(
     completion: Completion, tokenizer: Tokenizer, tools: bool, name: str, stops: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The policy's message, without what the program has named to end it. An answer that was cut off calls no tool."""
+    """Return the policy's message, without the program's stop token. A truncated answer has no tool calls."""
     stopped = completion.finish_reason == "stop" and completion.token_ids[-1] in stops
     text = tokenizer.decode(completion.token_ids[:-1] if stopped else completion.token_ids)
     calls: list[dict[str, Any]] = []
@@ -137,10 +153,11 @@ def said(
         try:
             text, found = parse_tool_calls(text)
         except ValueError:
-            found = []  # it is all text
+            found = []  # treat all of it as text
         calls = [
             {
-                "id": f"call_{name}_{number}",
+                # Mistral's templates accept only ids of nine characters.
+                "id": hashlib.blake2b(f"{name}-{number}".encode()).hexdigest()[:9],
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
@@ -157,7 +174,7 @@ def chat_answer(
     prompt_tokens: int,
     log_probs: list[Any] | None,
 ) -> dict[str, Any]:
-    """A chat completion. about: id, created, model."""
+    """Return a chat completion as JSON. about: id, created, model."""
     choice = {
         "index": 0,
         "message": message,
@@ -176,7 +193,7 @@ def chat_frames(
     log_probs: list[Any] | None,
     usage: bool,
 ) -> Iterator[bytes]:
-    """The same as server-sent events: it was sampled whole, and comes in the frames of a stream."""
+    """Yield a chat completion as server-sent events; it was sampled as a whole and is only framed as a stream."""
 
     def frame(delta: Mapping[str, Any], **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **more}
@@ -212,7 +229,7 @@ def _usage(prompt_tokens: int, completion: Completion) -> dict[str, int]:
 
 
 def log_prob_entries(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """OpenAI's form: text and log-prob of each token."""
+    """Return the text and log-prob of each token in OpenAI's format."""
     return [
         {
             "token": (text := tokenizer.decode([token], skip_special=False)),
@@ -225,7 +242,7 @@ def log_prob_entries(completion: Completion, tokenizer: Tokenizer) -> list[dict[
 
 
 def tokens_answer(name: str, completion: Completion) -> dict[str, Any]:
-    """vLLM's answer. An entry names its token as vLLM did up to 0.31, which renderers read, and as it does since."""
+    """Return vLLM's answer. Each entry names its token as vLLM did up to 0.31, for renderers, and as it does since."""
     entries: Sequence[dict[str, Any]] = [
         {"token": f"token_id:{token}", "token_id": token, "logprob": log_prob, "rank": None}
         for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True)
@@ -245,7 +262,7 @@ Canonical = tuple[Any, ...]
 
 @dataclass
 class _Turn:
-    """A conversation up to an answer of the policy."""
+    """A conversation up to and including an answer of the policy."""
 
     messages: list[Canonical]
     tools: str
@@ -254,30 +271,31 @@ class _Turn:
 
 @dataclass
 class Session:
-    """One episode's calls.
+    """The calls of one session.
 
-    `failed` holds the prompts of calls that the system could not answer, and has not answered since: how an episode
-    went that had to go on without an answer says nothing of the policy.
+    `failed` has hashes of the prompts that the system could not answer and has not answered since. An episode that
+    had to continue without an answer says nothing about the policy.
     """
 
     name: str
     sampling: SamplingParameters
-    """Of every call: a call derives its seed from this one, and may ask for fewer tokens"""
+    """For every call; a call derives its seed from this one and may ask for fewer tokens"""
     longest: int
-    """Tokens of a branch, prompt and completion"""
+    """Maximum tokens of a branch, prompt and completion together"""
     min_version: int = 0
     shares: str = ""
     """See InferencePool.generate"""
     calls: int = 0
     failed: set[int] = field(default_factory=set)
     cut: bool = False
-    """Whether a limit ended the last answer, or left no room for one"""
+    """Whether a limit truncated the last answer, or left no room for one"""
     branches: list[Branch] = field(default_factory=list)
     _turns: list[_Turn] = field(default_factory=list)
 
     def prompt(self, renderer: ChatRenderer, messages: Messages, tools: Messages) -> list[int]:
-        """Tokens of a conversation: those of the longest one that it goes on from, and its new messages; where it goes
-        on from none, or its history was rewritten, all of it anew. Raises UserError where the template refuses it."""
+        """Return the tokens of a conversation: those of the longest known conversation that it continues, then those of
+        its new messages. If it continues none, or its history was rewritten, all of it is rendered. Raises UserError if
+        the template refuses it."""
         canonical = [canonical_message(message) for message in messages]
         known = [
             turn
@@ -289,17 +307,17 @@ class Session:
         for turn in sorted(known, key=lambda turn: len(turn.messages), reverse=True):
             new = messages[len(turn.messages) :]
             if any(message.get("role") == "assistant" for message in new):
-                continue  # the program wrote it: what the template makes of it depends on the rest
+                continue  # written by the program: how the template renders it depends on the other messages
             try:
                 return turn.token_ids + renderer.following(turn.token_ids, new, tools)
             except UserError:
-                break  # the template does not show them alone
+                break  # the template does not render the new messages separately
         return renderer.whole(messages, tools)
 
     def record(self, prompt_ids: list[int], completion: Completion) -> None:
-        """A call has been answered with this."""
+        """Record the answer to a call."""
         extended = add_turn(self.branches, prompt_ids, completion)
-        # The one that ended last stands last.
+        # The branch that ended last is the last in the list.
         self.branches = [*(one for one in self.branches if one is not extended), extended]
         self.cut = completion.finish_reason == "length"
         self.failed.discard(hash(tuple(prompt_ids)))
@@ -312,12 +330,12 @@ class Session:
         prompt_ids: list[int],
         completion: Completion,
     ) -> None:
-        """The conversation `messages`, with what the policy said then, is these tokens."""
+        """Remember the tokens of the conversation `messages` with the policy's answer."""
         canonical = [canonical_message(message) for message in (*messages, said)]
         self._turns.append(_Turn(canonical, _canonical_tools(tools), prompt_ids + completion.token_ids))
 
     def branches_to_json(self) -> list[list[Any]]:
-        """For `branches_from_json`."""
+        """Return the branches in the form that `branches_from_json` reads."""
         return [
             [one.token_ids if isinstance(one, Given) else one.to_json() for one in branch.segments]
             for branch in self.branches
@@ -332,7 +350,7 @@ def branches_from_json(data: Sequence[Sequence[Any]]) -> list[Branch]:
 
 
 def canonical_message(message: Mapping[str, Any]) -> Canonical:
-    """What makes a plain message the same one, whatever a program has done to its form: role, text, calls."""
+    """Return what identifies a plain message even if a program reformatted it: role, text, calls, call id and name."""
     calls = tuple(
         (one["function"].get("name"), _canonical_json(one["function"].get("arguments")))
         for one in message.get("tool_calls") or ()

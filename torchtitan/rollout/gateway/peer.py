@@ -1,4 +1,4 @@
-"""Calls between the run and its gateway, both ways at the same time, over one WebSocket."""
+"""Concurrent calls between the run and its gateway, in both directions, over one WebSocket."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torchtitan.errors import UserError
 logger = logging.getLogger(__name__)
 
 # A whole trajectory is one message.
-LONGEST_MESSAGE = 256 * 1024 * 1024
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 WebSocket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 Answer = Callable[..., Awaitable[Any]]
-"""Takes the arguments of a call by name; what it returns has to be JSON-able"""
+"""Takes the arguments of a call by name; the result must be representable as JSON"""
 
 
 class PeerFailed(Exception):
-    """The other side raised; the message says what."""
+    """The other side raised an exception, which the message describes."""
 
 
 class Peer:
     """One end of the connection; `run` serves the other. Belongs to one asyncio loop.
 
-    answers: name of a call -> coroutine function. What it raises comes to the caller as PeerFailed; where the caller is
-    cancelled, it is cancelled too.
+    answers: name of a call -> coroutine function. The caller gets its exceptions as PeerFailed; if the caller is
+    cancelled, so is the coroutine.
     """
 
     def __init__(self, socket: WebSocket, answers: dict[str, Answer]):
@@ -42,9 +42,9 @@ class Peer:
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
-        """What the other side answers. The caller sets the deadline.
+        """Return the other side's answer. The caller sets the deadline.
 
-        Raises PeerFailed, or ConnectionError where the other side has gone.
+        Raises PeerFailed, or ConnectionError if the other side is gone.
         """
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -59,7 +59,7 @@ class Peer:
             del self._asked[number]
 
     async def run(self) -> None:
-        """Serve until the connection ends; then what is under way, both ways, fails."""
+        """Serve until the connection ends; all calls in progress then fail, in both directions."""
         try:
             async for message in self._socket:
                 if message.type is aiohttp.WSMsgType.TEXT:
@@ -93,7 +93,7 @@ class Peer:
     async def _answer(self, number: int, name: str, arguments: dict[str, Any]) -> None:
         try:
             reply = {"answered": number, "result": await self._answers[name](**arguments)}
-        except Exception as error:  # of any kind: it goes to the caller
+        except Exception as error:  # any exception is reported to the caller
             text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             reply = {"answered": number, "failed": text}
         finally:

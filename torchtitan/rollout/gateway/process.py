@@ -1,4 +1,4 @@
-"""The gateway as the run sees it: its process, and what it is asked for and asks for."""
+"""The run's side of the gateway: its process, and the calls in both directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Branch, GenerateRequest, SamplingParameters
 from torchtitan.rollout.gateway.calls import branches_from_json
-from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
+from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import EventLog
 
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 TOKEN_ENV = "TORCHTITAN_GATEWAY_TOKEN"
 START_TIMEOUT_S = 60.0
-# The gateway answers these at once.
+# The gateway answers these calls immediately.
 ORDER_TIMEOUT_S = 30.0
 
 
 class GatewayLost(Exception):
-    """The gateway has ended, and with it what its sessions had recorded: their episodes have to begin anew."""
+    """The gateway has ended and its sessions' records are lost, so their episodes must start again."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where a program asks the policy: `base_url` and `key` for an OpenAI client."""
+    """A program's access to the policy: `base_url` and `key` for an OpenAI client."""
 
     session: str
     base_url: str
@@ -51,39 +51,31 @@ class Door:
 
 @dataclass(frozen=True)
 class Played:
-    """What a session has left."""
+    """The record of a session, or of all sessions of a key."""
 
     branches: list[Branch]
     calls: int
     failed: int
-    """Calls that the system did not answer, and that did not come again: the episode says nothing of the policy"""
+    """Calls that the system never answered; if there are any, the episode says nothing about the policy"""
     cut: bool
-    """A limit ended the last answer, or left no room for one"""
+    """A limit truncated the last answer, or left no room for one"""
 
 
 class Gateway:
-    """Starts the gateway's process, and again where it has ended. All methods belong to one asyncio loop.
+    """Starts the gateway's process, and restarts it after it has ended. All methods belong to one asyncio loop.
 
     Args:
-        pool: samples what the gateway asks for.
-        max_calls: of the policy, in one session.
+        pool: samples the gateway's requests.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        pool: InferencePool | ColocatedPool,
-        events: EventLog,
-        run_dir: Path,
-        max_calls: int,
-    ):
+    def __init__(self, config: JobConfig, pool: InferencePool | ColocatedPool, events: EventLog, run_dir: Path):
         self._pool, self._events = pool, events
         self._settings = {
             "model": config.model.hf_assets_path,
             "chat_template_kwargs": config.rollout.chat_template_kwargs,
             "name": Path(config.model.hf_assets_path).name,
             "seq_len": config.training.seq_len,
-            "max_calls": max_calls,
+            "max_calls": config.environment.max_turns,
             "timeout_s": config.rollout.data_timeout_s,
         }
         self._token = secrets.token_urlsafe(24)
@@ -105,12 +97,12 @@ class Gateway:
         shares: str = "",
         many: bool = False,
     ) -> Door:
-        """A new session of that name; or, with `many`, a key with which calls name their sessions in X-Session-ID.
+        """Open a new session; or, with `many`, a key for several sessions, which calls name in X-Session-ID.
 
-        sampling: of every call, whatever the program asks for; it may only ask for fewer tokens. The seed is the
-        session's, of which each call gets its own.
+        sampling: for every call, whatever the program asks for; it may only ask for fewer tokens. Each call derives its
+        own seed from the session's.
 
-        Raises UserError where the gateway does not start, GatewayLost where it ends meanwhile.
+        Raises UserError if the gateway does not start, GatewayLost if it ends meanwhile.
         """
         peer = await self._connected()
         opening = {"sampling": asdict(sampling), "min_version": min_version, "shares": shares}
@@ -118,9 +110,9 @@ class Gateway:
         return Door(session, f"{self.url}/v1", str(key))
 
     async def end(self, session: str) -> Played:
-        """End a session, or all that calls with the key of a door for many have named: later calls are refused.
+        """End a session, or all sessions of a key that was opened with `many`; later calls are refused.
 
-        Raises GatewayLost where the gateway has ended, or does not know the session.
+        Raises GatewayLost if the gateway has ended or does not know the session.
         """
         if self._peer is None:
             raise GatewayLost("the gateway has ended")
@@ -145,7 +137,7 @@ class Gateway:
             return self._peer
 
     async def _start(self) -> None:
-        """Raises UserError."""
+        """Start the process and connect to it. Raises UserError."""
         await self.close()
         self._port_file.unlink(missing_ok=True)
         command = [
@@ -162,7 +154,7 @@ class Gateway:
         self._http = aiohttp.ClientSession()
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
-            socket = await self._http.ws_connect(f"{self.url}/control", headers=headers, max_msg_size=LONGEST_MESSAGE)
+            socket = await self._http.ws_connect(f"{self.url}/control", headers=headers, max_msg_size=MAX_MESSAGE_BYTES)
             peer = Peer(socket, {"sample": self._sample, "late_call": self._late_call})
             self._serving = asyncio.create_task(self._serve(peer))
             await asyncio.wait_for(peer.call("set_up", **self._settings), START_TIMEOUT_S)
@@ -189,7 +181,7 @@ class Gateway:
             self._http = None
         await self._process.stop()
 
-    # What the gateway asks for
+    # Calls from the gateway
 
     async def _sample(self, request: dict[str, Any], min_version: int, shares: str) -> dict[str, Any]:
         (completion,) = await self._pool.generate(GenerateRequest.from_json(request), min_version, shares=shares)

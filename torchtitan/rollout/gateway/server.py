@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: OpenAI's routes for programs, and the run's own connection."""
+"""The gateway's HTTP server: OpenAI's routes for programs, and the connection to the run."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ from torchtitan.rollout.gateway.calls import (
     said,
     tokens_answer,
 )
-from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
+from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
 
 logger = logging.getLogger(__name__)
 
-MOST_BODY_BYTES = 64 * 1024 * 1024
-# So many keys of episodes that have ended are remembered: a late call with one of them is told of the end.
-MOST_ENDED = 65536
+MAX_BODY_BYTES = 64 * 1024 * 1024
+# The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
+MAX_ENDED = 65536
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
 
 
 class NoAnswer(Exception):
-    """The system could not answer a call of the policy. The message is why."""
+    """The system could not answer a call. The message says why."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run says of itself when it connects."""
+    """The run's settings, which it sends when it connects."""
 
     model: str
     """Checkpoint directory, with the tokenizer"""
     chat_template_kwargs: dict[str, Any]
     name: str
-    """Of the model, as programs see it"""
+    """Name of the model, as programs see it"""
     seq_len: int
     max_calls: int
-    """Of one session"""
+    """Maximum calls of one session"""
     timeout_s: float
-    """Of an answer of the engines, with the wait for one"""
+    """Deadline for an answer of the engines, including the wait for a free one"""
 
 
 @dataclass
 class _Door:
-    """What a key opens: an episode's one session or, with `many`, all of its sessions, which calls name in a header."""
+    """The access of one key: to an episode's only session or, with `many`, to sessions that calls name in a header."""
 
     name: str
     many: bool
@@ -79,16 +79,16 @@ class _Door:
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
     ended: bool = False
     told: bool = False
-    """Whether the run has heard of a call that came after the end"""
+    """Whether the run has been told of a call after the end"""
 
 
 class GatewayServer:
-    """Sessions behind HTTP. token: of the run's own connection; programs have the keys of their sessions."""
+    """Serves sessions over HTTP. token: for the run's own connection; programs use the keys of their sessions."""
 
     def __init__(self, token: str):
         self._token = token
         self._doors: dict[str, _Door] = {}
-        """By their keys"""
+        """Doors by key"""
         self._open_keys: dict[str, str] = {}
         """Name of a door that has not ended -> its key"""
         self._ended_keys: deque[str] = deque()
@@ -96,25 +96,26 @@ class GatewayServer:
         """The run has disconnected"""
 
     def application(self) -> web.Application:
-        """All routes. Errors are OpenAI's: {"error": {"message", "type", "code"}}."""
-        application = web.Application(client_max_size=MOST_BODY_BYTES)
+        """Return all routes. Errors have OpenAI's format: {"error": {"message", "type", "code"}}."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.add_routes(
             [
                 web.get("/control", self._control),
                 web.post("/v1/chat/completions", self._answering(self._chat)),
                 web.get("/v1/models", self._answering(self._models)),
                 web.post("/inference/v1/generate", self._answering(self._generate)),
+                web.route("*", "/{other:.*}", _no_route),
             ]
         )
         return application
 
-    # The run
+    # Calls from the run
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized
-        socket = web.WebSocketResponse(max_msg_size=LONGEST_MESSAGE)
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES)
         await socket.prepare(request)
         self._peer = Peer(socket, {"set_up": self._set_up, "open": self._open, "end": self._end})
         try:
@@ -129,14 +130,14 @@ class GatewayServer:
         self._renderer = ChatRenderer(self._tokenizer)
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
-        """A new key, for a new door."""
+        """Open a new door and return its key."""
         key = secrets.token_urlsafe(24)
         self._doors[key] = _Door(session, many, SamplingParameters(**sampling), min_version, shares)
         self._open_keys[session] = key
         return key
 
     async def _end(self, session: str) -> dict[str, Any] | None:
-        """What the calls with a key have left, None where there is no such key. Calls under way are broken off."""
+        """End a door and return the record of its sessions; None if there is no such door. Abort calls in progress."""
         key = self._open_keys.pop(session, None)
         if key is None:
             return None
@@ -145,7 +146,7 @@ class GatewayServer:
         for task in door.under_way:
             task.cancel()
         self._ended_keys.append(key)
-        if len(self._ended_keys) > MOST_ENDED:
+        if len(self._ended_keys) > MAX_ENDED:
             del self._doors[self._ended_keys.popleft()]
         sessions, door.sessions = list(door.sessions.values()), {}
         return {
@@ -155,7 +156,7 @@ class GatewayServer:
             "cut": any(one.cut for one in sessions),
         }
 
-    # Programs
+    # Calls from programs
 
     def _answering(
         self, handler: Callable[[web.Request, _Door], Awaitable[web.StreamResponse]]
@@ -170,7 +171,7 @@ class GatewayServer:
                 except asyncio.CancelledError:
                     task.cancel()
                     if not door.ended:
-                        raise  # the program has gone
+                        raise  # the program has disconnected
                     raise _ended() from None
                 finally:
                     door.under_way.discard(task)
@@ -182,11 +183,12 @@ class GatewayServer:
         return handle
 
     async def _find_door(self, request: web.Request) -> _Door:
-        """Raises WrongCall: no key of ours, or of an episode that has ended, which is told to the run once."""
+        """Return the door of a request's key. Raises WrongCall if the key is unknown or its episode has ended; the run
+        is told once of a late call."""
         given = request.headers.get("Authorization", "")
         door = self._doors.get(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
         if door is None:
-            raise WrongCall("this key opens no session here", "invalid_api_key", 401)
+            raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
         if door.ended:
             if not door.told:
                 door.told = True
@@ -195,7 +197,7 @@ class GatewayServer:
         return door
 
     def _session(self, request: web.Request, door: _Door) -> Session:
-        """Raises WrongCall where a call should name its session, and does not."""
+        """Return the session of a call. Raises WrongCall if the call must name its session but does not."""
         name = door.name
         if door.many:
             given = request.headers.get(SESSION_HEADER, "")
@@ -241,9 +243,9 @@ class GatewayServer:
     async def _sample(
         self, session: Session, prompt_ids: list[int], max_tokens: int | None, stop_token_ids: list[int]
     ) -> tuple[str, Completion]:
-        """Sample what follows a prompt, and record it before the program gets it. Returns the call's name too.
+        """Sample a completion and record it before the program gets it. Return the call's name and the completion.
 
-        Raises WrongCall where there is no room or the session has had its calls, NoAnswer where the system fails.
+        Raises WrongCall if there is no room or no call left, NoAnswer if the system fails.
         """
         room = session.longest - len(prompt_ids)
         if room < 1:
@@ -286,6 +288,11 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return data
 
 
+async def _no_route(request: web.Request) -> web.Response:
+    text = f"{request.method} {request.path} is not served here: programs POST to /v1/chat/completions"
+    return _error(text, 404, "invalid_request_error", "unknown_url")
+
+
 def _ended() -> WrongCall:
     return WrongCall("this session has ended: its episode is over", SESSION_ENDED, 410)
 
@@ -295,9 +302,9 @@ def _error(message: str, status: int, kind: str, code: str | None) -> web.Respon
 
 
 async def serve(host: str, port_file: Path, token: str) -> None:
-    """Serve until the run has gone."""
+    """Serve until the run disconnects."""
     server = GatewayServer(token)
-    # A program that has hung up is not sampled for.
+    # Sampling is cancelled when a program disconnects.
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, host, 0)
@@ -308,7 +315,7 @@ async def serve(host: str, port_file: Path, token: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """A run starts it (process.py)."""
+    """Run the server process, which a run starts (process.py)."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan.rollout.gateway.server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port-file", type=Path, required=True)

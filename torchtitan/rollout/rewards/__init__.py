@@ -1,8 +1,9 @@
 """Reward functions with TRL's call convention, and the worker processes that run them.
 
 A reward function is called with the keyword arguments ``prompts, completions, completion_ids, finish_reasons,
-max_completion_tokens`` and every other column of the dataset (lists, one entry per completion, but for the token
-limit), so it takes ``**kwargs``. It returns one float per completion, or None where it has no opinion; it may be async.
+max_completion_tokens`` and every other column of the dataset, so it must accept ``**kwargs``. All of them are lists
+with one entry per completion, except the token limit. It returns one float per completion, or None for a completion
+that it does not judge; it may be async.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ CHECKS_MATHEMATICS = frozenset({"accuracy", "cosine_length", "length"})
 
 
 def load_reward(name: str) -> Callable[..., Any]:
-    """The reward function of a built-in name or of `package.module:function`.
+    """Return the reward function of a built-in name or of `package.module:function`.
 
     Raises:
-        UserError: no such built-in, module or function; names the nearest known one.
+        UserError: there is no such built-in, module or function; the message names the nearest known one.
     """
     name_of = BUILTIN.get(name, name)
     if not all(name_of.partition(":")):

@@ -1,7 +1,7 @@
-"""The built-in rewards: is the answer right, how is it written, and how long is it.
+"""The built-in rewards, for correctness, format and length of an answer.
 
-Where a plain comparison of numbers does not decide, math-verify does, in a child process: sympy computes towers of
-powers in C, which only the end of the process stops.
+If a plain comparison of numbers does not decide, math-verify does, in a child process: sympy evaluates towers of powers
+in C code, which can only be stopped by killing the process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*
 REPETITION_NGRAM = 4
 
 Completion = str | list[dict[str, Any]]
-"""Text, or chat messages where the prompt was a chat"""
+"""Text, or chat messages if the prompt was a chat"""
 
 
 def texts(completions: Sequence[Completion], prefill: str = "") -> list[str]:
-    """The text of every completion, behind what the prompt began it with; of a chat, what the policy said last, for a
-    tool's result, with which a conversation that was cut off may end, is no answer."""
+    """Return the text of every completion, after the `prefill` in its prompt. For a chat, this is the policy's last
+    message: a truncated conversation may end with a tool's result, which is not an answer."""
     return [prefill + (one if isinstance(one, str) else _said_last(one)) for one in completions]
 
 
@@ -37,7 +37,7 @@ def _said_last(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """1 where the completion is the answer, white space around both aside, else 0; None where there is no answer."""
+    """Return 1 if the completion is the answer, ignoring white space around both, else 0; None without an answer."""
     return [
         None if gold is None else float(text.strip() == str(gold).strip())
         for text, gold in zip(texts(completions), answer, strict=True)
@@ -47,7 +47,8 @@ def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **k
 def arithmetic(
     *, completions: Sequence[Completion], answer: Sequence[str], finish_reasons: Sequence[str], **kwargs: Any
 ) -> list[float | None]:
-    """1 for the exact answer, else half the share of right digits; 0 without the right length and an end token."""
+    """Return 1 for the exact answer, else half the fraction of correct digits; 0 if the length is wrong or the
+    completion was truncated."""
     return [
         _digits_right(text, gold) if reason == "stop" else 0.0
         for text, gold, reason in zip(texts(completions), answer, finish_reasons, strict=True)
@@ -63,7 +64,7 @@ def _digits_right(text: str, gold: str) -> float:
 
 
 def format(*, completions: Sequence[Completion], prefill: str = "", **kwargs: Any) -> list[float | None]:
-    """1 where the completion is `<think>…</think>` once and then an answer, else 0. `<think>` may end the prompt."""
+    """Return 1 if the completion is one `<think>…</think>` and then an answer, else 0. `<think>` may end the prompt."""
     return [float(_thinks_then_answers(text)) for text in texts(completions, prefill)]
 
 
@@ -75,7 +76,7 @@ def _thinks_then_answers(text: str) -> bool:
 
 
 def repetition(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
-    """Minus the share of the completion's token 4-grams that occurred before in it: 0 (none) to almost -1 (a loop)."""
+    """Return minus the fraction of token 4-grams that repeat earlier ones: 0 (none) to almost -1 (a loop)."""
     return [-_repeated_share(ids) for ids in completion_ids]
 
 
@@ -84,7 +85,7 @@ def _repeated_share(ids: Sequence[Hashable]) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# One number: 1,234.5 or 12 or .5 or 1e5, or a plain fraction of whole numbers. Longer exponents would take years.
+# One number: 1,234.5 or 12 or .5 or 1e5, or a plain fraction of integers. Longer exponents would take years.
 _NUMBER = r"(?:[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\w)|/\d+)?|[-+]?\.\d+)"
 _PERCENT = r"\\?%|per\s?cent\b|\\text\s*\{\s*per\s?cent\s*\}"
 NUMBER = re.compile(rf"{_NUMBER}(?:\s*\\?%)?")
@@ -92,16 +93,16 @@ NUMBER = re.compile(rf"{_NUMBER}(?:\s*\\?%)?")
 QUANTITY = re.compile(
     rf"(?P<number>{_NUMBER})(?:\s*(?P<percent>{_PERCENT})|\s+(?P<unit>[a-zA-Z]{{3,}}(?:\s+[a-zA-Z]+)*))?"
 )
-# Words behind a number that change its value, or are mathematics: math-verify decides.
+# Words after a number that change its value or are mathematics, for which math-verify decides.
 NOT_A_UNIT = re.compile(
     r"\b(hundred|thousand|million|billion|trillion|dozen|hal(f|ves)|thirds?|fourths?|quarters?|fifths?|tenths?|"
     r"hundredths?|thousandths?|times|plus|minus|over|mod|squared|cubed|and|sqrt|sin|cos|tan|log|exp|factorial)\b", re.I
 )  # fmt: skip
-# \, and its like between groups of digits: 1\,234.
+# \, and similar spaces between groups of digits: 1\,234.
 THIN_SPACE = re.compile(r"(?:(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])+|(?<=,)\\!)(?=\d{3}(?!\d))")
 # A sign between two operands belongs to neither (the last number of "10-3" is 3).
 OPERATOR = re.compile(r"(?<=[\w)\]])(?<!\d[eE])[-+](?=\.?\d)")
-# What braces and boxes are made of; \{ and \\ are no braces.
+# Braces and boxes; escaped characters such as \{ and \\ are matched so that they do not count as braces.
 BOX = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 GSM8K_MARK = "####"
 
@@ -109,11 +110,11 @@ GSM8K_MARK = "####"
 def accuracy(
     *, completions: Sequence[Completion], answer: Sequence[Any], prefill: str = "", **kwargs: Any
 ) -> list[float | None]:
-    """1 where the completion's final answer equals the reference, else 0; None where the reference cannot be read.
+    """Return 1 if the completion's final answer equals the reference, else 0; None if the reference cannot be parsed.
 
-    The final answer is the last \\boxed{…} outside of <think>…</think>, or else the last number there; a thought that
-    is never closed holds none. References may be plain, boxed, LaTeX, or GSM8K's worked solutions that end in
-    `#### 72`. An answer that takes too long to compare is wrong.
+    The final answer is the last \\boxed{…} outside <think>…</think>, or else the last number there; an unclosed thought
+    has none. References may be plain, boxed, LaTeX, or GSM8K's worked solutions that end in `#### 72`. An answer that
+    takes too long to compare is wrong.
     """
     rewards: list[float | None] = []
     unclear: dict[int, tuple[str, str | None]] = {}
@@ -128,7 +129,7 @@ def accuracy(
 
 
 def final_answer(text: str) -> str | None:
-    """What a completion gives as its answer: the last boxed expression, or else the last number."""
+    """Return a completion's answer: the last boxed expression, or else the last number."""
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     boxed = last_boxed(text)
     if boxed is not None:
@@ -138,7 +139,7 @@ def final_answer(text: str) -> str | None:
 
 
 def gold_answer(gold: Any) -> str | None:
-    """The answer itself of a reference, None for an empty one."""
+    """Return the answer in a reference; None for an empty one."""
     if gold is None:
         return None
     text = str(gold)
@@ -149,8 +150,8 @@ def gold_answer(gold: Any) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last complete \\boxed{…} (or \\fbox{…}), braces balanced, in one pass over the text."""
-    opened: list[int] = []  # where the content of each open brace begins; -1 where it is no box
+    """Return the content of the last complete \\boxed{…} or \\fbox{…} with balanced braces, in one pass."""
+    opened: list[int] = []  # where the content of each open brace begins; -1 if it is not a box
     start, end = -1, -1
     for match in BOX.finditer(text):
         if match[0] == "}":
@@ -163,8 +164,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def as_number(text: str) -> tuple[Fraction, bool] | None:
-    """The exact value of a plain number and whether it is in per cent; currency, units in words and a final full stop
-    are let go."""
+    """Return the exact value of a plain number and whether it is a percentage; currency signs, units in words and a
+    final full stop are ignored."""
     bare = THIN_SPACE.sub("", text.strip().strip("$").replace("\\$", "").replace("{,}", ",")).strip()
     match = QUANTITY.fullmatch(bare.removeprefix("$").removesuffix(".").strip())
     if match is None or NOT_A_UNIT.search(match["unit"] or ""):
@@ -176,7 +177,7 @@ def as_number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _same_number(expected: str, answer: str | None) -> float | None:
-    """1 or 0; None where one of them is no plain number. Where only one is in per cent, 50 % is 50 as well as 1/2."""
+    """Return 1 or 0; None if either is not a plain number. If only one is a percentage, 50 % equals both 50 and 1/2."""
     wanted, given = as_number(expected), as_number(answer or "")
     if wanted is None or given is None:
         return None
@@ -184,7 +185,7 @@ def _same_number(expected: str, answer: str | None) -> float | None:
     return float(a == b or (a_percent != b_percent and (a / 100 == b if a_percent else a == b / 100)))
 
 
-# DAPO punishes within the last 4,096 of 20,480 tokens.
+# DAPO penalises the last 4,096 of 20,480 tokens.
 OVERLONG_SHARE = 0.2
 
 
@@ -200,9 +201,9 @@ def soft_overlong(
 def cosine_length(
     *, completion_ids: Sequence[Sequence[int]], max_completion_tokens: int, **kwargs: Any
 ) -> list[float | None]:
-    """Correctness scaled by length (Yeo et al. 2025, equation 1), along a cosine: a right answer earns 1 (short) to 0.5
-    (long), a wrong one -1 (short) to -0.5, and any completion that reaches the token limit -1. None where the reference
-    answer cannot be read."""
+    """Return correctness scaled by length along a cosine (Yeo et al. 2025, equation 1). A correct answer earns 1
+    (short) to 0.5 (long), a wrong one -1 (short) to -0.5, and any completion that reaches the token limit -1. None if
+    the reference answer cannot be parsed."""
     rewards: list[float | None] = []
     for right, ids in zip(accuracy(**kwargs), completion_ids, strict=True):
         size = 0.75 + 0.25 * math.cos(math.pi * len(ids) / max_completion_tokens)
@@ -212,8 +213,8 @@ def cosine_length(
 
 
 def length(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
-    """The length reward of Kimi k1.5: 0.5 for the shortest completion of the group to -0.5 for the longest; wrong
-    answers earn at most 0. None where the reference answer cannot be read."""
+    """Return the length reward of Kimi k1.5: 0.5 for the shortest completion of the group to -0.5 for the longest;
+    wrong answers earn at most 0. None if the reference answer cannot be parsed."""
     counts = [len(ids) for ids in completion_ids]
     shortest, spread = min(counts), max(counts) - min(counts)
     rewards: list[float | None] = []
@@ -227,16 +228,16 @@ def length(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[fl
 PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 # Characters; a longer answer is wrong.
-LONGEST_ANSWER = 4000
+MAX_ANSWER_CHARACTERS = 4000
 # Seconds of a processor for one answer; where a call has already had so many slow ones, for each further one, which is
 # still more than ordinary answers take.
 ANSWER_SECONDS = 1.0
 MANY_SLOW = 3
 HURRIED_SECONDS = 0.25
-# On a busy machine a second of a processor takes longer, but not for ever.
+# On a busy machine, one CPU second takes longer; this bounds the wall-clock time.
 WALL_FACTOR = 5
 VERDICTS: dict[bytes, float | None] = {b"1": 1.0, b"0": 0.0, b"?": None}
-# Compared once before the first child starts: its tables of grammar and simplifier, slow to fill, are then there.
+# Compared once before the first fork, so that children inherit the parser's and simplifier's tables, slow to fill.
 EXAMPLES = (
     (r"\frac{1}{2}", "0.5"),
     ("x^2+1=y", "y=1+x^2"),
@@ -248,9 +249,9 @@ EXAMPLES = (
 
 
 def same_mathematics(pairs: Sequence[tuple[str, str | None]]) -> list[float | None]:
-    """For every (reference, answer): 1 where they are equal, else 0; None where the reference cannot be read.
+    """For every (reference, answer), return 1 if they are equal, else 0; None if the reference cannot be parsed.
 
-    An answer that takes more than ANSWER_SECONDS of a processor, or breaks the process, is wrong.
+    An answer that takes more than ANSWER_SECONDS of CPU time, or crashes the process, is wrong.
     """
     verdicts: list[float | None] = []
     slow = 0
@@ -280,13 +281,13 @@ def same_mathematics(pairs: Sequence[tuple[str, str | None]]) -> list[float | No
 def _answer(
     check: Callable[[str, str | None], bytes], pairs: Sequence[tuple[str, str | None]], writer: int, seconds: float
 ) -> None:
-    """The child: one byte for each pair, of which none may take longer; never returns."""
+    """Run the child: write one byte for each pair, which may take at most `seconds` of CPU time; never return."""
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for expected, answer in pairs:
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            signal.alarm(1 + int(WALL_FACTOR * seconds))  # where nothing else ends it: its parent has died
+            signal.alarm(1 + int(WALL_FACTOR * seconds))  # the last resort, if the parent has died
             os.write(writer, check(expected, answer))
     except BaseException:
         traceback.print_exc()
@@ -299,14 +300,14 @@ def checker() -> Callable[[str, str | None], bytes]:
     # Slow to import (sympy), and not needed for plain numbers.
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit of its own
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its own time limit is off
 
     def check(expected: str, answer: str | None) -> bytes:
         prose = PROSE.search(LATEX_TEXT.sub(" ", expected))
         gold = parse(expected if prose else f"\\boxed{{{expected}}}", parsing_timeout=None)
-        if all(isinstance(reading, str) for reading in gold):  # nothing but the text itself
+        if all(isinstance(reading, str) for reading in gold):  # it could not parse the text
             return b"?"
-        short = answer is not None and len(answer) <= LONGEST_ANSWER
+        short = answer is not None and len(answer) <= MAX_ANSWER_CHARACTERS
         given = parse(f"\\boxed{{{answer}}}", parsing_timeout=None) if short else []
         return b"1" if given and verify(gold, given, timeout_seconds=None) else b"0"
 

@@ -1,7 +1,7 @@
-"""Processes without a network, without a view of other processes, and with files that they can only read (Linux).
+"""Isolation of processes (Linux): no network, no view of other processes, and read-only files.
 
-bubblewrap does all of it. Where it is not installed, util-linux' unshare makes the namespaces, and this file, run
-inside of them, does the rest: so nothing of ours is imported at its top.
+bubblewrap does all of it. Without bubblewrap, unshare from util-linux creates the namespaces, and this file runs inside
+them to do the rest; therefore it must not import our other modules at the top.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-# The only folder that an isolated process can write to: its own, in memory, gone with it.
+# The only folder that an isolated process can write to; it is private, in memory, and disappears with the process.
 WRITABLE = "/dev/shm"
 PROBE_TIMEOUT_S = 20.0
-# /run holds the sockets of the system's servers, which read-only files would still lead to.
+# Hide /run: it has the sockets of system servers, which remain usable on a read-only file system.
 BUBBLEWRAP = (
     "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/run", "--unshare-all",
     "--die-with-parent", "--cap-drop", "ALL", "--setenv", "TMPDIR", WRITABLE, "--",
@@ -26,7 +26,7 @@ NAMESPACES = (
     "unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child",
     sys.executable, "-IS", str(Path(__file__).resolve()),
 )  # fmt: skip
-# Mounted anew in these namespaces.
+# Fresh mounts in these namespaces.
 FRESH = ((WRITABLE, b"tmpfs"), ("/run", b"tmpfs"), ("/proc", b"proc"))
 # From linux/fcntl.h and linux/mount.h; the number of the system call is the same on all machines.
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
@@ -35,7 +35,7 @@ SYS_MOUNT_SETATTR = 442
 
 @functools.cache
 def isolation_command() -> tuple[str, ...]:
-    """The words in front of a command that isolate it. Raises UserError where this system has no way to do so."""
+    """Return the command prefix that isolates a process. Raises UserError if this system cannot do so."""
     from torchtitan.errors import UserError
 
     reasons = []
@@ -52,8 +52,8 @@ def isolation_command() -> tuple[str, ...]:
             return words
         reasons.append(f"{words[0]}: {(probe.stderr.strip() or f'exit code {probe.returncode}').splitlines()[-1]}")
     raise UserError(
-        f"this system cannot isolate a process ({'; '.join(reasons)}): install bubblewrap, or have unprivileged user "
-        "namespaces allowed"
+        f"this system cannot isolate a process ({'; '.join(reasons)}): install bubblewrap, or allow unprivileged user "
+        "namespaces"
     )
 
 
@@ -64,8 +64,8 @@ class MountAttributes(ctypes.Structure):
 
 
 def main() -> None:
-    """In namespaces of its own: make all files read-only, and become the command that it is given. A second user
-    namespace takes away the right to undo what was done."""
+    """Inside the new namespaces, make all files read-only and execute the given command. A second user namespace
+    removes the right to undo this."""
     libc = ctypes.CDLL(None, use_errno=True)
     wanted = MountAttributes(attr_set=MOUNT_ATTR_RDONLY)
     size = ctypes.c_size_t(ctypes.sizeof(wanted))

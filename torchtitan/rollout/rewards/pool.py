@@ -22,32 +22,32 @@ from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_a
 logger = logging.getLogger(__name__)
 
 Score = tuple[float | None, dict[str, float | None]]
-"""Weighted sum of the rewards (None where no function gave one) and every function's own reward"""
+"""Weighted sum of the rewards (None if no function returned one) and each function's own reward"""
 
-# After a group's call timed out, its samples get this many times the group's limit, shared equally.
+# After a group's call failed, its samples get this many times the group's time limit, shared equally.
 RETRY_SHARE = 2.0
 LOGGED_FAILURES = 10
-# An async function keeps to its limit in the worker, unless it blocks the process: then its parent's limit, later by so
-# many seconds, ends that.
+# The worker enforces an async function's time limit, unless the function blocks the process: then the parent's limit,
+# which is this many seconds later, ends the worker.
 BLOCKED_S = 2.0
 
 
 class RewardPool:
-    """Runs config.rewards.functions (and `extra_functions`, which only count where they are asked for by name).
+    """Runs config.rewards.functions (and eval.reward_function, which only counts if requested by name).
 
-    Calls of async functions run side by side in a worker of their own, at most rewards.async_calls of them. Any other
-    call has a worker to itself, and so has every second try, in which the samples that break a function are found.
+    Calls of async functions run concurrently in one dedicated worker, at most rewards.async_calls at a time. Any other
+    call has a worker to itself, and so does every retry, which finds the samples that make a function fail.
 
-    All methods belong to one asyncio loop. `statistics` counts samples that lost a reward to a failure, calls that ran
-    into the time limit and workers that were replaced.
+    All methods belong to one asyncio loop. `statistics` counts samples that lost a reward to a failure, calls that
+    timed out, and workers that were restarted.
     """
 
-    def __init__(self, config: JobConfig, extra_functions: Sequence[str] = (), log_file: Path | None = None):
-        """Raises UserError for an unknown function, or where rewards.isolate cannot be had."""
+    def __init__(self, config: JobConfig, log_file: Path | None = None):
+        """Raises UserError for an unknown function, or if rewards.isolate is not possible here."""
         rewards = config.rewards
         self.functions = list(rewards.functions)
         self._weights = reward_weights(config)
-        self._all_functions = list(dict.fromkeys([*self.functions, *extra_functions]))
+        self._all_functions = list(dict.fromkeys(filter(None, [*self.functions, config.eval.reward_function])))
         self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
         self._max_completion_tokens = config.rollout.max_completion_tokens
@@ -68,10 +68,10 @@ class RewardPool:
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
-        """The latest failure in words, for messages"""
+        """A description of the latest failure, for messages"""
 
     async def start(self) -> None:
-        """Start all workers. Raises UserError where they cannot start."""
+        """Start all workers. Raises UserError if they cannot start."""
         await start_all(self._every_worker())
         for worker in self._workers:
             self._free.put_nowait(worker)
@@ -83,11 +83,12 @@ class RewardPool:
         return self._workers + ([] if self._shared is None else [self._shared])
 
     def set_step(self, step: int) -> None:
-        """What reward functions find as trainer_state.global_step from now on."""
+        """Set the trainer_state.global_step that reward functions see from now on."""
         self._state["global_step"] = step
 
     def take_logged(self) -> dict[str, float]:
-        """The means of what log_metric was given for training groups since the last time, as metrics.jsonl has them."""
+        """Return the means of all log_metric values of training groups since the last call, under their keys in
+        metrics.jsonl."""
         means = {f"logged/{name}": sum(values) / len(values) for name, values in sorted(self._metrics.items())}
         self._metrics.clear()
         return means
@@ -98,11 +99,12 @@ class RewardPool:
         completions: Sequence[Trajectory],
         functions: Sequence[str] | None = None,
     ) -> list[Score]:
-        """Rewards of one prompt's completions; `functions` replaces the configured ones (an evaluation's, from which
-        log_metric is given nothing to take_logged). What log_extra is given goes into the completions' `extra`.
+        """Return the rewards of one prompt's completions. Values from log_extra go into the completions' `extra`.
+
+        functions: replaces the configured functions (in evaluations); take_logged then omits their log_metric values.
 
         Raises:
-            UserError: a worker died and no new one could be started.
+            UserError: a worker died and could not be restarted.
         """
         names = self.functions if functions is None else list(functions)
         if not names:
@@ -118,8 +120,8 @@ class RewardPool:
     async def _run(
         self, name: str, prompt: Prompt, completions: Sequence[Trajectory], logged: dict[str, list[float]]
     ) -> list[float | None]:
-        """One function over one group. Where that fails, each sample is tried alone to find the bad ones; the others
-        are then scored together, since a reward may compare the completions of its group."""
+        """Run one function on one group. If that fails, each sample is tried alone to find the bad ones. The others are
+        then scored together, since a reward may compare the completions of its group."""
         try:
             async with self._worker_for(name) as worker:
                 reply = await self._call(worker, name, prompt, completions, self._timeout_s)
@@ -142,7 +144,7 @@ class RewardPool:
             if good:
                 members = [completions[i] for i in good]
                 try:
-                    # What needs its time for every sample needs as much again for all of them.
+                    # A function that needed this time sample by sample needs as much again for all together.
                     together = self._timeout_s + time.monotonic() - begun
                     reply = await self._call(worker, name, prompt, members, together)
                     for i, value in zip(good, self._accept(name, reply, members, logged), strict=True):
@@ -154,7 +156,7 @@ class RewardPool:
 
     @contextlib.asynccontextmanager
     async def _worker(self) -> AsyncIterator[WorkerProcess]:
-        """A worker that nothing else uses meanwhile."""
+        """Reserve a worker for exclusive use."""
         worker = await self._free.get()
         try:
             yield worker
@@ -224,13 +226,13 @@ class RewardPool:
             if failure.kind != "exception":
                 self.statistics["timeouts"] += failure.kind == "timeout"
                 async with self._restarting:
-                    # Of the calls that have ended with it, the first starts it anew.
+                    # Several calls may have failed with this worker; only the first restarts it.
                     if worker.starts == starts:
                         self.statistics["worker_restarts"] += 1
                         await worker.start()
             raise
         except asyncio.CancelledError:
-            # The next call would have to wait for this one.
+            # Stop the worker; otherwise its next call would have to wait for this one.
             if not shared:
                 await worker.stop()
             raise

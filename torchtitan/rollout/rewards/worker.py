@@ -1,12 +1,12 @@
-"""A reward worker process: messages as in inside_worker.py.
+"""A reward worker process, with messages as in inside_worker.py.
 
 The set-up has {"functions": [names], "side_by_side": boolean}. A call is {"function": name, "samples": {…},
-"state": {…}, "timeout_s": seconds}, its reply {"values": [number or null], "invalid": [indices],
+"state": {…}, "timeout_s": seconds}, and its reply is {"values": [number or null], "invalid": [indices],
 "extra": {column: [values]}, "metrics": {name: [values]}}, {"late": true} or {"error": text}.
 
-Side by side, all calls are those of async functions, each of which keeps to its time limit here. Otherwise a worker has
-one call at a time, which its parent ends, in the main thread and outside of any loop: there signal-based time limits
-work, and so does a function's own asyncio.run.
+With side_by_side, calls of async functions run concurrently, and this process enforces their time limits. Otherwise the
+worker has one call at a time and its parent enforces the time limit. The call then runs in the main thread, outside any
+loop, so that signal-based time limits and a function's own asyncio.run work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numbers
 import signal
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +26,11 @@ from torchtitan.rollout.inside_worker import protect, read_message, serve, set_u
 from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward
 
 # Characters of a value in a column of completions.jsonl.
-LONGEST_EXTRA = 4000
+MAX_EXTRA_CHARACTERS = 4000
 
 
 class Log:
-    """What a call notes down through TRL's log_extra and log_metric."""
+    """The values that a call logs with TRL's log_extra and log_metric."""
 
     def __init__(self, samples: int):
         self.samples = samples
@@ -38,29 +38,31 @@ class Log:
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column of completions.jsonl: one value for each completion. Raises ValueError for another number."""
+        """Log a column of completions.jsonl. Raises ValueError unless there is one value per completion."""
         if len(values) != self.samples:
             raise ValueError(f"log_extra({column!r}, …): {len(values)} values for {self.samples} completions")
         self.columns[str(column)] = [_plain(value) for value in values]
 
     def metric(self, name: str, value: float) -> None:
-        """A figure of metrics.jsonl, the mean over the calls of a step; what is not finite is left out of it."""
+        """Log a metric for metrics.jsonl, the mean over a step's calls; a value that is not finite is ignored."""
         if math.isfinite(value):
             self.metrics[str(name)].append(float(value))
 
 
 def _plain(value: Any) -> Any:
-    """The value where JSON holds it, else its text."""
+    """Return the value if it is null, a boolean or a finite number, else its text."""
     value = value.item() if hasattr(value, "item") else value
     if value is None or isinstance(value, (bool, int)) or _is_finite_number(value):
         return value
-    return str(value)[:LONGEST_EXTRA]
+    return str(value)[:MAX_EXTRA_CHARACTERS]
 
 
 def begin(function: Callable[..., Any], message: dict[str, Any]) -> tuple[Any, Log]:
-    """Call a reward function in TRL's convention: what it returns, and its log. message["samples"] has completions,
-    completion_ids, finish_reasons and environments (one entry per completion), prompt, columns, prefill and
-    max_completion_tokens (once)."""
+    """Call a reward function with TRL's convention, and return its result and log.
+
+    message["samples"] has completions, completion_ids, finish_reasons and environments (one entry per completion), and
+    prompt, columns, prefill and max_completion_tokens (one for all).
+    """
     samples = message["samples"]
     count = len(samples["completions"])
     log = Log(count)
@@ -75,7 +77,9 @@ def begin(function: Callable[..., Any], message: dict[str, Any]) -> tuple[Any, L
 
 
 def reply(result: Any, log: Log) -> dict[str, Any]:
-    """The reply of a call that has returned this."""
+    """Return the reply for a call's result."""
+    if not isinstance(result, Iterable):
+        return {"error": f"must return {log.samples} rewards in a list, returned {type(result).__name__}"}
     values = [value.item() if hasattr(value, "item") else value for value in result]
     if len(values) != log.samples:
         return {"error": f"returned {len(values)} rewards for {log.samples} completions"}
@@ -89,13 +93,13 @@ def reply(result: Any, log: Log) -> dict[str, Any]:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """The reply of a call that has raised this."""
+    """Return the reply for an exception that a call raised."""
     traceback.print_exception(error)
     return {"error": f"{type(error).__name__}: {error}"}
 
 
 def answer(function: Callable[..., Any], message: dict[str, Any]) -> dict[str, Any]:
-    """The reply to a call that has the process to itself."""
+    """Return the reply to a call that has the process to itself."""
     try:
         result, log = begin(function, message)
         return reply(asyncio.run(_finish(result)) if inspect.isawaitable(result) else result, log)
@@ -106,7 +110,7 @@ def answer(function: Callable[..., Any], message: dict[str, Any]) -> dict[str, A
 
 
 async def answer_beside_others(function: Callable[..., Any], message: dict[str, Any]) -> dict[str, Any]:
-    """The reply to a call of an async function, within its time limit unless it blocks the process."""
+    """Return the reply to a call of an async function, within its time limit unless it blocks the process."""
     try:
         result, log = begin(function, message)
         task = asyncio.ensure_future(_finish(result))
@@ -122,7 +126,7 @@ async def answer_beside_others(function: Callable[..., Any], message: dict[str, 
 async def _finish(awaitable: Any) -> Any:
     try:
         return await awaitable
-    except SystemExit as error:  # out of a task it would end the loop, and all that runs beside it
+    except SystemExit as error:  # if it escaped a task, it would end the loop and all other calls
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
@@ -135,7 +139,7 @@ def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bo
     if not CHECKS_MATHEMATICS.isdisjoint(functions):
         from torchtitan.rollout.rewards import builtin
 
-        builtin.checker()  # no call's time limit pays for loading it
+        builtin.checker()  # load it now, so that it does not count against a call's time limit
     return (functions, setup["side_by_side"]), {}
 
 
