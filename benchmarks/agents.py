@@ -101,7 +101,7 @@ class Stand:
         write_chat_tokenizer(model)
         self.config = config = JobConfig()
         config.model.hf_assets_path = str(model)
-        config.training.seq_len = LENGTH
+        config.training.seq_len, config.environment.max_turns = LENGTH, 64
         config.inference.backend, config.inference.engine_python = backend, python
         config.inference.num_actors, config.inference.threads_per_actor = actors, 1
         config.inference.max_sequences = 64
@@ -113,7 +113,7 @@ class Stand:
         self.sync = WeightSync(WeightSyncConfig(), parameters, epoch=self.epoch, token=token, run_dir=folder)
         events = EventLog(folder / "events.jsonl")
         self.pool = InferencePool(config, self.epoch, token, folder, events)
-        self.gateway = Gateway(config, self.pool, events, folder, max_calls=64)
+        self.gateway = Gateway(config, self.pool, events, folder)
         self.version = -1
         self.weights: list[dict[str, torch.Tensor]] = []
         """Of every version"""

@@ -116,9 +116,9 @@ class Job:
         while not all(actor.version == self.version for actor in self.sync.actors().values()):
             if time.monotonic() > deadline:
                 raise SystemExit(f"the actors do not recover: {self.sync.actors()}")
-            owed = self.sync.owed
-            if owed is not None and self.sync.reserve():
-                self.sync.snapshot_owed(owed)
+            pending = self.sync.pending_version
+            if pending is not None and self.sync.reserve():
+                self.sync.snapshot_pending(pending)
             time.sleep(0.01)
 
 

@@ -161,13 +161,13 @@ class Run:
         """Stop publishing; the last version goes to everybody. False when it did not get there in time."""
         end = time.monotonic() + RECOVERY_SECONDS
         while time.monotonic() < end:
-            if self.sync.owed is not None and self.sync.reserve():
+            if self.sync.pending_version is not None and self.sync.reserve():
                 with self._raises_count():
                     self._fill(self.version)
-                    self.sync.snapshot_owed(self.version)
+                    self.sync.snapshot_pending(self.version)
                     self.sync.fence()
                     self._forget()
-            if self.sync.owed is None and self._served_by_all(self.version) and not self.leaked_slots():
+            if self.sync.pending_version is None and self._served_by_all(self.version) and not self.leaked_slots():
                 return True
             time.sleep(0.05)
         return False

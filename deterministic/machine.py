@@ -1,8 +1,8 @@
 """A deterministic machine for the real classes: a virtual clock, processes that freeze and die, and a network.
 
-Everything that happens is an event of one process at one time; what happens at the same time happens in an order that
-the seed draws. Sockets read their sender's memory late, half by half, as real ones do. The tests of the weight
-synchronisation and the sizing simulator run on it.
+Everything that happens is an event of one process at one time; the seed determines the order of simultaneous events. As
+with real sockets, a channel reads its sender's memory late, in two halves. The tests of the weight synchronisation and
+the sizing simulator run on this machine.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.wire import Channel, Done, Encoded, Message, Place, ProtocolError, Timer, validate
+from torchtitan.weight_sync.wire import Channel, Encoded, Message, OnDone, PayloadTarget, ProtocolError, Timer, validate
 
 Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1
 
 
 class Event(list[Any]):
-    """What is going to happen: [to which process, MESSAGE or TIMER, callback]. A list: there are many of them."""
+    """A future event: [process, MESSAGE or TIMER, callback]. It is a list for speed, because there are many."""
 
     __slots__ = ()
 
     def cancel(self) -> None:
-        """It does not happen."""
+        """Prevent the event."""
         self[2] = None
 
 
@@ -36,7 +36,7 @@ class Violation(AssertionError):
 
 
 class Machine:
-    """The clock, who listens where, and how long everything takes: subclasses model that in another way."""
+    """The clock, the listeners, and how long everything takes. Subclasses may model durations differently."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -44,28 +44,28 @@ class Machine:
         self.now = 0.0
         self.processes = 0
         self._events: list[tuple[float, float, Event]] = []
-        """When, and its place among all of that time"""
+        """(time, order among events of that time, event)"""
         self.listeners: dict[str, tuple[Process, Callable[[Channel], None]]] = {}
         self.check_read: Callable[[SimChannel, Message, memoryview], None] = lambda _channel, _message, _data: None
         self.protocol_errors: list[str] = []
         self.distance = 1.0
-        """What latencies are multiplied with; at 1 they are 0.5 to 2.5 ms"""
+        """Factor for latencies; with 1 they are 0.5 to 2.5 ms"""
         self.corruption = 0.0
-        """Probability that a payload is damaged on its way"""
+        """Probability that a payload is damaged in transit"""
         self.corrupted = 0
         self.validates = True
         """Whether messages are checked against their schema"""
         self.order_of_events = 0
-        """A hash over which process had its turn after which"""
+        """A hash over the order in which processes had events"""
 
     def at(self, seconds: float, process: Process | None, callback: Callback, kind: int = TIMER) -> Event:
-        """Run `callback` in so many seconds, unless the process is dead then; later where it is frozen."""
+        """Run `callback` in `seconds`, unless the process is dead then; if it is frozen then, once it thaws."""
         event = Event((process, kind, callback))
         heapq.heappush(self._events, (self.now + seconds, self._draw(), event))
         return event
 
     def run(self, until: float) -> None:
-        """Everything that happens up to this time."""
+        """Run everything that happens up to this time."""
         events, pop = self._events, heapq.heappop
         while events and events[0][0] <= until:
             self.now, _, event = pop(events)
@@ -81,27 +81,27 @@ class Machine:
                 callback()
         self.now = until
 
-    def again(self, event: Event) -> None:
-        """What its process has missed happens now: messages before timers."""
+    def replay(self, event: Event) -> None:
+        """Repeat an event that a frozen process has missed: it happens now, messages before timers."""
         when = self.now + (0.0 if event[1] == MESSAGE else 1e-6)
         heapq.heappush(self._events, (when, self._draw(), event))
 
     # What takes time
 
     def latency(self) -> float:
-        """One way of a connection's messages, in seconds."""
+        """Return the one-way latency of a new connection in seconds."""
         return (0.0005 + self._draw() * 0.002) * self.distance
 
     def copy_seconds(self) -> float:
-        """What the copy of a rank's shards into a slot takes."""
+        """Return how many seconds the copy of a rank's shards into a slot takes."""
         return self._draw() * 0.02
 
     def begin_work(self, process: Process, lane: str, finish: Callback) -> None:
-        """Call `finish` when a thread is done with a piece of work."""
+        """Call `finish` when a thread would have finished a piece of work."""
         self.at(self._draw() * process.longest_in_lane.get(lane, process.longest_work), process, finish)
 
     def carry(self, channel: SimChannel, message: Message, done: Callback) -> Timer:
-        """Call `done` when this message's payload has left."""
+        """Call `done` when this message's payload has been sent."""
         rate = min(channel.process.rate, channel.peer.process.rate)
         seconds = message["bytes"] / rate * (0.8 + 0.4 * self._draw())
 
@@ -123,13 +123,13 @@ class Process:
         self.number = machine.processes
         self.alive, self.frozen = True, False
         self.cut_off = False
-        """Its machine is gone from the network, without a word"""
+        """Whether its machine has vanished from the network without closing connections"""
         self.parked: list[Event] = []
         self.channels: dict[SimChannel, None] = {}
         self.hung_lanes: set[str] = set()
         self.longest_work = 0.02
         self.longest_in_lane: dict[str, float] = {}
-        """Of lanes in which work takes longer than elsewhere"""
+        """Longest work by lane, for lanes in which work takes longer than elsewhere"""
         self.froze_at = -1.0
         self.runtime = SimRuntime(self)
 
@@ -137,18 +137,18 @@ class Process:
         self.frozen, self.froze_at = True, self.machine.now
 
     def thaw(self) -> None:
-        """What came meanwhile is read first, then late timers run."""
+        """Resume: messages that came meanwhile are read first, then late timers run."""
         if not self.frozen:
             return
         self.frozen = False
         parked, self.parked = self.parked, []
         for event in parked:
-            self.machine.again(event)
+            self.machine.replay(event)
         for channel in list(self.channels):
-            channel.unstall()
+            channel.resume_payload()
 
     def forget_connections(self) -> None:
-        """Something on the way has forgotten them: neither end is told."""
+        """Have the network lose its connections without telling either end."""
         for channel in self.channels:
             channel.break_silently()
 
@@ -158,11 +158,11 @@ class Process:
         listeners = self.machine.listeners
         self.machine.listeners = {address: entry for address, entry in listeners.items() if entry[0] is not self}
         for channel in list(self.channels):
-            channel.abandon("connection reset by peer")
+            channel.reset("connection reset by peer")
 
 
 class SimRuntime:
-    """What a process's parts see of the machine."""
+    """The Runtime that a process's parts see, see wire."""
 
     def __init__(self, process: Process):
         self._process, self._machine = process, process.machine
@@ -173,7 +173,7 @@ class SimRuntime:
     def call_later(self, seconds: float, callback: Callback) -> Event:
         return self._machine.at(seconds, self._process, callback)
 
-    def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
+    def work(self, lane: str, function: Callable[[], Any], done: OnDone) -> None:
         machine, process = self._machine, self._process
 
         def finish() -> None:
@@ -228,7 +228,7 @@ class SimRuntime:
                     else:
                         settle(lambda: on_open(mine))
 
-                # First of all that comes to each end.
+                # These come before anything else that reaches either end.
                 for end, what in ((mine, opened), (other, lambda: accept(other))):
                     end.inbox.append(what)
                     machine.at(0.0, end.process, end.receive, MESSAGE)
@@ -238,7 +238,7 @@ class SimRuntime:
 
 
 class SimChannel(Channel):
-    """One end of a connection. Payloads take time, and hold up what is sent after them."""
+    """One end of a connection. Payloads take time, and delay what is sent after them."""
 
     def __init__(self, process: Process, latency: float):
         super().__init__()
@@ -247,12 +247,12 @@ class SimChannel(Channel):
         self.peer: SimChannel
         self._out: deque[tuple[Message, memoryview | None, Callback | None]] = deque()
         self.inbox: deque[Message | Callback] = deque()
-        """What is on its way to this end: messages, and what else is to happen"""
+        """What is in transit to this end: messages and other callbacks"""
         self._carrying: Timer | None = None
         self.stalled: Callback | None = None
         self._broken = False
-        """Something was lost on the way: nothing arrives any more in either direction"""
-        self._place: Place | None = None
+        """Whether something was lost in transit: nothing arrives any more in either direction"""
+        self._target: PayloadTarget | None = None
         process.channels[self] = None
 
     def trust(self) -> None:
@@ -275,8 +275,8 @@ class SimChannel(Channel):
             self._to_peer(lambda: self.peer._closed_by_peer("the peer closed the connection"))
             self.on_close(self, reason)
 
-    def abandon(self, reason: str) -> None:
-        """The process is dead: its kernel says so."""
+    def reset(self, reason: str) -> None:
+        """Close this end because the process is dead; its kernel tells the peer."""
         if not self.closed:
             self._end()
             self._to_peer(lambda: self.peer._closed_by_peer(reason))
@@ -295,7 +295,7 @@ class SimChannel(Channel):
             self.on_close(self, reason)
 
     def _to_peer(self, what: Message | Callback) -> None:
-        """In order, after the latency."""
+        """Deliver in order, after the latency."""
         if self.process.cut_off or self.peer.process.cut_off:
             self.break_silently()
         if not self._broken:
@@ -303,7 +303,7 @@ class SimChannel(Channel):
             self.machine.at(self.latency, self.peer.process, self.peer.receive, MESSAGE)
 
     def receive(self) -> None:
-        """The next one is here."""
+        """Handle the next message or callback that has arrived."""
         what = self.inbox.popleft()
         if self.closed:
             return
@@ -327,7 +327,7 @@ class SimChannel(Channel):
                 self._begin_payload(validate({**message, "bytes": len(payload)}), payload, on_sent)
 
     def _plain(self, message: Message) -> Message:
-        """As it arrives: what was encoded is read again."""
+        """Return the message as it arrives, with Encoded values decoded."""
         if message["type"] in ("ping", "pong"):
             return message
         if message["type"] in ("model", "newest"):
@@ -358,27 +358,27 @@ class SimChannel(Channel):
     def break_silently(self) -> None:
         self._broken = self.peer._broken = True
 
-    def unstall(self) -> None:
-        """This end reads again: what waited for it goes on."""
+    def resume_payload(self) -> None:
+        """Continue a payload that waited because this end did not read."""
         stalled, self.peer.stalled = self.peer.stalled, None
         if stalled is not None:
             self.machine.at(0.0, self.peer.process, stalled)
 
     def _begin_arrival(self, message: Message, piece: bytes) -> None:
-        self._place = self.place(self, message)
-        if self._place is not None:
-            self._fill(self._place, 0, piece)
+        self._target = self.payload_target(self, message)
+        if self._target is not None:
+            self._fill(self._target, 0, piece)
 
     def _end_arrival(self, message: Message, piece: bytes) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            self._fill(place, len(place[0]) - len(piece), piece)
+        target, self._target = self._target, None
+        if target is not None:
+            self._fill(target, len(target[0]) - len(piece), piece)
             self.on_message(self, message)
 
-    def _fill(self, place: Place, start: int, piece: bytes) -> None:
-        part = place[0][start : start + len(piece)]
+    def _fill(self, target: PayloadTarget, start: int, piece: bytes) -> None:
+        part = target[0][start : start + len(piece)]
         part[:] = piece
-        place[1](part)
+        target[1](part)
 
 
 _texts: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Data connections as fluids that share links max-min fairly, as long-lived TCP connections about do."""
+"""Data connections as fluids that share links max-min fairly, approximately as long-lived TCP connections do."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 
 from deterministic.machine import Event, Machine
 
-# Links this close to the fullest count as equally full.
+# Links whose fair rate is this close to the lowest count as equally full.
 EQUAL = 1e-9
-# What is left of a flow after rounding: a share of its size, or what moves within a nanosecond.
+# What may be left of a finished flow after rounding: this share of its size, plus this many seconds at its rate.
 NOTHING = 1e-9
 
 
 class Flow:
-    """Bytes on their way from one link to another."""
+    """Bytes in transit from one link to another."""
 
     def __init__(self, network: Network, source: int, target: int, size: float, done: Callable[[], None]):
         self._network, self.done = network, done
         self.source, self.target, self.size, self.left, self.rate = source, target, size, size, 0.0
 
     def cancel(self) -> None:
-        """End it before it is done."""
+        """End the flow before it is done."""
         if self in self._network.flows:
             self._network.change()
             del self._network.flows[self]
@@ -40,12 +40,12 @@ class Network:
         self._next: Event | None = None
 
     def add_link(self, bytes_per_s: float) -> int:
-        """A new link's number."""
+        """Add a link and return its number."""
         self._capacity.append(bytes_per_s)
         return len(self._capacity) - 1
 
     def set_capacity(self, link: int, bytes_per_s: float) -> None:
-        """From now on. With 0 its flows stand still."""
+        """Set a link's capacity from now on. With 0, its flows stand still."""
         self._capacity[link] = bytes_per_s
         self.change()
 
@@ -57,7 +57,7 @@ class Network:
         return flow
 
     def change(self) -> None:
-        """Rates are computed once for all changes of a moment."""
+        """Note a change. Rates are computed once for all changes at the same time."""
         self._advance()
         if not self._settling:
             self._settling = True

@@ -1,6 +1,6 @@
-"""Ranks and actors on the deterministic machine: the real shard server and puller over memory of their own.
+"""Ranks and actors on the deterministic machine: the real shard server and puller, with memory of their own.
 
-A version's bytes follow from its number, so that an actor can tell what it is about to serve.
+A version's bytes are derived from its number, so that an actor can check what it is about to serve.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ELEMENT_BYTES = 4
 
 @functools.cache
 def rank_layout(ranks: int, buckets: int, rank: int) -> Layout:
-    """What one rank reports: its rows of one matrix."""
+    """Return the layout that one rank reports: its row of one matrix."""
     rows, width = ranks, buckets * BUCKET_BYTES // ELEMENT_BYTES
     parameters = ParameterTable.of([ParameterEntry("w", "float32", (rows, width))])
     return _read_once(Layout(BUCKET_BYTES, parameters, (ShardTable.of(parameters, [(0, Box((rank, 0), (1, width)))]),)))
@@ -39,12 +39,12 @@ def rank_layout(ranks: int, buckets: int, rank: int) -> Layout:
 
 @functools.cache
 def whole_layout(ranks: int, buckets: int) -> Layout:
-    """What all ranks report together."""
+    """Return the merged layout of all ranks."""
     return _read_once(merge_layouts([rank_layout(ranks, buckets, rank).to_json() for rank in range(ranks)]))
 
 
 def _read_once(layout: Layout) -> Layout:
-    """Writing and reading layouts would be most of the work of a short run, and of no interest here."""
+    """Cache the layout's JSON: encoding it repeatedly would dominate a short run, and is not what is tested."""
     written = layout.to_json()
     vars(layout)["to_json"] = lambda: written
     return layout
@@ -52,7 +52,8 @@ def _read_once(layout: Layout) -> Layout:
 
 @functools.cache
 def content(epoch: str, version: int, rank: int, buckets: int) -> bytes:
-    """A rank's bytes of a version. Mostly only the first and last element of a bucket differ from the one before."""
+    """Return a rank's bytes of a version. Most versions differ from the one before only in a bucket's outer
+    elements."""
     usual = hashlib.blake2b(f"{epoch} {rank}".encode()).digest() * (BUCKET_BYTES // 64)
     own = hashlib.blake2b(f"{epoch} {version} {rank}".encode()).digest() * (BUCKET_BYTES // 64)
     bucket = own if version % 4 == 3 else own[:4] + usual[4:-4] + own[-4:]
@@ -61,7 +62,7 @@ def content(epoch: str, version: int, rank: int, buckets: int) -> bytes:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a job consists of."""
+    """The dimensions of a job."""
 
     ranks: int = 2
     buckets: int = 2
@@ -74,7 +75,7 @@ class Shape:
 
 
 class Slots:
-    """A rank's slots: memory that outlives the shard server."""
+    """A rank's slots, in memory that outlives the shard server."""
 
     def __init__(self, machine: Machine, count: int, size: int):
         self.count = count
@@ -131,7 +132,7 @@ class Rank:
     def _refer(self, slot: int, start: int, end: int) -> Message:
         return {"rank": self.number, "slot": slot, "start": start, "end": end}
 
-    # SlotPort, as the publisher does it
+    # SlotPort, as the publisher implements it
 
     def snapshot(self, version: int, serial: int) -> None:
         index = self.writer.begin(version, serial)
@@ -156,7 +157,7 @@ class Rank:
 
 
 class Actor:
-    """An actor's process: the real puller over memory of its own."""
+    """An actor's process: the real puller, with memory of its own."""
 
     process: Process
     puller: Puller
@@ -165,10 +166,10 @@ class Actor:
     def __init__(self, machine: Machine, shape: Shape, ranks: list[Rank], number: int, name: str):
         self.machine, self.shape, self._ranks, self.number, self.name = machine, shape, ranks, number, name
         self.lives = self.patched = 0
-        """Processes of its name; buckets that came as deltas"""
+        """How many processes had its name; how many buckets came as deltas"""
 
     def start(self, rate: float, kind: type[Puller] = Puller) -> None:
-        """Start its process, which receives so many bytes per second from each rank."""
+        """Start its process, which receives `rate` bytes per second from each rank."""
         shape = self.shape
         self.lives += 1
         self.process = Process(self.machine, self.name, rate)

@@ -1,4 +1,4 @@
-"""An hour of training in virtual time, on the real classes of the weight synchronisation, and what it found out.
+"""Simulates an hour of training in virtual time, on the real classes of the weight synchronisation.
 
     python -m simulator --ranks 64 --actors 32 --train_s 8
     python -m simulator scenario.toml --from-run outputs/latest
@@ -25,18 +25,18 @@ Figures = dict[str, Any]
 
 
 def simulate(scenario: Scenario, asynchronous: bool = True) -> Figures:
-    """Simulate a scenario. Raises Violation where a promise of the synchronisation does not hold."""
+    """Simulate a scenario. Raises Violation if the synchronisation breaks a promise."""
     world = World(scenario, asynchronous)
     world.simulate()
     return figures_of(world)
 
 
 def figures_of(world: World) -> Figures:
-    """Sums up a world that has run: from the first batch on; counts of versions are of the whole simulation.
+    """Summarise a world that has run, from the first batch on; counts of versions cover the whole simulation.
 
-    Times are means per step. tokens_per_s: prompt and completion tokens trained on; actor_utilisation: share of time in
-    which actors generate; versions_superseded: published, but replaced by a newer one before an actor applied it, over
-    all actors; trainer_egress_versions: times that the trainer sent a whole version, per published one.
+    Times are means per step. tokens_per_s: prompt and completion tokens trained on; actor_utilisation: the share of
+    time in which actors generate; versions_superseded: published versions that an actor skipped because a newer one
+    came first, over all actors; trainer_egress_versions: whole versions that the trainer sent, per published one.
     """
     scenario, trainer, rollouts = world.scenario, world.trainer, world.rollouts
     steps, published = trainer.steps, len(world.published)
@@ -44,8 +44,8 @@ def figures_of(world: World) -> Figures:
     means = {item.name: sum(getattr(step, item.name) for step in steps) / count for item in fields(StepTimes)}
     per_s = 1 / means["step_s"] if steps else 0.0
     samples = max(rollouts.staleness.total(), 1)
-    # Both generated and trained tokens count from the first moment; what is trained lags behind by the start-up.
-    # A batch that was handed out and not finished counts as trained for tokens, not for the rate.
+    # Generated and trained tokens both count from the start; training lags behind by the start-up. A batch that was
+    # handed out but not finished counts for the trained tokens, not for the rate.
     tokens_per_sample = rollouts.trained_tokens / samples + scenario.prompt_tokens
     return {
         "mode": "async" if world.asynchronous else "blocking",
@@ -83,7 +83,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def comparison_table(results: list[Figures]) -> str:
-    """One column per simulation."""
+    """Format one column per simulation."""
     columns = [{name: _text(name, value) for name, value in result.items()} for result in results]
     width = max(len(cell) + 2 for column in columns for cell in column.values())
     lines = [f"{name.replace('_', ' '):34}{''.join(f'{one[name]:{width}}' for one in columns)}" for name in columns[0]]
@@ -99,7 +99,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options; keys of the scenario are left in `key:NAME`."""
+    """Parse the options; keys of the scenario become `key:NAME`."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("scenario", nargs="?", help="TOML file with keys of the scenario")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="take what a run measured")
@@ -113,7 +113,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def gather(options: argparse.Namespace) -> dict[str, Any]:
-    """The scenario's keys that were given. Flags win over files over runs. Raises ConfigError or UserError."""
+    """Return the given keys of the scenario: flags win over files over runs. Raises ConfigError or UserError."""
     given = vars(options)
     flags = {name: value_of_words([text]) for name in known_keys() if (text := given[f"key:{name}"]) is not None}
     values = {} if options.from_run is None else values_from_run(options.from_run, flags.get("ranks"))
@@ -127,7 +127,7 @@ def gather(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; mistakes are one message."""
+    """Entry point; a mistake is reported in one message."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         values = gather(options)

@@ -1,4 +1,4 @@
-"""Keys of a scenario out of a run folder: metrics.jsonl, the registry's journal and config.toml."""
+"""Derives keys of a scenario from a run folder: metrics.jsonl, the registry's journal and config.toml."""
 
 from __future__ import annotations
 
@@ -10,57 +10,59 @@ from typing import Any
 from simulator.scenario import known_keys, slowest_of
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
+from torchtitan.report.sync_metrics import BYTES
 from torchtitan.utils.json_lines import read_json_lines
 
 Row = dict[str, Any]
-# Steps left out at the start: caches, compilation, first connections.
+# The first steps are left out because of cold caches, compilation and first connections.
 WARM_UP = 3
 
 
 def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
-    """Flat keys for Scenario.of. `ranks`: how many trained; None: as many as have a layout file.
+    """Return flat keys for Scenario.of. `ranks`: how many ranks trained; None: as many as have a layout file.
 
-    What one run cannot tell stays a default, fault rates and speeds that nothing came near to among it. Raises
+    What one run cannot show keeps its default, such as fault rates and speeds that nothing came close to. Raises
     UserError for a folder without figures.
     """
     rows = [row for row in read_json_lines(folder / "metrics.jsonl") if row.get("time/train_s") is not None][WARM_UP:]
     journal = read_json_lines(folder / "weight_sync" / "registry.jsonl")
     config, problem = read_toml(str(folder / "config.toml"))
     actors = len({line["actor"] for line in journal if line["event"] == "join"})
-    gigabytes = next((line["bytes"] for line in journal if line["event"] == "layout"), 0) / 1e9
-    if not (rows and actors and gigabytes) or problem:
+    applied = [line["figures"] for line in journal if line["event"] == "applied"]
+    # Every actor's first version comes whole.
+    gigabytes = max((sum(figures[name] for name in BYTES) for figures in applied), default=0) / 1e9
+    if not (rows and gigabytes) or problem:
         raise UserError(
-            f"--from-run {folder}: needs config.toml, weight_sync/registry.jsonl with an actor that has joined, and a "
-            f"metrics.jsonl of more than {WARM_UP} steps"
+            f"--from-run {folder}: needs config.toml, weight_sync/registry.jsonl with an actor that has applied a "
+            f"version, and a metrics.jsonl of more than {WARM_UP} steps"
         )
     ranks = ranks or max(1, len(list((folder / "weight_sync").glob("layout-rank*.json"))))
     values = {f"weight_sync.{key}": value for key, value in config.get("weight_sync", {}).items()}
-    for table in ("grpo", "inference", "rollout"):  # their keys mean the same here
+    for table in ("grpo", "inference", "rollout"):  # their keys have the same meaning here
         values |= config.get(table, {})
     groups = max(1, config["training"]["global_batch_size"] // config["grpo"]["group_size"])
     values |= {"ranks": ranks, "actors": actors, "gigabytes": gigabytes, "groups_per_batch": groups}
-    values |= _training(rows, ranks) | _deliveries(journal, gigabytes)
+    values |= _training(rows, ranks) | _deliveries(applied, gigabytes)
     samples = groups * values["group_size"]
     values |= _generation(rows, config, samples, _capacity(folder, rows, actors, samples))
     return {name: value for name, value in values.items() if name in known_keys()}
 
 
 def _training(rows: list[Row], ranks: int) -> dict[str, Any]:
-    """A step's own time: all that is neither waiting for data, nor snapshot, nor sync."""
+    """Measure a step's own time: without the wait for data, the snapshot and the sync."""
     outside = ("time/data_wait_s", "time/snapshot_s", "time/sync_stall_s")
     times = sorted(max(row["time/step_s"] - sum(row.get(key) or 0.0 for key in outside), 1e-6) for row in rows)
     middle = statistics.median(times)
-    # Half the distance between the quantiles of one sigma: steps of a hiccup do not count.
+    # Half the distance between the quantiles at plus and minus one sigma, so that outliers do not count.
     spread = (times[int(len(times) * 0.84)] - times[int(len(times) * 0.16)]) / 2
     jitter = min(spread / middle, 0.5)
-    # One rank is faster than the slowest of all typically is.
+    # A single rank is faster than the slowest of all ranks typically is.
     found = {"train_s": middle / math.exp(jitter * slowest_of(ranks, 0.5)), "step_jitter": jitter}
     return found | _median("snapshot_s", [row.get("time/snapshot_s") for row in rows])
 
 
-def _deliveries(journal: list[Row], gigabytes: float) -> dict[str, Any]:
-    """Transfer, apply and pause, as the actors reported them."""
-    figures = [line["figures"] for line in journal if line["event"] == "applied"]
+def _deliveries(figures: list[Row], gigabytes: float) -> dict[str, Any]:
+    """Return the medians of transfer speed, preparation and pause, as the actors reported them."""
     speeds = [gigabytes / row["transfer_s"] for row in figures if row.get("transfer_s")]
     prepares = [max(row["apply_s"] - row["pause_s"], 0.0) for row in figures if {"apply_s", "pause_s"} <= row.keys()]
     pauses = _median("pause_s", [row.get("pause_s") for row in figures])
@@ -79,19 +81,19 @@ def _generation(rows: list[Row], config: dict[str, Any], samples: int, capacity:
     unusable = statistics.mean(row.get("groups/zero_variance_fraction") or 0.0 for row in rows)
     return {
         "completion_tokens": max(completion, 1.0),
-        # The largest of all lies about three sigmas out.
+        # The longest completion lies about three sigmas above the mean.
         "completion_spread": math.log(max(longest / completion, 1.0)) / 3,
         "prompt_tokens": max(trained / samples - completion, 0.0),
         "usable_share": max(1 - unusable, 0.01) if config["grpo"].get("drop_zero_variance") else 1.0,
         "tokens_per_s": capacity,
-        # How fast one sequence alone would be, a run that keeps actors full does not tell.
+        # A run that keeps its actors full does not show how fast a single sequence would be.
         "sequence_tokens_per_s": capacity,
     }
 
 
 def _capacity(folder: Path, rows: list[Row], actors: int, samples: int) -> float:
-    """Tokens per second that one actor generates: while it worked, where the engines noted that (timeline/); else a
-    lower bound, what the fastest steps needed."""
+    """Return how many tokens per second one actor generates while it works, if the engines recorded that (timeline/);
+    else a lower bound, the rate that the fastest steps needed."""
     rates = []
     for path in sorted((folder / "timeline").glob("actor-*.jsonl")):
         spans = [row for row in read_json_lines(path) if row.get("what") == "generate"]

@@ -1,4 +1,4 @@
-"""What is simulated: one key per figure, with its meaning and its range, from defaults, a file and flags."""
+"""The parameters of a simulation with their meanings and ranges, from defaults, a file and flags."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchtitan.config.values import TABLE, Count, CountOrZero, NotNegative, Pos
 from torchtitan.errors import ConfigError, nearest
 
 PREFIX = "weight_sync."
-"""Of the keys of that table"""
+"""Prefix of that table's keys"""
 
 
 @dataclass(config=TABLE, frozen=True)
 class Scenario:
-    """A job's figures. Rates are per second, gigabytes are 1e9 bytes."""
+    """A job's parameters. Rates are per second; a gigabyte is 1e9 bytes."""
 
     seed: int = 0
     """decides every random number"""
@@ -111,7 +111,7 @@ class Scenario:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Scenario:
-        """From flat keys, those of the table as weight_sync.key. Raises ConfigError for unknown keys, wrong values."""
+        """Make a scenario from flat keys (the table's as weight_sync.key). Raises ConfigError for mistakes."""
         sync = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
         own = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
         problems = []
@@ -130,12 +130,12 @@ class Scenario:
 
     @property
     def shard_bytes(self) -> float:
-        """What one rank holds and sends."""
+        """How much one rank holds and sends."""
         return self.gigabytes * 1e9 / self.ranks
 
 
 def known_keys() -> dict[str, FieldInfo]:
-    """Key -> its default and meaning."""
+    """Return key -> its default and meaning."""
     tables: tuple[tuple[str, Any], ...] = (("", Scenario), (PREFIX, WeightSync))
     every = ((f"{prefix}{name}", info) for prefix, table in tables for name, info in table.__pydantic_fields__.items())
     return {name: info for name, info in every if info.default_factory is None}
@@ -148,5 +148,5 @@ def _problem(prefix: str, error: ErrorDetails) -> str:
 
 
 def slowest_of(count: int, share: float) -> float:
-    """How many standard deviations the largest of `count` normal numbers is off, at this quantile (0 to 1)."""
+    """Return the quantile `share` (0 to 1) of the largest of `count` standard normal numbers."""
     return statistics.NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12) ** (1 / count))

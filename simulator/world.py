@@ -1,6 +1,6 @@
 """A whole job in virtual time: the real registry, shard server and pullers, between modelled ranks, links and engines.
 
-Trainer ranks do the same at the same time: one stands for all of them, with the links of all.
+Trainer ranks all do the same at the same time, so one represents them all, with the bandwidth of all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchtitan.weight_sync.registry import STATUS_SECONDS, Registry
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.wire import Message
 
-# As in trainer.controller: when an owed version is tried first, and how often again, while there is no data.
-FIRST_OWED_TRY_S = 0.01
-OWED_RETRY_S = 0.25
+# As in trainer.controller: while there is no data, when a pending version is first tried, and how often again.
+FIRST_PENDING_TRY_S = 0.01
+PENDING_RETRY_S = 0.25
 
 
 @dataclass
 class StepTimes:
-    """Where a step's seconds went."""
+    """How the seconds of a step were spent."""
 
     step_s: float = 0.0
     data_wait_s: float = 0.0
@@ -39,7 +39,7 @@ class StepTimes:
 
 
 class Trainer:
-    """Call start() once. `steps` are those that are over."""
+    """The trainer; call start() once. `steps` are the finished ones."""
 
     def __init__(self, world: World):
         self.version = -1
@@ -61,7 +61,7 @@ class Trainer:
         self._train_done()
 
     def data_came(self) -> None:
-        """A group has become ready."""
+        """Handle a group that has become ready."""
         if self._waiting_for_data and self._rollouts.take_batch():
             self._waiting_for_data = False
             if self._began_at is None:
@@ -70,7 +70,7 @@ class Trainer:
             self._train()
 
     def _train(self) -> None:
-        # Ranks meet in collectives all the time: the slowest speaks for all.
+        # The ranks synchronise in collectives all the time, so the slowest one determines the time.
         sigmas = slowest_of(self._scenario.ranks, self._random.random())
         seconds = self._times.train_s = self._scenario.train_s * math.exp(self._scenario.step_jitter * sigmas)
         self._world.at(seconds * self._scenario.reserve_share, None, self._reserve)
@@ -81,7 +81,7 @@ class Trainer:
 
     def _train_done(self) -> None:
         self.version += 1
-        taken = self.boundary.commit(self.version, noes=not self._has_slot)
+        taken = self.boundary.commit(self.version, votes_against=not self._has_slot)
         if taken:
             self._world.committed(self.version)
             self._times.snapshot_s = self._scenario.snapshot_s
@@ -91,10 +91,10 @@ class Trainer:
     def _wait_for_actors(self) -> None:
         self._since, self._waited_for = self._world.now, self.version
         self._deadline = self._world.at(self._scenario.weight_sync.blocking_timeout_s, None, self._waited)
-        self.look()
+        self.check_wait()
 
-    def look(self) -> None:
-        """The registry has news: perhaps it is what the trainer waits for."""
+    def check_wait(self) -> None:
+        """Check after news from the registry whether the trainer's wait has ended."""
         if self._waited_for is not None and self._world.everyone_has(self._waited_for):
             self._waited_for = None
             self._world.at(STATUS_SECONDS, None, self._waited)
@@ -116,19 +116,19 @@ class Trainer:
         self._rollouts.set_version(self.version)
         self.data_came()
         step = len(self.steps)
-        self._world.at(FIRST_OWED_TRY_S, None, lambda: self._snapshot_owed(step))
+        self._world.at(FIRST_PENDING_TRY_S, None, lambda: self._snapshot_pending(step))
 
-    def _snapshot_owed(self, step: int) -> None:
-        """While there is no data, a version that was skipped or dropped goes out after all."""
+    def _snapshot_pending(self, step: int) -> None:
+        """Publish a version that was skipped or dropped, while there is no data."""
         if self._waiting_for_data and step == len(self.steps):
-            self._world.at(OWED_RETRY_S, None, lambda: self._snapshot_owed(step))
-            owed = self._world.owed()
-            if owed is not None and self.boundary.snapshot_owed(owed):
-                self._world.committed(owed)
+            self._world.at(PENDING_RETRY_S, None, lambda: self._snapshot_pending(step))
+            pending = self._world.pending_version()
+            if pending is not None and self.boundary.snapshot_pending(pending):
+                self._world.committed(pending)
 
 
 class SimulatedActor(Actor):
-    """Pulls, applies, generates; freezes, dies and comes back."""
+    """An actor that pulls, applies and generates; it may freeze, or die and come back."""
 
     def __init__(self, world: World, shape: Shape, number: int):
         super().__init__(world, shape, [world.ranks], number, f"actor-{number}")
@@ -143,7 +143,7 @@ class SimulatedActor(Actor):
         self.ingress, self.egress = network.add_link(self._bytes_per_s), network.add_link(self._bytes_per_s)
 
     def come_up(self) -> None:
-        """The process begins. Faults are drawn from here on."""
+        """Start the process, and draw its faults from here on."""
         self.start(self._bytes_per_s)
         self.engine.halt("dead", False)
         self.engine.up = True
@@ -155,7 +155,7 @@ class SimulatedActor(Actor):
             self._if_alive(self._random.expovariate(per_hour / 3600), fault)
 
     def _if_alive(self, seconds: float, callback: Callable[[], None]) -> None:
-        """In so many seconds, unless this process has ended by then; also where it is frozen."""
+        """Run `callback` in `seconds`, even if this process is frozen then, but not if it has ended."""
         process = self.process
         self.machine.at(seconds, None, lambda: callback() if process.alive else None)
 
@@ -170,7 +170,7 @@ class SimulatedActor(Actor):
         self.machine.at(self._scenario.restart_s, None, self.come_up)
 
     def _lose_engine(self) -> None:
-        """Its requests have to be redone elsewhere."""
+        """Have the engine's requests redone elsewhere."""
         self.engine.up = False
         self._rollouts.redo(self.engine.abandon())
 
@@ -194,7 +194,7 @@ class SimulatedActor(Actor):
         self._plan(self._scenario.freezes_per_hour, self._freeze)
 
     def begin_apply(self, finish: Callable[[], None]) -> None:
-        """A version is staged: pause the engine when it is prepared, then call `finish`, which applies."""
+        """After staging, prepare, then pause the engine, then call `finish`, which applies."""
 
         def pause() -> None:
             self.engine.halt("apply")
@@ -203,7 +203,7 @@ class SimulatedActor(Actor):
         self.machine.at(self._scenario.prepare_s, self.process, pause)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See puller.Engine."""
+        """See transfer.Engine."""
         self.engine.account()
         self.engine.version = manifest.version
         self.engine.halt("apply", False)
@@ -211,12 +211,12 @@ class SimulatedActor(Actor):
         return super().apply(manifest)
 
 
-# Relays pass buckets on, and what is damaged is a bucket. Otherwise a version is one.
+# With relays or corruption, which work on buckets, a version has this many buckets, otherwise one.
 BUCKETS = 8
 
 
 class World(Machine):
-    """Call simulate() once."""
+    """The whole job; call simulate() once."""
 
     def __init__(self, scenario: Scenario, asynchronous: bool = True):
         super().__init__(scenario.seed)
@@ -226,12 +226,12 @@ class World(Machine):
         self.published: list[int] = []
         """Versions, ascending"""
         self.records: Counter[str] = Counter()
-        """Lines of the registry's journal, by event, or outcome of a pull"""
+        """Counts of the journal's lines by event, or by outcome of a pull"""
         self.lost: Counter[str] = Counter()
-        """Connections of actors that were lost, by what they were doing"""
+        """Counts of actors' lost connections by state"""
         self.superseded = 0
         self.sent_bytes = 0.0
-        """By the trainer"""
+        """Bytes sent by the trainer"""
         self.delays: list[float] = []
         """Seconds from a version's snapshot to its apply, per actor"""
         self.transfers: list[float] = []
@@ -239,9 +239,9 @@ class World(Machine):
         self._served: dict[str, int] = {}
         buckets = BUCKETS if sync.relay or scenario.corruption_probability else 1
         self._bucket_bytes = scenario.gigabytes * 1e9 / buckets
-        # What deltas save is modelled here, not made.
+        # The savings of deltas are modelled here, so none are made.
         settings = Settings.of(replace(sync, delta=False), 1, round(scenario.gigabytes * 1e9))
-        # Here a bucket arrives in two pieces: what seems to stand still has not stopped.
+        # A bucket arrives in only two pieces here, so a pull that seems to stall may still be moving.
         settings = replace(settings, progress_timeout_s=settings.lease_s)
         shape = Shape(
             ranks=1,
@@ -254,7 +254,7 @@ class World(Machine):
         runtime = Process(self, REGISTRY).runtime
         self.registry = Registry(runtime, settings, shape.epoch, 1, TOKEN, self._note, lambda: None)
         self.registry.start(REGISTRY)
-        # One as all of them.
+        # One rank represents all.
         self.ranks = Rank(self, shape, 0)
         self.ranks.serve()
         self._trainers_link = self.network.add_link(scenario.rank_gigabytes_per_s * 1e9 * scenario.ranks)
@@ -265,7 +265,7 @@ class World(Machine):
         self.trainer = Trainer(self)
 
     def simulate(self) -> None:
-        """Simulate the whole time. Raises Violation where a promise does not hold."""
+        """Simulate the whole time. Raises Violation if a promise is broken."""
         for actor in self.actors.values():
             actor.come_up()
         self.trainer.start()
@@ -307,7 +307,7 @@ class World(Machine):
         elif event == "applied":
             self.transfers.append(fields["figures"]["transfer_s"])
             self._applied(fields["actor"], fields["version"])
-        self.trainer.look()
+        self.trainer.check_wait()
 
     def _applied(self, name: str, version: int) -> None:
         before = self._served.get(name, version)
@@ -321,16 +321,16 @@ class World(Machine):
     # For the trainer
 
     def everyone_has(self, version: int) -> bool:
-        """Whether all live actors serve `version` or a newer one."""
+        """Return whether all live actors serve `version` or a newer one."""
         newest, actors = self.registry.newest, self.registry.actors.values()
         live = [actor for actor in actors if actor.channel is not None]
         return newest is not None and newest.version >= version and all(actor.version >= version for actor in live)
 
-    def owed(self) -> int | None:
-        """A version that was skipped or dropped."""
+    def pending_version(self) -> int | None:
+        """Return a version that was skipped or dropped, if any."""
         newest, dropped = self.registry.newest, self.registry.status()["dropped"]
-        return self.ranks.boundary.owed(None if newest is None else newest.version, dropped)
+        return self.ranks.boundary.pending_version(None if newest is None else newest.version, dropped)
 
     def committed(self, version: int) -> None:
-        """All ranks have snapshotted it."""
+        """Record that all ranks have snapshotted `version`."""
         self._committed[version] = self.now

@@ -170,7 +170,7 @@ def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
     for rank in told["seen"]:
         assert rank["random_numbers_kept"] and rank["threads"] == 2
         assert rank["dropped"]
-        assert "holds weights e1-test/1, e1-test/2 was to generate" in rank["stale"]
+        assert "holds weights e1-test/1 instead of e1-test/2" in rank["stale"]
         assert set(rank["actors"].values()) == {1}
         assert rank["left_behind"] == []
 

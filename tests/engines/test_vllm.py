@@ -273,16 +273,6 @@ def test_frozen_while_it_receives(server: Server, trainer: Trainer) -> None:
     assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
 
 
-def test_corrupted_bucket_alone_is_sent_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FAULTS, "corrupt:version=1-1,times=1")
-    with training(tmp_path, server.model) as trainer:
-        server.actor.connect(trainer)
-        trainer.bring(2)
-        check_serves_newest(server.actor, trainer)
-        whole, again = (one["figures"]["bytes_full"] for one in trainer.journal("applied", at_least=2))
-        assert whole < again < 1.5 * whole
-
-
 def hold_a_load(server: Server, trainer: Trainer) -> None:
     """One version is applied, and the load of the next one stands in its middle."""
     trainer.bring()

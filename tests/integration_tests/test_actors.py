@@ -49,8 +49,8 @@ class Run:
         deadline = time.monotonic() + PATIENCE_S
         while (batch := self.call(self.flow.next_batch, self.version, 0.1)) is None:
             assert time.monotonic() < deadline, "no batch came"
-            if self.sync.owed is not None:
-                self.sync.snapshot_owed(self.version)
+            if self.sync.pending_version is not None:
+                self.sync.snapshot_pending(self.version)
         self.batches.append(batch)
         return batch
 

@@ -85,7 +85,7 @@ def test_tokens_carry_the_version_that_the_agent_handed_over_and_never_half_a_on
         run.steps_until(lambda: not (tmp_path / "half_load").exists())
         last = run.version + 4
         run.steps_until(lambda: run.version >= last)
-        assert "came into the engine only in part" in (run.run_dir / "logs" / "actor-0.log").read_text()
+        assert "was only partly loaded into the engine" in (run.run_dir / "logs" / "actor-0.log").read_text()
         assert not run.events("actor_restarting", "actor-0")
         engine = engine_of(tmp_path)
     check(run)
@@ -159,7 +159,7 @@ def test_loading_that_does_not_end_is_given_up(tmp_path: Path) -> None:
             run.publish()
             run.call(run.flow.set_version, run.version)
             time.sleep(0.1)
-            return "came into the engine only in part" in (run.run_dir / "logs" / "actor-0.log").read_text()
+            return "was only partly loaded into the engine" in (run.run_dir / "logs" / "actor-0.log").read_text()
 
         (tmp_path / "hang_load").touch()
         try:

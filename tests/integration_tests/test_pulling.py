@@ -324,9 +324,9 @@ def test_damaged_files_are_replaced_by_their_bytes_and_a_full_disk_drops_a_versi
     )
     assert dropped["version"] == 3 and dropped["reason"].startswith("rank 0: ")
     assert "No space left on device" in dropped["reason"] and "model.safetensors" in dropped["reason"]
-    # As the trainer does with what it owes.
-    assert job.publication.boundary.owed(2, status["dropped"]) == 3
-    wait_for(lambda: job.publication.boundary.snapshot_owed(3), "a free slot")
+    # As the trainer does with a pending version.
+    assert job.publication.boundary.pending_version(2, status["dropped"]) == 3
+    wait_for(lambda: job.publication.boundary.snapshot_pending(3), "a free slot")
     job.served_by(*actors)
     job.publish()
     job.served_by(*actors)

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync import puller
 from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.facade import MOST_FAILURES, WeightSync
+from torchtitan.weight_sync.facade import MAX_FAILURES, WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.servers import ServerProcess
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
@@ -55,10 +55,10 @@ class Job:
         self._forget()
         return outcome
 
-    def snapshot_owed(self) -> bool:
+    def snapshot_pending(self) -> bool:
         """What the controller commands while there is no data."""
         self._fill()
-        snapshotted = self.sync.snapshot_owed(self.version)
+        snapshotted = self.sync.snapshot_pending(self.version)
         self._forget()
         return snapshotted
 
@@ -167,7 +167,7 @@ def test_actor_that_always_fails_is_not_waited_for(failure: Exception, tmp_path:
             return sum("never fits" in one.get("reason", "") for one in job.journal("ended") + job.journal("poisoned"))
 
         # The registry writes them down in a process of its own.
-        job.wait_for(lambda: failures() >= MOST_FAILURES)
+        job.wait_for(lambda: failures() >= MAX_FAILURES)
         job.step()
         outcome = job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1)
         assert outcome.applied == {"healthy"} and not outcome.missing, "told once, then left out"
@@ -213,11 +213,11 @@ def test_a_skipped_version_is_owed(tmp_path: Path) -> None:
         frozen = registry.process
         frozen.send_signal(signal.SIGSTOP)
         outcomes = [job.step() for _ in range(6)]
-        assert outcomes[-1] == "skipped" and job.sync.owed == job.version
+        assert outcomes[-1] == "skipped" and job.sync.pending_version == job.version
         assert frozen.wait(PATIENCE_S) == -signal.SIGKILL
-        # The trainer runs out of data: the controller has the owed version snapshotted.
+        # The trainer runs out of data: the controller has the pending version snapshotted.
         job.wait_for(job.sync.reserve)
-        assert job.snapshot_owed() and job.sync.owed is None
+        assert job.snapshot_pending() and job.sync.pending_version is None
         assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1).applied == {"a"}
     assert None not in engine.versions
 

@@ -1,5 +1,5 @@
 """One actor as the pool sees it: its state, its requests, and the loop that starts, probes, evicts and restarts it, and
-sees to it that it sleeps or wakes."""
+puts it to sleep or wakes it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from torchtitan.inference.client import UPDATING, ActorClient, ActorError, Actor
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
 
-# Between two probes of an actor that requests wait for, and of one that is about to join.
+# The intervals between probes of an actor that requests wait for, and of one that is about to join.
 FAST_PROBE_S = 0.02
 JOINING_PROBE_S = 0.1
 BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 30.0
+MAX_BACKOFF_S = 30.0
 # The probe has 64 tokens; a later version's answer is worth more than one that takes longer.
-LONGEST_SCORE_S = 60.0
+MAX_SCORE_S = 60.0
 # An actor that has served for this long has its restarts forgiven.
 STABLE_S = 600.0
-# An actor that does not serve for longer than this is mentioned in the events.
+# The events mention an actor that does not serve for longer than this.
 BRIEFLY_S = 2.0
-# A process whose connections broke is given this long to be recognised as dead.
+# A process whose connections broke is recognised as dead if it ends within this time.
 REAP_S = 0.3
-# A run that ends wakes servers that it did not start.
+# At its end, a run wakes the servers that it did not start.
 WAKE_AT_END_S = 10.0
 
 Result = TypeVar("Result")
 
 
 class ActorState(enum.Enum):
-    """STARTING -> JOINING <-> READY <-> ASLEEP; from each of them SUSPECT or EVICTED, which lead back to JOINING."""
+    """STARTING -> JOINING <-> READY <-> ASLEEP. Any of them can become SUSPECT or EVICTED, which lead back to
+    JOINING."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -48,21 +49,22 @@ class ActorState(enum.Enum):
     SUSPECT = "suspect"
     """a request failed; the next sign of life from its engine decides"""
     ASLEEP = "asleep"
-    """as it was asked to be; it serves nothing"""
+    """asleep on request; it serves nothing"""
     EVICTED = "evicted"
-    """out until a probe succeeds; a process of ours that has ended is started anew"""
+    """out until a probe succeeds; a process that the run started and that has ended is restarted"""
     GAVE_UP = "gave up"
     """out for good"""
 
 
-# Nothing waits for these to sleep or wake.
+# Nothing waits for actors in these states to sleep or wake.
 ABSENT = (ActorState.STARTING, ActorState.EVICTED, ActorState.GAVE_UP)
 
 
 class Actor:
-    """Supervises one actor: a process of ours, or a server at `url` that runs already.
+    """Supervises one actor: a process that the run starts, or a server that already runs at `url`.
 
-    key: its own at the weight registry. `changed()` is called after everything that may let a waiting request go on.
+    key: the actor's own key at the weight registry. `changed()` is called after every change that may let a waiting
+    request proceed.
     """
 
     def __init__(
@@ -82,31 +84,31 @@ class Actor:
         self.version: int | None = None
         """Newest version that the actor is known to serve"""
         self.load = 0
-        """Sequences that are being generated for us"""
+        """Sequences that the actor is generating for this run"""
         self.restarts = 0
         self.evictions = 0
         self.starved = False
-        """Requests wait for a newer version than this actor is known to serve: probe it often"""
+        """Requests wait for a newer version than this actor is known to serve, so it is probed often"""
         self.incarnation = 0
-        """Counts the processes that had this name"""
+        """Number of processes that have had this name"""
         self.last_reason = ""
         self._config, self._epoch = config.inference, epoch
         self._write = functools.partial(events.write, actor=name)
         self._make_client, self._changed, self._process = make_client, changed, process
         self._client_or_none = make_client(url) if process is None else None
         self._distrusted = -1
-        """This version and older ones, as this process holds them, are not what the trainer sent"""
+        """In this process, neither this version nor any older one is what the trainer sent"""
         self._requests = self._failed_requests = 0
         self._announced = False
-        """An event has said that it serves"""
-        # Times on time.monotonic(), 0.0 where it is not so.
+        """An event has said that the actor serves"""
+        # Times are on time.monotonic(); 0.0 means that it does not apply.
         self._evicted_at = self._ready_at = self._not_serving_since = self._suspect_since = 0.0
         self._memory = ActorMemory(config.inference, self._write)
         self._weights = WeightConnection(name, config, epoch, key, self._write)
         self._probe_now = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    # What the pool asks of it
+    # Called by the pool
 
     @property
     def gave_up(self) -> bool:
@@ -116,16 +118,16 @@ class Actor:
         return self.state is ActorState.READY and self.version is not None and self.version >= min_version
 
     def connect(self, registry: str) -> None:
-        """Pull weights from the trainer with this registry (host:port) from now on."""
+        """From now on, pull weights from the trainer with this registry (host:port)."""
         self._weights.use(registry)
         self.probe_now()
 
     def probe_now(self) -> None:
-        """Do not wait for the next probe."""
+        """Probe at once instead of waiting for the next interval."""
         self._probe_now.set()
 
     async def check_token(self) -> None:
-        """Ask a server that runs already, once. Raises UserError where it refuses our token."""
+        """Probe a server that already runs, once. Raises UserError if it refuses our token."""
         try:
             await self._client.health(self._config.health_timeout_s)
         except TokenRefused as error:
@@ -134,7 +136,7 @@ class Actor:
             self.last_reason = str(error)  # supervise() tries again
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Raises ActorError when the actor fails or is evicted meanwhile."""
+        """Raises ActorError if the actor fails or is evicted meanwhile."""
         self._requests += 1
         try:
             asked = self._client.generate(request, self._config.request_timeout_s)
@@ -166,12 +168,12 @@ class Actor:
 
     async def score(self, token_ids: list[int]) -> ScoredTokens:
         """Raises ActorError, also where the actor is evicted meanwhile."""
-        timeout_s = min(self._config.request_timeout_s, LONGEST_SCORE_S)
+        timeout_s = min(self._config.request_timeout_s, MAX_SCORE_S)
         return await self._unless_lost("score", self._client.score(token_ids, timeout_s))
 
     async def sleep(self, level: int, timeout_s: float) -> None:
-        """Have it give its memory back; returns when it has, or `timeout_s` is over: then it goes on as before, and an
-        event says so. One that is absent now is put to sleep when it comes."""
+        """Have the actor give back its memory. Returns when it has, or after `timeout_s`; an event reports an actor
+        that stays awake. An absent actor is put to sleep when it comes back."""
         if self.load:
             self._memory.stay_awake(f"{self.load} sequences are not finished")
             self.probe_now()
@@ -185,12 +187,12 @@ class Actor:
             self._memory.stay_awake(reason)
             self.probe_now()
         else:
-            # It may still fall asleep, or fail and end: then its memory stays free until it is to wake.
+            # The process may still fall asleep, or fail and end. Either way its memory stays free until it has to wake.
             self._write("actor_stays_awake", level=logging.WARNING, reason=reason)
 
     async def wake(self, asleep: Collection[Tag], timeout_s: float) -> None:
-        """Have it take its memory again, all but `asleep`; returns when it has, or `timeout_s` is over: then its
-        supervision goes on trying, and an event says so."""
+        """Have the actor take back its memory, except for `asleep`. Returns when it has, or after `timeout_s`; then an
+        event reports it, and the supervision keeps trying."""
         self._memory.aim(asleep)
         self.probe_now()
         if self.state is ActorState.ASLEEP and not await self._memory.wait(timeout_s):
@@ -198,9 +200,9 @@ class Actor:
             self._write("actor_stays_asleep", level=logging.WARNING, reason=reason)
 
     def lost_from_sync(self, reason: str) -> None:
-        """The weight synchronisation has lost it: what it works on is redone elsewhere, and it gets no prompts before a
-        probe has shown that it lives. Does nothing where it is out already."""
-        # One that finishes requests before a version comes is joining, and has work.
+        """The weight sync has lost this actor: its requests are redone elsewhere, and it gets no prompts until a probe
+        has shown that it lives. Does nothing if the actor is already out."""
+        # An actor that finishes its requests before an update is JOINING, but has work.
         if self.state is not ActorState.READY and not (self.state is ActorState.JOINING and self._requests):
             return
         self.last_reason = reason
@@ -209,8 +211,8 @@ class Actor:
         self.probe_now()
 
     async def distrust(self, version: int, reason: str, forever: bool = False) -> None:
-        """What it serves as `version` is something else: it is out until it serves a newer one, a process of ours is
-        started anew; `forever` it is given up."""
+        """What the actor serves as `version` is something else, so it is out until it serves a newer version. A process
+        that the run started is stopped and restarted. With `forever`, the actor is given up."""
         self._distrusted = max(self._distrusted, version)
         self._evict("parity", reason)
         if forever:
@@ -222,14 +224,14 @@ class Actor:
     async def close(self) -> None:
         if self._client_or_none is not None:
             if self._process is None and self._memory.may_be_asleep:
-                # The next run finds it awake.
+                # The next run has to find it awake.
                 with contextlib.suppress(ActorError):
                     await self._client.wake(TAGS, WAKE_AT_END_S)
             await self._client_or_none.close()
         if self._process is not None:
             await self._process.stop()
 
-    # Its supervision
+    # Supervision
 
     async def supervise(self) -> None:
         """Run until the actor is given up or the task is cancelled."""
@@ -249,18 +251,18 @@ class Actor:
             raise
 
     async def _replace(self, process: ActorProcess) -> None:
-        """There is no process, or it has ended: start one."""
+        """Start a process, because there is none yet or it has ended."""
         if self.incarnation:
             if self.state is not ActorState.EVICTED:
                 self._evict("exit", process.describe_end())
             if self._memory.without_weights:
-                return  # a new process would take memory that is the trainer's now
+                return  # a new process would take memory that the trainer uses now
             if self._ready_at and time.monotonic() - self._ready_at > STABLE_S:
                 self.restarts = 0
             if self.restarts >= self._config.max_restarts:
                 self._give_up(f"restarted {self.restarts} times (inference.max_restarts); last: {self.last_reason}")
                 return
-            await asyncio.sleep(min(BACKOFF_S * 2**self.restarts, LONGEST_BACKOFF_S))
+            await asyncio.sleep(min(BACKOFF_S * 2**self.restarts, MAX_BACKOFF_S))
             self.restarts += 1
             self._write("actor_restarting", restart=self.restarts)
         self.state = ActorState.STARTING
@@ -279,16 +281,16 @@ class Actor:
         if health.engine_age_s > self._config.health_timeout_s:
             raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
         if self.state is ActorState.SUSPECT and health.answered_age_s > begun - self._suspect_since:
-            # What is beside a dead engine does not know yet: more requests would be lost on it.
+            # The agent may not know yet that its engine is dead, and more requests would be lost on it.
             return
         if self.state is ActorState.EVICTED:
-            # It may have missed anything: a fresh connection and a full version.
+            # It may have missed anything, so it gets a fresh connection and a full version.
             self._weights.connected = False
             self._write("actor_rejoining")
             self._set_state(ActorState.JOINING)
         reached = self._memory.reached
         health, matched = await self._memory.match(self._client, health)
-        # Asleep it could only refuse them.
+        # An actor that is asleep could only refuse weights.
         health = await self._weights.keep(self._client, health, may_connect=not self._memory.without_weights)
         self._failed_requests = 0
         self._memory.may_be_asleep = bool(health.asleep)
@@ -301,7 +303,7 @@ class Actor:
             await self._process.stop()
 
     def _apply(self, health: ActorHealth) -> None:
-        """The state that a healthy actor is in."""
+        """Set the state of a healthy actor."""
         if health.asleep and self._memory.asleep:
             self._not_serving_since = 0.0
             self._weights.stop_waiting(success=False)
@@ -313,14 +315,14 @@ class Actor:
         now = time.monotonic()
         if self.version is None:
             self._not_serving_since = self._not_serving_since or now
-            # A version on its way has deadlines of its own, and is no trouble.
+            # An update in progress has deadlines of its own and is no trouble.
             brief = now - self._not_serving_since <= BRIEFLY_S or health.weights_state in UPDATING
             if self._announced and not brief:
                 self._announced = False
                 self._write("actor_not_serving", status=health.status, version=health.version)
             if self.state is not ActorState.JOINING:
                 self._set_state(ActorState.JOINING)
-                self.probe_now()  # engines do not serve while they apply a version: it is over at once
+                self.probe_now()  # engines do not serve while they apply a version, but that ends soon
             return
         self._not_serving_since = 0.0
         self._weights.stop_waiting(success=True)
@@ -333,7 +335,7 @@ class Actor:
             self._changed()
 
     async def _failed(self, error: ActorError) -> None:
-        """A probe, or what came with it, has failed."""
+        """Handle a failed probe, or a failed call that the probe led to."""
         process = self._process
         if process is not None and error.phase != "startup":
             await _first_of([process.wait()], timeout=REAP_S)
@@ -342,7 +344,8 @@ class Actor:
                 return
         self._evict(error.phase, str(error))
         if error.phase in ("sleep", "wake"):
-            # Which memory it has is unknown: a process of ours ends, and has none; another does not sleep this time.
+            # It is unknown which memory the actor holds. A process of the run is stopped, so it holds none; a server
+            # stays awake this time.
             if process is not None:
                 await process.stop()
             elif self._memory.without_weights:
@@ -354,7 +357,7 @@ class Actor:
             await process.stop(grace_s=0.0)
 
     def _evict(self, noticed_by: str, reason: str) -> None:
-        """Take the actor out; its requests are redone elsewhere. Does nothing where it is out already."""
+        """Take the actor out; its requests are redone elsewhere. Does nothing if it is already out."""
         self.last_reason = reason
         if self.state in (ActorState.EVICTED, ActorState.GAVE_UP):
             return
@@ -378,7 +381,7 @@ class Actor:
 
     def _set_state(self, state: ActorState) -> None:
         if self.state is ActorState.GAVE_UP:
-            return  # a look that was under way may have found something else
+            return  # a probe that was in progress may have found something else
         if state is ActorState.SUSPECT:
             self._suspect_since = time.monotonic()
         self.state = state
@@ -387,7 +390,7 @@ class Actor:
         self._changed()
 
     async def _wait(self) -> None:
-        """Until the next probe is due or asked for, or the process ends."""
+        """Wait until the next probe is due or requested, or the process ends."""
         interval = self._config.health_interval_s
         if self.state in (ActorState.JOINING, ActorState.SUSPECT):
             interval = min(interval, JOINING_PROBE_S)
@@ -399,9 +402,9 @@ class Actor:
         await _first_of(waits, interval)
         if self._probe_now.is_set():
             self._probe_now.clear()
-            await asyncio.sleep(FAST_PROBE_S)  # who asks often must not make us busy
+            await asyncio.sleep(FAST_PROBE_S)  # frequent calls of probe_now() must not cause a busy loop
 
-    # Its requests
+    # Requests
 
     @property
     def _client(self) -> ActorClient:
@@ -410,7 +413,7 @@ class Actor:
         return self._client_or_none
 
     async def _unless_lost(self, phase: str, request: Coroutine[Any, Any, Result]) -> Result:
-        """The request's answer; ActorError where the actor is evicted before it has come."""
+        """Return the request's answer. Raises ActorError if the actor is evicted first."""
         lost, work = self._lost, asyncio.ensure_future(request)
         try:
             either: set[asyncio.Future[Any]] = {work, lost}
@@ -422,7 +425,7 @@ class Actor:
             work.cancel()
 
     def _interrupt(self, reason: str) -> None:
-        """End all requests to it with an ActorError."""
+        """End all requests to the actor with an ActorError."""
         lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
         lost.set_result(reason)
 
@@ -430,7 +433,7 @@ class Actor:
         for completion in completions:
             for span in completion.spans:
                 if span.epoch != self._epoch:
-                    raise ActorError("generate", f"sampled under epoch {span.epoch!r}, this one is {self._epoch!r}")
+                    raise ActorError("generate", f"sampled under epoch {span.epoch!r}, but this one is {self._epoch!r}")
 
 
 async def _first_of(waits: list[Coroutine[None, None, object]], timeout: float) -> None:

@@ -1,5 +1,5 @@
-"""What the programs of all actors share (`python -m torchtitan.inference.embedded` and `.agent`): command line, token,
-port, and what they say."""
+"""What the programs of all actors (`python -m torchtitan.inference.embedded` and `.agent`) share: command line, token,
+port and messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def actor_parser(module: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """A parser that knows the shared options; check_shared() looks at their values."""
+    """Return a parser with the shared options; check_shared() checks their values."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, epilog=epilog, allow_abbrev=False
     )
@@ -40,13 +40,14 @@ def actor_parser(module: str, description: str | None, epilog: str | None = None
     parser.add_argument("--update-mode", choices=("in_flight", "drain"), default="in_flight", help=update_help)
     parser.add_argument("--drain-timeout", type=float, default=5.0, help="drain: seconds until it is done in flight")
     parser.add_argument("--activity-file", type=Path, help="bounded file for a note of when the engine worked")
-    parser.add_argument("--token-env", help="environment variable that holds the bearer token; else one is made up")
+    parser.add_argument("--token-env", help="environment variable that holds the bearer token; else one is generated")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
     return parser
 
 
 def check_shared(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exits with code 2 and a message where a shared option is wrong; adds `drain_timeout_s`, 0 without a drain."""
+    """Exit with code 2 and a message if a shared option is wrong. Adds `drain_timeout_s`, which is 0 without a
+    drain."""
     if arguments.max_sequences < 1:
         parser.error("--max-sequences must be at least 1")
     if not 0 < arguments.drain_timeout < float("inf"):
@@ -57,7 +58,7 @@ def check_shared(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 
 def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run `work` in an asyncio loop; returns the exit code. A UserError is said in one line."""
+    """Run `work` in an asyncio loop and return the exit code. A UserError is printed as one line."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
@@ -69,14 +70,14 @@ def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, A
 
 
 def set_on_signal(event: asyncio.Event) -> None:
-    """Have SIGTERM and SIGINT set `event`."""
+    """Make SIGTERM and SIGINT set `event`."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, event.set)
 
 
 def announce(arguments: argparse.Namespace, backend: str, listening: str, port: int, token: str) -> None:
-    """Report the port, and say that the actor listens. To a person who has started it by hand also how a run finds it,
-    and with which token."""
+    """Report the port, and print where the actor listens. If a person started it by hand, also print the options with
+    which a run finds it, and its token."""
     write_port_file(arguments.port_file, port)
     variable = arguments.token_env
     print(f"{listening} (token {f'from {variable}' if variable else token})", flush=True)
@@ -92,7 +93,8 @@ def announce(arguments: argparse.Namespace, backend: str, listening: str, port: 
 
 
 def shared_command(module: str, config: JobConfig, port_file: Path) -> list[str]:
-    """The beginning of the command line of an actor that a run starts; it reports its port in `port_file`."""
+    """Return the beginning of the command line of an actor that a run starts. The actor writes its port to
+    `port_file`."""
     return [
         sys.executable, "-m", module,
         *shared_settings(config),
@@ -105,7 +107,7 @@ def shared_command(module: str, config: JobConfig, port_file: Path) -> list[str]
 
 
 def shared_settings(config: JobConfig) -> list[str]:
-    """What a run's configuration says to every actor, also to one that it has not started itself."""
+    """Return the options from a run's configuration for every actor, including actors that the run did not start."""
     inference = config.inference
     return [
         "--model", config.model.hf_assets_path,

@@ -1,7 +1,7 @@
-"""What the supervision of an actor (actor.py) works with: its process and its client, as inference.backend names its
-engine; its memory, given back while the trainer trains; its connection to the weights.
+"""The parts that the supervision of an actor (actor.py) works with: its process and its client, chosen by
+inference.backend; its memory, which it can give back while the trainer trains; and its connection to the weights.
 
-The command and the client of the embedded engine are here, those of an engine with an agent in agent/client.py.
+This module has the command and the client of the embedded engine; agent/client.py has those of engines with an agent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchtitan.config.derived import verification
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command
-from torchtitan.inference.agent.client import AgentClient, agent_command
+from torchtitan.inference.agent.client import AgentClient, agent_command, understanding
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.client import (
     TOKEN_VARIABLE,
@@ -35,20 +35,20 @@ from torchtitan.inference.types import Capabilities, Completion, GenerateRequest
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import actor_file
 
-# After so many fruitless connections in a row a process is started anew.
+# After this many fruitless connections in a row, the process is restarted.
 ATTEMPTS = 3
 
 
 def make_client(backend: str, url: str, token: str) -> ActorClient:
-    """A client of the actor at `url`."""
+    """Return a client of the actor at `url`."""
     if backend == "embedded":
         return EmbeddedClient(url, token)
     return AgentClient(load_engine(backend), url, token)
 
 
 def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
-    """The command line of started actor `number` (from 0), which reports its port in `port_file` and serves nothing
-    before it got its first weights version. Raises UserError where it cannot be started here."""
+    """Return the command line of the started actor `number` (from 0). The actor writes its port to `port_file` and
+    serves nothing until it has its first weights version. Raises UserError if it cannot be started here."""
     backend = config.inference.backend
     if backend == "embedded":
         return embedded_command(config, port_file)
@@ -59,7 +59,7 @@ class ActorProcess(ChildProcess):
     """Starts and stops one actor. Belongs to one asyncio loop."""
 
     def __init__(self, name: str, config: JobConfig, token: str, run_dir: Path, number: int = 0):
-        """`number` tells the started actors of a run apart, from 0."""
+        """`number` (from 0) tells the actors that a run starts apart."""
         self._logs = run_dir / "logs"
         super().__init__("the process", self._logs / f"{name}.log")
         self._name, self._config, self._number = name, config, number
@@ -67,13 +67,13 @@ class ActorProcess(ChildProcess):
         self._activity_file = actor_file(run_dir, name)
 
     async def start(self) -> str:
-        """Start the process; returns its URL once it listens.
+        """Start the process and return its URL once it listens.
 
         Raises:
             ActorError: it ended or did not listen within inference.startup_timeout_s.
         """
         inference = self._config.inference
-        # Another name every time: an actor that outlived its trainer may still be about to write its port.
+        # The name is new every time: an actor that outlived its trainer may still be about to write its port.
         port_file = self._logs / f"{self._name}.{secrets.token_hex(4)}.port"
         environment = child_environment(
             threads_per_actor(inference), **self._variables, **engine_devices(self._config, self._number)
@@ -90,13 +90,13 @@ class ActorProcess(ChildProcess):
 
 
 def cache_megabytes(config: JobConfig) -> int:
-    """Upper bound of one actor's KV cache: together they may take half of the memory that is free now."""
+    """Return the limit in MiB of one actor's KV cache: all actors together may take half of the memory that is free
+    now."""
     return max(1, psutil.virtual_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
 
 
 def embedded_command(config: JobConfig, port_file: Path) -> list[str]:
-    """The command line of an embedded actor, which reports its port in `port_file` and serves nothing before it got its
-    first weights version."""
+    """Return the command line of an embedded actor; see actor_command()."""
     inference = config.inference
     return [
         *shared_command("torchtitan.inference.embedded", config, port_file),
@@ -109,10 +109,10 @@ def embedded_command(config: JobConfig, port_file: Path) -> list[str]:
 
 
 class EmbeddedClient(ActorClient):
-    """Talks to the embedded engine's server, which does everything at one address."""
+    """Client of the embedded engine's server, which does everything at one address."""
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Completions of one request.
+        """Return the completions of one request.
 
         Raises:
             ActorNotReady: the engine has no weights yet.
@@ -120,18 +120,16 @@ class EmbeddedClient(ActorClient):
             ActorError: no answer, an error, or an answer that is not well-formed.
         """
         data = await self.client.call_object("generate", "POST", "/v1/generate", timeout_s, request.to_json())
-        try:
+        with understanding("generate"):
             completions = [Completion.from_json(item) for item in data["completions"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ActorError("generate", f"the answer is malformed: {error!r}") from error
         return check_completions(completions, request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         data = await self.client.call_object("score", "POST", "/v1/score", timeout_s, {"token_ids": token_ids})
-        try:
-            return ScoredTokens([float(value) for value in data["log_probs"]], str(data["epoch"]), int(data["version"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ActorError("score", f"the answer is malformed: {error!r}") from error
+        with understanding("score"):
+            values = [float(value) for value in data["log_probs"]]
+            scored = ScoredTokens(values, str(data["epoch"]), int(data["version"]))
+        return scored
 
     async def capabilities(self, timeout_s: float) -> Capabilities:
         data = await self.state(timeout_s)
@@ -139,7 +137,7 @@ class EmbeddedClient(ActorClient):
 
 
 class ActorMemory:
-    """Which parts of its memory one actor is to have, and the calls that see to it. Belongs to one asyncio loop.
+    """Which parts of its memory one actor should hold, and the calls that make it so. Belongs to one asyncio loop.
 
     write(kind, level, …) writes an event of this actor.
     """
@@ -147,28 +145,28 @@ class ActorMemory:
     def __init__(self, config: Inference, write: Callable[..., None]):
         self._config, self._write = config, write
         self.asleep: frozenset[Tag] = frozenset()
-        """The parts that the actor is to be without"""
+        """The parts that the actor should be without"""
         self._level = 0
         self.reached = asyncio.Event()
-        """Set when the actor is as it is to be, or cannot be; a new one for each `aim`"""
+        """Set once the actor is as `aim` asked, or cannot be; each `aim` makes a new event"""
         self.may_be_asleep = False
-        """It was told to sleep, and has not been seen awake since"""
+        """The actor was told to sleep and has not been seen awake since"""
         self.said_unable = False
         """An event has said that this process cannot sleep"""
 
     @property
     def without_weights(self) -> bool:
-        """Whether it is to be without its weights too: then its memory is the trainer's."""
+        """Whether the actor should be without its weights too; its memory then belongs to the trainer."""
         return "weights" in self.asleep
 
     def aim(self, asleep: Collection[Tag], level: int = 0) -> None:
-        """From now on the actor is to be without these parts, and sleeps as deep as `level`."""
+        """From now on, the actor should be without these parts and sleep at this level."""
         self.asleep, self._level = frozenset(asleep), level
         self.reached.set()
         self.reached = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether what was aimed at is reached, or replaced, within that time."""
+        """Return whether what the last `aim` asked for is reached, or replaced by another `aim`, within `timeout_s`."""
         try:
             await asyncio.wait_for(self.reached.wait(), timeout_s)
         except asyncio.TimeoutError:
@@ -176,15 +174,15 @@ class ActorMemory:
         return True
 
     def stay_awake(self, reason: str) -> None:
-        """It does not sleep this time; an event gives the reason, if there is one to give."""
+        """Let the actor stay awake this time. An event gives the reason unless it is empty."""
         self.aim(())
         self.reached.set()
         if reason:
             self._write("actor_stays_awake", level=logging.WARNING, reason=reason)
 
     async def match(self, client: ActorClient, health: ActorHealth) -> tuple[ActorHealth, bool]:
-        """Have it asleep or awake as it is to be: also one that has just come, or that an earlier run left asleep.
-        Returns its health after that, and whether there is nothing more to do. Raises ActorError."""
+        """Put the actor to sleep or wake it as `aim` asked, also one that has just come or that an earlier run left
+        asleep. Returns its health afterwards, and whether nothing is left to do. Raises ActorError."""
         timeout_s, level = self._config.sleep_timeout_s, self._level
         sleeps = self.without_weights and set(health.asleep) != self.asleep
         wakes = [tag for tag in health.asleep if tag not in self.asleep]
@@ -197,15 +195,18 @@ class ActorMemory:
         if not sleeps:
             await client.wake(wakes, timeout_s)
         elif not (await client.capabilities(self._config.health_timeout_s)).sleep:
-            self.stay_awake("" if self.said_unable else "it was not started so that it can sleep (see docs/engines.md)")
+            self.stay_awake("" if self.said_unable else "it was started unable to sleep (see docs/engines.md)")
             self.said_unable = True
         elif not await client.sleep(level, timeout_s):
-            self.stay_awake("its engine still works on something")
+            self.stay_awake("its engine is still busy")
         return await client.health(self._config.health_timeout_s), True
 
 
 class WeightConnection:
-    """key: of the actor `name` (handshake.role_key). write(kind, level, …) writes an event of it."""
+    """Connects one actor to the weight sync.
+
+    key: of the actor `name` (handshake.role_key). write(kind, level, …) writes an event of this actor.
+    """
 
     def __init__(self, name: str, config: JobConfig, epoch: str, key: str, write: Callable[..., None]):
         self._name, self._epoch, self._key, self._write = name, epoch, key, write
@@ -215,15 +216,15 @@ class WeightConnection:
         self.connected = False
         self._fruitless = 0
         self._waiting_since = 0.0
-        """On time.monotonic(), 0.0 where nothing is waited for"""
+        """On time.monotonic(); 0.0 while nothing is awaited"""
 
     @property
     def hopeless(self) -> bool:
-        """Whether connecting anew has not helped several times."""
+        """Whether connecting again has failed to help several times."""
         return self._fruitless >= ATTEMPTS
 
     def use(self, registry: str) -> None:
-        """Pull weights from the trainer with this registry (host:port) from now on."""
+        """From now on, pull weights from the trainer with this registry (host:port)."""
         self._registry, self.connected = registry, False
 
     def stop_waiting(self, success: bool) -> None:
@@ -233,12 +234,11 @@ class WeightConnection:
             self._fruitless = 0
 
     def reset(self) -> None:
-        """Another process has the actor's name: it is not connected."""
+        """The actor has a new process, which is not connected."""
         self.connected, self._fruitless, self._waiting_since = False, 0, 0.0
 
     async def keep(self, client: ActorClient, health: ActorHealth, may_connect: bool) -> ActorHealth:
-        """Connect the actor where it is not connected, or not any more. Returns its health after that; raises
-        ActorError."""
+        """Connect the actor unless it is connected. Returns its health afterwards. Raises ActorError."""
         if self.connected and health.weights_failure is not None:
             self.connected = False
             self._write("actor_weights_lost", level=logging.WARNING, reason=health.weights_failure)
@@ -250,7 +250,7 @@ class WeightConnection:
         return await client.health(self._timeout_s)
 
     def overdue(self, health: ActorHealth) -> str:
-        """Why an actor that serves nothing is to be connected anew; "" while its weights may still come."""
+        """Return why an actor that serves nothing should be connected again, or "" while its weights may still come."""
         now = time.monotonic()
         if not self.connected or health.status == "paused":
             self._waiting_since = 0.0

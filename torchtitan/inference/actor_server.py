@@ -1,6 +1,6 @@
-"""The HTTP server of one actor: who may ask, pause and sleep, weights from a trainer, health and errors.
+"""The HTTP server of one actor: authorisation, pause and sleep, weights from a trainer, health and errors.
 
-What stands behind it is an engine in this process (embedded/server.py) or another server (agent/server.py).
+Behind it is an engine in this process (embedded/server.py) or another server (agent/server.py).
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ Asked = TypeVar("Asked", bound=Body)
 
 
 class WrongRequest(ValueError):
-    """The request cannot be served by any actor: the message says what is wrong."""
+    """No actor can serve the request; the message says what is wrong."""
 
 
 class OtherJob(Exception):
-    """Another job that lives gives this server its weights: the message says which."""
+    """Another live job gives this server its weights; the message says which."""
 
 
 class PauseBody(Body):
     mode: Literal["keep", "abort"] = "keep"
-    """keep what runs for after the pause, or drop it"""
+    """whether running requests are kept for after the pause, or dropped"""
 
 
 class SleepBody(Body):
     level: int = Field(1, ge=1, le=2)
     finish_s: float = Field(0.0, ge=0)
-    """Seconds for what runs to finish"""
+    """Seconds that running requests get to finish"""
 
 
 class WakeBody(Body):
     tags: list[Tag] = list(TAGS)
-    """The parts of its memory that the engine is to take again"""
+    """The parts of its memory that the engine should take back"""
 
 
 class ConnectBody(Body):
@@ -64,47 +64,48 @@ class ConnectBody(Body):
     actor: str = Field(min_length=1)
     epoch: str = Field(min_length=1)
     key: str = Field(min_length=1)
-    """Of that name (handshake.role_key)"""
+    """Key of that actor name (handshake.role_key)"""
     relay: bool = False
     """Pass versions on to other actors"""
 
 
 class EngineCommands(Protocol):
-    """What routes do to an engine. All of it may block, each is called in a thread."""
+    """What the routes do to an engine. Every method may block and is called in a thread."""
 
     @property
     def holds(self) -> tuple[str, int] | None:
-        """(epoch, version) that the engine certainly holds whole."""
+        """(epoch, version) that the engine certainly holds completely."""
 
     def pause(self, abort: bool, /) -> None:
-        """Have the engine stand still; `abort` drops what runs."""
+        """Pause the engine; `abort` drops running requests."""
 
     def resume(self) -> None: ...
 
     def sleep(self, level: int, finish_s: float, /) -> object:
-        """Give memory back once nothing runs, within `finish_s` seconds; else change nothing."""
+        """Give back memory once nothing runs, within `finish_s` seconds; otherwise change nothing."""
 
     def wake(self, tags: list[Tag], /) -> None: ...
 
     def new_connection(self) -> int:
-        """A number for a connection to a trainer: what `apply` gets from older ones is refused from here on."""
+        """Return a number for a new connection to a trainer. From here on, `apply` refuses what older connections
+        bring."""
 
     def apply(self, connection: int, staged: StagedVersion, /) -> dict[str, float]:
-        """Called for this connection in a thread of its own; returns what it cost, in seconds."""
+        """Apply a version for this connection; called in a thread of its own. Returns the costs in seconds."""
 
 
 class ActorServer(abc.ABC):
     """The routes that all actors have.
 
     Args:
-        commands: what they do to the engine.
-        token: what clients must send as `Authorization: Bearer …`.
-        relay_host: address on which versions are passed on to other actors, where the trainer wants that.
+        commands: what the routes do to the engine.
+        token: clients must send it as `Authorization: Bearer …`.
+        relay_host: address on which versions are passed on to other actors if the trainer wants that.
     """
 
     body_limit: ClassVar[int] = 1024 * 1024
     statuses: ClassVar[dict[type[Exception], int]] = {WrongRequest: 400, OtherJob: 409}
-    """The HTTP status of what a request may raise; anything else is a defect and 500"""
+    """The HTTP status of each exception that a request may raise; any other exception is a defect and gives 500"""
 
     def __init__(self, commands: EngineCommands, token: str, relay_host: str):
         self._commands = commands
@@ -112,32 +113,32 @@ class ActorServer(abc.ABC):
         self._turn = asyncio.Lock()
         self._connecting = threading.Lock()
         self._weights: Actor | None = None
-        """Brings the weights of the trainer that was named last"""
+        """Pulls the weights of the trainer that was named last"""
         self._lost: str | None = None
-        """Why that has to be replaced"""
+        """Why that connection has to be replaced"""
         self._runner: web.AppRunner | None = None
 
-    # What a subclass says
+    # For subclasses to override
 
     def weights_options(self) -> dict[str, Any]:
-        """Of the Actor that brings the weights."""
+        """Return further options for the Actor that pulls the weights."""
         return {}
 
     def connected(self, weights: Actor) -> None:  # noqa: B027 nothing, unless a subclass has to know
-        """A connection has begun."""
+        """Called when a connection has begun."""
 
     @abc.abstractmethod
     def status(self) -> tuple[str, str | None]:
-        """One word, ok or why nothing is served, and the reason as a sentence."""
+        """Return one word (ok, or why nothing is served) and the reason as a sentence."""
 
     @abc.abstractmethod
     def details(self) -> dict[str, Any]:
-        """What /health says besides: epoch and version that are served, engine_age_s, asleep, …"""
+        """Return what else /health reports: the served epoch and version, engine_age_s, asleep, …"""
 
     # Server
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises UserError where the address cannot be bound."""
+        """Listen and return the port. Raises UserError if the address cannot be bound."""
         app = web.Application(middlewares=[self._guard], client_max_size=self.body_limit)
         app.add_routes(self.routes())
         # handler_cancellation: a client that hangs up ends its handler, which aborts the request.
@@ -157,7 +158,8 @@ class ActorServer(abc.ABC):
             await self._runner.cleanup()
 
     def routes(self) -> list[web.RouteDef]:
-        """All routes. Errors are {"error": reason} with status 400, 401, 404, 409, 500, or those of `statuses`."""
+        """Return all routes. Errors are {"error": reason} with status 400, 401, 404, 409, 500, or those of
+        `statuses`."""
         return [
             web.post("/pause", self._pause),
             web.post("/resume", self._resume),
@@ -169,7 +171,7 @@ class ActorServer(abc.ABC):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets in who knows the token, and turns exceptions into answers."""
+        """Require the token, and turn exceptions into answers."""
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             return answer({"error": "the bearer token is missing or wrong"}, 401)
@@ -187,7 +189,7 @@ class ActorServer(abc.ABC):
             return answer({"error": repr(error)}, 500)
 
     def state(self) -> dict[str, Any]:
-        """What /health says."""
+        """Return what /health reports."""
         status, reason = self.status()
         weights = None
         if self._weights is not None:
@@ -217,13 +219,14 @@ class ActorServer(abc.ABC):
         return answer(self.state())
 
     async def _connect(self, request: web.Request) -> web.Response:
-        """Pull weights from there from now on."""
+        """From now on, pull weights from the given trainer."""
         body = await parse_body(request, ConnectBody)
         try:
             wire.parse_address(body.registry)
         except wire.ProtocolError as error:
             raise WrongRequest(str(error)) from None
-        # In their order, and without a thread for each that waits. The other lock: one that was cancelled goes on.
+        # This lock keeps requests in order without a thread for each waiting one. The thread of a cancelled request
+        # goes on, so _replace_weights() needs a lock of its own.
         async with self._turn:
             await asyncio.to_thread(self._replace_weights, body)
         return answer(self.state())
@@ -239,7 +242,7 @@ class ActorServer(abc.ABC):
             number = self._commands.new_connection()
             served = None if old is None else old.served
             if served is not None and (served.epoch, served.version) != self._commands.holds:
-                # An apply outlasted the old connection: it does not know what the engine holds now.
+                # An apply outlasted the old connection, which does not know what the engine holds now.
                 served = None
             apply = functools.partial(self._commands.apply, number)
             options = {"relay_host": self._relay_host if body.relay else "", **self.weights_options()}
@@ -253,23 +256,17 @@ class ActorServer(abc.ABC):
 
 
 def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:
-    """A JSON answer without spaces: completions are long."""
+    """Return a JSON answer without spaces, because completions are long."""
     text = json.dumps(data, separators=(",", ":"))
     return web.Response(text=text, status=status, headers=headers, content_type="application/json")
 
 
 async def parse_body(request: web.Request, kind: type[Asked]) -> Asked:
-    """What a body that may be missing says. Raises WrongRequest."""
-    body = await request.read()
-    return kind.read(parse_object(body) if body else {}, WrongRequest)
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises WrongRequest."""
+    """Parse a body, which may be missing. Raises WrongRequest."""
     try:
-        data = json.loads(body)
+        data = json.loads(await request.read() or b"{}")
     except ValueError as error:
         raise WrongRequest(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise WrongRequest("the body must be a JSON object")
-    return data
+    return kind.read(data, WrongRequest)

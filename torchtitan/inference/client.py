@@ -1,5 +1,5 @@
-"""The client of one actor: what every engine says of its health and how it fails, JSON over HTTP, and what is checked
-of the answers. No torch here.
+"""The client of one actor: how every engine reports its health and its failures, JSON over HTTP, and the checks of the
+answers. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
+from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, mistakes_of
 
 TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
-# States of an actor's weights with a version on its way; the registry has deadlines for them.
+# States of an actor's weights while a version is in progress; the registry has deadlines for them.
 UPDATING = ("PULLING", "APPLYING")
 WRONG_REQUEST = 400
 UNAUTHORIZED = 401
 NOT_READY = 503
 KEEP_ALIVE_S = 60.0
-LONGEST_REASON = 500
+MAX_REASON_CHARACTERS = 500
 
 
 class ActorError(Exception):
@@ -48,43 +49,47 @@ class TokenRefused(ActorError):
 
 @dataclass
 class ActorHealth:
-    """The answer of /health. version is None before it has applied a first one."""
+    """The answer of /health. version is None before a first one has been applied."""
 
     status: str
-    epoch: str | None
-    version: int | None
+    epoch: str | None = None
+    version: int | None = None
     reason: str | None = None
-    """Why it does not serve"""
+    """Why the actor does not serve"""
     weights_state: str | None = None
-    """Of its weights (PULLING, …); None where no trainer gives it any"""
+    """State of its weight sync (PULLING, …); None without a trainer"""
     weights_failure: str | None = None
-    """Why no weights come any more"""
+    """Why no more weights come"""
     engine_age_s: float = 0.0
     """Seconds without progress of an engine that has work"""
     answered_age_s: float = 0.0
-    """Seconds since the engine behind it was last seen alive, where that is not the actor itself"""
+    """Seconds since the engine behind the actor was last seen alive, if it is a separate process"""
     asleep: tuple[Tag, ...] = ()
-    """Parts of its memory that it has given back; it serves nothing before all are there again"""
+    """Parts of its memory that the actor has given back; it serves nothing until it has all of them again"""
 
     @property
     def serves(self) -> bool:
         return self.status == "ok"
 
 
+# Keys that only a newer actor knows are ignored.
+HEALTH = TypeAdapter(ActorHealth)
+
+
 def base_url(host: str, port: int) -> str:
-    """URL of a server; IPv6 addresses stand in brackets."""
+    """Return the URL of a server; IPv6 addresses are put in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def wrong_request(status: int, _reason: str) -> bool:
-    """Whether an answer of this status finds fault with the request itself, not with this actor."""
+    """Whether an answer with this status is about the request itself, not about this actor."""
     return status == WRONG_REQUEST
 
 
 class JsonClient:
-    """Talks to the server at `url` (http://host:port). Connections are kept and reused; belongs to one asyncio loop.
+    """Client of the server at `url` (http://host:port) that reuses its connections; belongs to one asyncio loop.
 
-    token_variable: the environment variable from which people set `token`.
+    token_variable: the environment variable in which users set `token`.
     """
 
     def __init__(self, url: str, token: str, token_variable: str = TOKEN_VARIABLE):
@@ -101,7 +106,7 @@ class JsonClient:
         body: dict[str, Any] | None = None,
         refused: Callable[[int, str], bool] = wrong_request,
     ) -> Any:
-        """The answer's JSON.
+        """Return the answer's JSON.
 
         Raises:
             ActorNotReady: the server said 503.
@@ -110,7 +115,7 @@ class JsonClient:
             ActorError: no answer in time, another status, or no JSON.
         """
         if self._session is None:
-            # Our own pool bounds what is under way; a second bound here would only hold up health probes.
+            # The pool bounds the requests in flight; a second bound here would only delay health probes.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
@@ -121,7 +126,7 @@ class JsonClient:
             ) as response:
                 if response.status == 200:
                     return await response.json(content_type=None)
-                text = (await response.text())[:LONGEST_REASON]
+                text = (await response.text())[:MAX_REASON_CHARACTERS]
                 reason = f"{path} answered {response.status}: {text}"
                 if response.status == NOT_READY:
                     raise ActorNotReady(phase, reason)
@@ -130,7 +135,7 @@ class JsonClient:
                         f"set {self._token_variable} in this environment to the token that the server was started with"
                     )
                     raise TokenRefused(phase, f"{self.url} refuses our token ({path} answered 401): {hint}")
-                # Other codes are about this actor: its limits, what it can do now.
+                # Other codes are about this actor: its limits, or what it can do now.
                 if refused(response.status, text):
                     raise RequestRefused(phase, reason)
                 raise ActorError(phase, reason)
@@ -142,7 +147,7 @@ class JsonClient:
     async def call_object(
         self, phase: str, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `call`, where the answer has to be a JSON object."""
+        """Like `call`, but the answer has to be a JSON object."""
         data = await self.call(phase, method, path, timeout_s, body)
         if not isinstance(data, dict):
             raise ActorError(phase, f"{path} did not answer with a JSON object")
@@ -156,8 +161,8 @@ class JsonClient:
 
 
 class ActorClient(abc.ABC):
-    """Talks to the actor at `url`, authorised by `token`. Every method has a deadline and raises ActorError. Belongs to
-    one asyncio loop."""
+    """Client of the actor at `url`, with `token` as authorisation. Every method has a deadline and raises ActorError.
+    Belongs to one asyncio loop."""
 
     def __init__(self, url: str, token: str):
         self.client = JsonClient(url, token)
@@ -168,11 +173,11 @@ class ActorClient(abc.ABC):
 
     @abc.abstractmethod
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Also raises ActorNotReady (it must not serve now) and RequestRefused (the request itself is wrong)."""
+        """Also raises ActorNotReady (the actor must not serve now) and RequestRefused (the request itself is wrong)."""
 
     @abc.abstractmethod
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        """Log-probs of given tokens under the weights that are served now, where capabilities().score."""
+        """Return the log-probs of given tokens under the weights that are served now; requires capabilities().score."""
 
     @abc.abstractmethod
     async def capabilities(self, timeout_s: float) -> Capabilities: ...
@@ -181,29 +186,31 @@ class ActorClient(abc.ABC):
         return parse_health(await self.state(timeout_s))
 
     async def state(self, timeout_s: float) -> dict[str, Any]:
-        """All that /health says."""
+        """Return all that /health reports."""
         return await self.client.call_object("health", "GET", "/health", timeout_s)
 
     async def connect_weights(
         self, registry: str, actor: str, epoch: str, key: str, relay: bool, timeout_s: float
     ) -> None:
         """Have the actor pull its weights from the trainer with this registry (host:port), under this name and with its
-        key; replaces an earlier connection. relay: it passes them on to other actors, too."""
+        key. Replaces an earlier connection. With `relay`, it also passes them on to other actors."""
         body = {"registry": registry, "actor": actor, "epoch": epoch, "key": key, "relay": relay}
         await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body)
 
     async def sleep(self, level: int, timeout_s: float) -> bool:
-        """Give the KV cache back, and the weights: level 1 may keep them elsewhere, 2 drops them.
+        """Have the actor give back its KV cache and its weights. Level 1 may keep the weights elsewhere; level 2 drops
+        them.
 
-        What runs gets half of the time to finish. False: it did not, and the actor goes on as before.
+        Running requests get half of the time to finish. Returns False if they did not; the actor then goes on as
+        before.
         """
         body = {"level": level, "finish_s": timeout_s / 2}
         data = await self.client.call_object("sleep", "POST", "/sleep", timeout_s, body)
         return set(parse_health(data).asleep) == set(TAGS)
 
     async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
-        """Take memory again, weights first. Weights that were dropped have to come as a version: before one has been
-        applied nothing is sampled."""
+        """Have the actor take back memory, weights first. Dropped weights have to come as a new version; until one has
+        been applied, nothing is sampled."""
         await self.client.call_object("wake", "POST", "/wake", timeout_s, {"tags": list(tags)})
 
     async def close(self) -> None:
@@ -211,35 +218,19 @@ class ActorClient(abc.ABC):
 
 
 def parse_health(data: dict[str, Any]) -> ActorHealth:
-    """What /health said. Raises ActorError where it is malformed."""
-    version = data.get("version")
-    if version is not None and not isinstance(version, int):
-        raise ActorError("health", f"the answer is malformed: version {version!r}")
-    # Engines may say -1 for "no version yet".
-    served = None if version is None or version < 0 else version
-    age, answered = data.get("engine_age_s", 0.0), data.get("answered_age_s", 0.0)
-    weights = data.get("weights") or {}
-    if not isinstance(age, int | float) or not isinstance(answered, int | float) or not isinstance(weights, dict):
-        ages = f"engine_age_s {age!r}, answered_age_s {answered!r}"
-        raise ActorError("health", f"the answer is malformed: {ages}, weights {weights!r}")
-    asleep = data.get("asleep", [])
-    if not isinstance(asleep, list) or not set(asleep) <= set(TAGS):
-        raise ActorError("health", f"the answer is malformed: asleep {asleep!r}")
-    return ActorHealth(
-        str(data.get("status")),
-        data.get("epoch") or None,
-        served,
-        reason=data.get("reason"),
-        weights_state=weights.get("state"),
-        weights_failure=weights.get("failure"),
-        engine_age_s=float(age),
-        answered_age_s=float(answered),
-        asleep=tuple(tag for tag in TAGS if tag in asleep),
-    )
+    """Parse the answer of /health. Raises ActorError if it is malformed."""
+    try:
+        weights = data.get("weights") or {}
+        about_weights = {"weights_state": weights.get("state"), "weights_failure": weights.get("failure")}
+        return HEALTH.validate_python({**data, **about_weights})
+    except ValidationError as error:
+        raise ActorError("health", f"the answer is malformed: {mistakes_of(error)}") from error
+    except AttributeError as error:
+        raise ActorError("health", f"the answer is malformed: weights {weights!r}") from error
 
 
 def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserError:
-    """What is raised where a request has failed more often than inference.max_retries."""
+    """Return the error for a request that has failed more often than inference.max_retries."""
     reasons = "; ".join(failures)
     return UserError(
         f"request {request_id} failed {len(failures)} times (inference.max_retries = {max_retries}): {reasons}"
@@ -247,9 +238,9 @@ def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserE
 
 
 def check_completions(completions: list[Completion], wanted: int) -> list[Completion]:
-    """Number, tokens, log-probs and version spans must fit together, and be fit to be trained on. Raises ActorError."""
+    """Check that number, tokens, log-probs and version spans fit together and can be trained on. Raises ActorError."""
     if len(completions) != wanted:
-        raise ActorError("generate", f"{len(completions)} completions came for {wanted} asked")
+        raise ActorError("generate", f"{len(completions)} completions were returned, {wanted} were requested")
     for completion in completions:
         _check(completion)
     return completions
@@ -260,12 +251,12 @@ def _check(completion: Completion) -> None:
         raise ActorError("generate", "the engine aborted the request")
     length = len(completion.token_ids)
     if len(completion.log_probs) != length:
-        raise ActorError("generate", f"{length} tokens came with {len(completion.log_probs)} log-probs")
+        raise ActorError("generate", f"{length} tokens were returned with {len(completion.log_probs)} log-probs")
     if not all(map(math.isfinite, completion.log_probs)):
-        # One of them would make the loss of the whole batch no number.
-        raise ActorError("generate", "a log-prob came that is not finite")
+        # A single one would make the loss of the whole batch NaN or infinite.
+        raise ActorError("generate", "a log-prob is not finite")
     if not length:
-        raise ActorError("generate", "a completion came without tokens")
+        raise ActorError("generate", "a completion is without tokens")
     position, version = 0, -1
     for span in completion.spans:
         if span.start != position or span.end <= span.start or span.version < version:

@@ -35,7 +35,7 @@ PREFIX_KEYS = "/prefix_keys"
 LABELS = {"/inference/v1/generate": "/weight_info", "/generate": "/model_info"}
 """Where tokens are asked for -> where the engine says `weight_version`, the label of what it holds"""
 # No pause is longer: weights come in, or memory is taken again.
-LONGEST_PAUSE_S = 600.0
+MAX_PAUSE_S = 600.0
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -44,7 +44,7 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 # With the host in it: where machines share temporary files, locks on folders need not reach from one to the other.
 FOLDER_PREFIX = f"torchtitan-engine-{hashlib.blake2b(socket.gethostname().encode(), digest_size=3).hexdigest()}-"
 # The path of a unix socket has at most 107 bytes. vLLM's names are the longest: 36 characters behind a slash.
-LONGEST_FOLDER = 107 - 37
+MAX_FOLDER_BYTES = 107 - 37
 RANDOM_PART = "12345678"
 
 
@@ -187,9 +187,9 @@ class PrefixKeyMiddleware:
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
         try:
-            key = await asyncio.wait_for(self._key_in_use(scope), LONGEST_PAUSE_S)
+            key = await asyncio.wait_for(self._key_in_use(scope), MAX_PAUSE_S)
         except asyncio.TimeoutError:
-            await _refuse(send, 503, f"the engine has stood still for {LONGEST_PAUSE_S:g} s")
+            await _refuse(send, 503, f"the engine has been paused for {MAX_PAUSE_S:g} s")
             return
         with contextlib.suppress(ValueError, TypeError):  # the engine says what is wrong with it
             body = json.dumps(json.loads(body) | {"cache_salt": key}).encode()
@@ -238,7 +238,7 @@ def engine_folder() -> Iterator[Path]:
 def _parent() -> Path:
     """Where temporary files belong, unless its path is too long for sockets below it."""
     usual, short = Path(tempfile.gettempdir()), Path("/tmp")
-    fits = len(os.fsencode(usual / f"{FOLDER_PREFIX}{RANDOM_PART}")) <= LONGEST_FOLDER
+    fits = len(os.fsencode(usual / f"{FOLDER_PREFIX}{RANDOM_PART}")) <= MAX_FOLDER_BYTES
     return usual if fits or not os.access(short, os.W_OK) else short
 
 

@@ -33,7 +33,7 @@ KEPT_VERSIONS = 32
 # An actor that cannot be asked for so long is reported.
 SILENT_S = 60.0
 # So many wrong answers in a row are no accident any more.
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 # Where the model's shape is not known.
 USUAL_LAYERS = 28
 
@@ -125,14 +125,14 @@ class ParityGuard:
     async def _watch(self, actor: Actor) -> None:
         """Look at one actor again and again; where that fails for an unforeseen reason each time, it is given up."""
         broken = 0
-        while broken < MOST_FAILURES:
+        while broken < MAX_FAILURES:
             try:
                 await self._look(actor)
                 broken = 0
             except Exception as error:
                 broken += 1
                 self._events.write("parity_guard_failed", level=logging.ERROR, actor=actor.name, reason=repr(error))
-                if broken == MOST_FAILURES:
+                if broken == MAX_FAILURES:
                     await self._give_up(actor, f"its weights cannot be verified ({error!r}, {broken} times in a row)")
             await asyncio.sleep(POLL_S)
 
@@ -162,7 +162,7 @@ class ParityGuard:
         if self._how == "digest":
             seen.settled = True
             if not able.digest:
-                self._not_verified(actor, "it does not look at its weights by itself (weight_sync.verify = digest)")
+                self._not_verified(actor, "it does not verify its own weights, as weight_sync.verify = digest asks")
         elif able.score:
             seen.asks_score = True
         else:
@@ -197,7 +197,7 @@ class ParityGuard:
             "weights_differ", level=logging.ERROR, actor=actor.name, version=scored.version, difference=difference,
             tolerance=self._tolerance, failures=failures,
         )  # fmt: skip
-        await actor.distrust(scored.version, reason, forever=failures >= MOST_FAILURES)
+        await actor.distrust(scored.version, reason, forever=failures >= MAX_FAILURES)
 
     def _note_silence(self, actor: Actor, seen: _Seen, reason: str) -> None:
         # Applying, restarting, overloaded: the next look will do. For good it is no proof of anything.

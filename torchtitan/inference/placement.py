@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchtitan.config.derived import shares_devices
+from torchtitan.config.derived import from_torchrun, shares_devices
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host
@@ -51,7 +51,7 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
     if config.inference.backend == "embedded" or not devices:
         return {}
     on_cpu = os.environ.get("TORCHTITAN_DEVICE") == "cpu"
-    ranks = 0 if on_cpu or shares_devices(config) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = 0 if on_cpu or shares_devices(config) else from_torchrun("LOCAL_WORLD_SIZE", "1", least=1)
     size = config.inference.tensor_parallel_size
     first = ranks + number * size
     if first + size > len(devices):

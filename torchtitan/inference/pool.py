@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # New versions reach actors a little apart. Without this grace the first to have one would be given all that waits.
 GRACE_S = 0.1
 # Conversations of which it is remembered who had their last turn.
-MOST_NAMES = 65536
+MAX_NAMES = 65536
 
 
 @dataclass
@@ -212,8 +212,8 @@ class InferencePool:
         guard = self._guard
         if guard is not None and guard.done() and not guard.cancelled() and (error := guard.exception()) is not None:
             raise UserError(
-                f"the actors' weights are not compared with the trainer's any more ({error!r}): what they sample could "
-                "be stale or torn. Resume from the last checkpoint; weight_sync.verify = off trains without it"
+                f"the actors' weights are no longer compared with the trainer's ({error!r}) and could be stale or "
+                "torn. Resume from the last checkpoint; weight_sync.verify = off trains without this check"
             )
 
     async def _acquire(self, sequences: int, min_version: int, shares: str) -> Actor:
@@ -259,7 +259,7 @@ class InferencePool:
                 chosen = min(open_to, key=lambda actor: actor.load)
             if waiter.shares:
                 self._last_of[waiter.shares] = chosen
-                if len(self._last_of) > MOST_NAMES:
+                if len(self._last_of) > MAX_NAMES:
                     del self._last_of[next(iter(self._last_of))]
             chosen.load += waiter.sequences
             waiter.actor.set_result(chosen)

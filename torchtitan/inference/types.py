@@ -31,7 +31,7 @@ Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 """In the order in which they wake"""
 # Of a request: so many are told.
-MOST_MISTAKES = 5
+MAX_MISTAKES = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def check_routes(routes: Routes, tokens: int) -> None:
     """Raise ValueError unless these can be the routes of a prompt and completion of so many tokens."""
     shape = routes.experts.shape
     if len(shape) != 3 or not 0 <= routes.first <= tokens - 1 or shape[0] != tokens - 1 - routes.first:
-        text = f"{list(shape)} numbers of experts from token {routes.first} on came for {tokens} tokens"
+        text = f"{list(shape)} numbers of experts were returned from token {routes.first} on, for {tokens} tokens"
         raise ValueError(f"{text}: one row is needed for each but the last")
 
 
@@ -214,12 +214,17 @@ class Body(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            texts = []
-            for one in error.errors(include_url=False)[:MOST_MISTAKES]:
-                text = one["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-                got = "" if one["type"] == "missing" else f", got {one['input']!r:.100}"
-                texts.append(f"{'.'.join(map(str, one['loc']))}: {text}{got}")
-            raise wrong("; ".join(texts)) from None
+            raise wrong(mistakes_of(error)) from None
+
+
+def mistakes_of(error: ValidationError) -> str:
+    """What is wrong with a JSON object, in one line."""
+    texts = []
+    for one in error.errors(include_url=False)[:MAX_MISTAKES]:
+        text = one["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        got = "" if one["type"] == "missing" else f", got {one['input']!r:.100}"
+        texts.append(f"{'.'.join(map(str, one['loc']))}: {text}{got}")
+    return "; ".join(texts)
 
 
 @dataclass

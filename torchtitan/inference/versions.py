@@ -28,13 +28,13 @@ from torchtitan.models.adapter_math import (
     quantize,
 )
 from torchtitan.models.shape import is_redundant, open_tensors, read_args, tensor_files
-from torchtitan.weight_sync.digest import Stopped, Unverifiable
+from torchtitan.weight_sync.digest import CheckStopped, Unverifiable
 from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 
 # So many torn versions in a row are the fault of this process, or of its memory.
-MOST_TORN = 3
+MAX_TORN = 3
 
 
 @dataclass
@@ -83,7 +83,7 @@ def read_adapters(
             b = tensors.get(f"{module}.{FACTOR_B}")
             if b is None or (b.shape[0], tensor.shape[1]) != shape or b.shape[1] != len(tensor):
                 found = None if b is None else list(b.shape)
-                problems.append(f"factors {list(tensor.shape)} and {found} make no {target} {list(shape)}")
+                problems.append(f"factors {list(tensor.shape)} and {found} do not make {target} {list(shape)}")
             else:
                 version.scale = float(tensors[ALPHA].double().sum()) / len(tensor)
                 version.factors[target] = (tensor, b)
@@ -94,7 +94,7 @@ def read_adapters(
     if BASE_BITS in tensors:
         version.base_bits = int(tensors[BASE_BITS].sum())
         if version.base_bits not in (4, 16):
-            problems.append(f"a base of {version.base_bits} bits is not known here")
+            problems.append(f"a base of {version.base_bits} bits is not supported here")
     if problems:
         raise WeightsRefused(f"this version does not fit the model: {'; '.join(problems[:3])}")
     return version
@@ -120,7 +120,7 @@ class BaseWeights:
         try:
             self._open()
         except UserError as error:
-            raise WeightsRefused(f"adapters came, and the base weights cannot be read: {error}") from error
+            raise WeightsRefused(f"the base weights of the adapters cannot be read: {error}") from error
         version = read_adapters(staged.tensors, self._shapes.get)
         dtype = next(iter(staged.tensors.values())).dtype
         return replace(staged, tensors=MergedTensors(self, version, dtype, self._device))
@@ -243,7 +243,7 @@ class Verification:
         begun, status = time.monotonic(), self.status
         try:
             wrong = look()
-        except Stopped:
+        except CheckStopped:
             status.unfinished += 1
             logger.warning("version %d was replaced before its weights had been verified", staged.version)
             return True

@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import pickle
+import shutil
 import threading
 import time
 import warnings
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.errors import UserError
+from torchtitan.models.model_args import read_json
 from torchtitan.models.shape import fingerprint
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.run_dir import (
@@ -121,7 +123,7 @@ class CheckedReader(FileSystemReader):
         if not isinstance(metadata, dcp_metadata.Metadata) or any(
             not isinstance(entry, dcp_metadata.TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
         ):
-            raise UserError(f"{path} describes something else than tensors: not a checkpoint of this program")
+            raise UserError(f"{path} does not describe tensors, so it is not a checkpoint of this program")
         if metadata.storage_meta is None:
             metadata.storage_meta = dcp_metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -179,7 +181,6 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         scheduler: BatchLRScheduler,
         reference: nn.Module | None = None,
-        timeout_s: float = SAVE_TIMEOUT_S,
         base: str = "",
     ):
         """base: the checkpoint directory whose weights the policy's adapters are added to; it is in no checkpoint."""
@@ -189,12 +190,11 @@ class Checkpointer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.reference = reference
-        self.timeout_s = timeout_s
         self.base = base
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self._world_size = dist.get_world_size() if several else 1
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if several else None
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S)) if several else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._last_saved = -1
@@ -234,15 +234,14 @@ class Checkpointer:
             self._write_guarded(step, state, document, rollout)
             self.check()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Wait until the save in the background is whole. Raises UserError if it failed or takes too long."""
         if self._thread is not None:
-            limit = self.timeout_s if timeout_s is None else timeout_s
-            self._thread.join(limit)
+            self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise UserError(
-                    f"the checkpoint of step {self._last_saved} in {self.folder} was not written within {limit:.0f} s: "
-                    "look at the disk, or at ranks that are gone"
+                    f"the checkpoint of step {self._last_saved} in {self.folder} was not written within "
+                    f"{timeout_s:.0f} s: check the disk, and whether all ranks are still there"
                 )
             self._thread = None
         self.check()
@@ -255,7 +254,9 @@ class Checkpointer:
             if not isinstance(error, (OSError, CheckpointException)):
                 raise error  # another rank is gone, say: nothing that this one could explain
             cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            raise UserError(f"the checkpoint in {self.folder} could not be written: {cause}") from error
+            # Of a full disk torch's writer of archives may only say that its position is not the expected one.
+            room = f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)" if self.folder.is_dir() else ""
+            raise UserError(f"the checkpoint in {self.folder}{room} could not be written: {cause}") from error
 
     def load(self, step: int = -1) -> Restored:
         """Restore the newest whole checkpoint, or the one of `step`, into policy, optimizer, scheduler and generators.
@@ -265,12 +266,18 @@ class Checkpointer:
         """
         step = self._agree_on_step(step)
         path = checkpoint_path(self.folder, step)
-        marker = _read_json(path / MARKER)
+        marker = read_json(path / MARKER)
         if marker.get("format") != FORMAT:
-            raise UserError(f"{path} was written in checkpoint format {marker.get('format')}, not in this version's")
-        facts = _read_json(path / "state.json")
+            raise UserError(f"{path} has checkpoint format {marker.get('format')}; this version reads format {FORMAT}")
+        facts = read_json(path / "state.json")
         reader = CheckedReader(str(path))
         saved = reader.read_metadata().state_dict_metadata
+        for name, size in marker.get("sizes", {}).items():  # older checkpoints do not say
+            if not (path / name).is_file() or (path / name).stat().st_size < size:
+                raise UserError(
+                    f"{path} is not whole any more: {name} should have {size} bytes. Was it copied only in part? Copy "
+                    f"it again, or resume from another one with checkpoint.load_step, one of {whole_steps(self.folder)}"
+                )
         materialize_optimizer(self.optimizer)
         stepped = {name.rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
         for name, parameter in _trained(self.policy).items():
@@ -279,12 +286,12 @@ class Checkpointer:
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
         random_state = {name: tensor for name, tensor in state.items() if name.startswith("random.")}
         if any(name not in saved for name in random_state):
-            logger.warning("%s holds no random state for rank %d: it keeps its fresh seed", path, self.rank)
+            logger.warning("%s holds no random state for rank %d: the rank starts from training.seed", path, self.rank)
             state = {name: tensor for name, tensor in state.items() if name not in random_state}
         for name, tensor in state.items():
             size = getattr(saved.get(name), "size", None)
             if size is None and name.startswith("optimizer."):
-                raise UserError(f"{path} is of another optimizer, without {name}: resume with its optimizer.name")
+                raise UserError(f"{path} is of another optimizer, which has no {name}: resume with its optimizer.name")
             if size is None or tuple(size) != tuple(tensor.shape):
                 found = "no such tensor" if size is None else f"shape {list(size)}"
                 raise UserError(
@@ -313,7 +320,7 @@ class Checkpointer:
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             raise UserError(
-                f"{path} cannot be read ({reason!r}): resume from an earlier one with checkpoint.load_step, of "
+                f"{path} cannot be read ({reason!r}): resume from another step with checkpoint.load_step, one of "
                 f"{whole_steps(self.folder)}"
             ) from error
         if all(name in state for name in random_state):
@@ -419,12 +426,5 @@ class Checkpointer:
             found = int(message.item())
         if found < 0:
             wanted = "whole checkpoint" if step < 0 else f"whole checkpoint of step {step}"
-            raise UserError(f"no {wanted} in {self.folder}; there are: {whole_steps(self.folder)}")
+            raise UserError(f"there is no {wanted} in {self.folder}; whole steps there: {whole_steps(self.folder)}")
         return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Rank 0's part of a run: it decides what all ranks do next, evaluates, and writes down what happens."""
+"""Rank 0's part of a run: it decides what all ranks do next, evaluates, and records what happens."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ from torchtitan.weight_sync.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# How long rank 0 looks for a batch before it looks at signals and at a pending version again.
+# How long rank 0 waits for a batch before it checks signals and a pending version again.
 POLL_S = 0.05
-# While a version is pending, a batch that is ready is taken, and one that is not is barely waited for.
+# The same wait while a version is pending.
 PENDING_POLL_S = 0.01
-# Without free slots a pending version is not tried again for this long.
+# How long a pending version waits before it is tried again if no slot is free.
 SNAPSHOT_PAUSE_S = 0.25
-# How long prompts may go on to an actor that the weight synchronisation has lost, however long a training step is.
+# The interval of checks for actors that weight sync has lost, so that prompts stop going to them during long steps.
 EVICTION_LOOK_S = 0.1
 SLEEP_TIMES = ("time/sleep_s", "time/wake_s")
 
 
 class Kind(enum.Enum):
-    """One byte on the wire."""
+    """The next action of all ranks, as one byte on the wire."""
 
     BATCH = b"B"
     """train on the batch that comes with the command"""
     EVALUATE = b"L"
     """compute the loss of the held-out batch that comes with the command"""
     GENERATE = b"G"
-    """generate on the trainer's own devices for a while, as the round that comes with the command says"""
+    """generate on the trainer's own devices for a while, as specified by the round in the command"""
     SNAPSHOT = b"S"
     """publish the pending version while there is no data"""
     WAIT = b"W"
-    """nothing yet; sent so that no collective outlives its deadline"""
+    """do nothing yet; sent so that no collective exceeds its deadline"""
     EXPORT = b"E"
     """export a Hugging Face checkpoint"""
     STOP = b"X"
     """leave the loop"""
     DONE = b"D"
-    """leave the loop as after the last step: the goal is reached"""
+    """leave the loop as after the last step, because the goal is reached"""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Command:
 
 
 def share_command(command: Command | None) -> Command:
-    """Collective: rank 0 passes its command, the others None; all get rank 0's. Without other ranks, a no-op.
+    """Share rank 0's command with all ranks (collective): the others pass None. Without other ranks, a no-op.
 
     Collectives never meet out of order because every rank acts on the same sequence of commands.
     """
@@ -101,19 +101,19 @@ def share_command(command: Command | None) -> Command:
 
 
 class Controller:
-    """Lives on rank 0 only. It talks to the engines' pool and to the flow of rollouts directly, in their own thread.
+    """Exists only on rank 0. It uses the engines' pool and the rollouts directly, in their own thread.
 
-    A version that was skipped is pending until it, or a newer one, has gone out to the actors.
+    A skipped version is pending until it, or a newer one, has been sent to the actors.
     """
 
     _batch: Batch | None = None
-    """Goes to the ranks next, when the actors sleep"""
+    """The batch for the ranks once the actors sleep"""
     _evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
     _evaluation_due = False
     _reached = False
-    """Whether an evaluation is as good as eval.stop_at asks"""
+    """Whether an evaluation has reached eval.stop_at"""
     _watch: concurrent.futures.Future[None] | None = None
-    """Ends by itself only with an error"""
+    """It ends by itself only with an error"""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class Controller:
         restored: Restored | None = None,
         lost: str = "",
     ):
-        """prepared: batches that need no sampling; with them rollouts are for evaluations alone. weights: the way by
-        which they leave. restored: what checkpoint to go on from. lost: why the ranks were started again; then what
-        they had trained on since that checkpoint comes first.
+        """prepared: batches that need no sampling; rollouts then serve only evaluations. weights: the path by which
+        weights leave the trainer. restored: the checkpoint to continue from. lost: why the ranks were restarted; the
+        batches that they had trained on since that checkpoint then come first.
 
         Raises UserError for rollouts of other training prompts, or without a package that [metrics] asks for.
         """
@@ -147,13 +147,13 @@ class Controller:
         self.sync = weights if isinstance(weights, WeightSync) else None
         self._evaluations: list[tuple[float, float]] = []
         self._sleep_times = dict.fromkeys(SLEEP_TIMES, 0.0) if sleeps_between_batches(config) else {}
-        """Empty where actors do not sleep while the trainer trains"""
+        """Empty unless actors sleep while the trainer trains"""
         self._last_snapshot_try = 0.0
         self._newest = 0
-        """The newest version that went out to the actors"""
+        """The newest version that was sent to the actors"""
         self._evictions: dict[str, int] = {}
         self._mismatched = False
-        # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
+        # Other ranks sit in a collective while rank 0 waits, so it must send a command well before the deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
         state = None if restored is None else restored.rollout
         if state is not None and self.demonstrations is not None:
@@ -171,7 +171,7 @@ class Controller:
         if self.demonstrations is not None and config.eval.enable:
             self._held_out = self.demonstrations.held_out()
         self._loss: dict[str, Figure] = {}
-        """Of the evaluation that goes on"""
+        """The loss of the current evaluation"""
         # All that can be refused has been. From here on files are cut back, and the console is taken until close().
         if restored is not None:
             go_back_to(run_dir / config.checkpoint.folder, restored.version)
@@ -190,7 +190,7 @@ class Controller:
             self._watch = self.rollouts.loop.submit(self._watch_actors)
 
     def _go_on(self, version: int, lost: str) -> None:
-        """Ranks were started again: train on the recorded batches once more, and write down what was lost."""
+        """After a restart of the ranks, train on the recorded batches again, and record what was lost."""
         decided, kept = self.journal.set_aside(version)
         fields = {"reason": lost, "steps_again": decided - version, "batches_kept": len(kept.versions)}
         if self.rollouts is not None:
@@ -199,8 +199,8 @@ class Controller:
         self.events.write("ranks_started_again", level=logging.WARNING, version=version, **fields)
 
     def close(self) -> None:
-        """Stop looking after the actors, and draw the report. What cannot be written costs that file alone: how the run
-        ends was decided before."""
+        """Stop watching the actors, and draw the report. A file that cannot be written is only skipped, because the
+        outcome of the run is already decided."""
         if self._watch is not None:
             self._watch.cancel()
         for end in (
@@ -215,16 +215,16 @@ class Controller:
                 logger.error("a file of %s could not be written: %s", self.run_dir, error)
 
     def start(self, version: int) -> None:
-        """Start the rollouts of version `version`, which has just been published, and an evaluation if one is due.
+        """Start the rollouts of `version`, which has just been published, and an evaluation if one is due.
 
-        After a resume one may be due that the interrupted run did not come to.
+        After a resume, one may be due that the interrupted run did not reach.
         """
         self.journal.append_decision(version, published=True)
         self._newest = version
         self._reach(version)
 
     def decide(self, version: int) -> Command:
-        """The next command. Returns within a quarter of comm.train_timeout_seconds, or when the actors sleep.
+        """Return the next command, within a quarter of comm.train_timeout_seconds or when the actors sleep.
 
         Raises:
             UserError: no data came for too long, or the rollouts cannot go on.
@@ -237,7 +237,7 @@ class Controller:
         while True:
             if self._watch is not None and self._watch.done():
                 self._watch.result()
-            pending = self.sync is not None and self.sync.owed is not None
+            pending = self.sync is not None and self.sync.pending_version is not None
             generates = self.colocated is not None and self.colocated.wanted(self._newest)
             if self.signals.stop_requested:
                 return Command(Kind.STOP)
@@ -250,7 +250,7 @@ class Controller:
             elif self._evaluation_due and not pending:
                 self._start_evaluation(version)
             elif self._evaluation_due:
-                # The version to evaluate has not gone out yet; it goes out first.
+                # The version to evaluate must be sent to the actors first.
                 time.sleep(PENDING_POLL_S)
             elif version >= self.config.training.steps or self._reached:
                 return Command(Kind.DONE)
@@ -259,7 +259,7 @@ class Controller:
                 if batch is not None:
                     if not self._sleep_times:
                         return Command(Kind.BATCH, batch)
-                    # Until actors sleep takes time of its own: let other ranks hear from rank 0 before.
+                    # Putting actors to sleep takes time, so send the other ranks a command first.
                     self._batch = batch
                     return Command(Kind.WAIT)
             if generates and self.colocated is not None:
@@ -285,44 +285,44 @@ class Controller:
         self._reach(version)
 
     def published_late(self, version: int) -> None:
-        """Record that a version which had been skipped went out after all."""
+        """Record that a skipped version was sent after all."""
         self.journal.append_decision(version, published=True)
         self._newest = version
 
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """Hold the actors to what the trainer computes of the probe under `version`."""
+        """Make the actors' log-probs of the probe be compared with the trainer's under `version`."""
         assert self.actors is not None
         self.actors.answers.expect(version, token_ids, log_probs)
 
     def wake(self, tag: Tag) -> None:
-        """Have actors that sleep take a part of their memory again: the weights before they get a version, the KV cache
-        when they have it. Returns when they have, or their deadline is over."""
+        """Make sleeping actors reallocate a part of their memory: the weights before they get a version, the KV cache
+        afterwards. Returns when they have done so or their deadline has passed."""
         if self._sleep_times and self.actors is not None:
             with self._timed("time/wake_s"):
                 timeout_s = self.config.inference.sleep_timeout_s + CALL_TIMEOUT_S
                 self._call(self.actors.wake, tag, timeout_s=timeout_s)
 
     def rollout_state(self) -> bytes | None:
-        """For a checkpoint between two steps: finished but unused groups, and the position in the prompts."""
+        """Return, for a checkpoint between two steps, finished but unused groups and the position in the prompts."""
         if self.demonstrations is not None:
             return self.demonstrations.export_state()
         return None if self.rollouts is None else self._call(self.rollouts.flow.export_state)
 
     def take_sleep_times(self) -> dict[str, float]:
-        """Keys for metrics.jsonl: how long the trainer waited for actors to sleep and to wake since the last call; none
-        where they do neither."""
+        """Return keys for metrics.jsonl: how long the trainer waited for actors to sleep and wake since the last call;
+        none if they do neither."""
         times, self._sleep_times = self._sleep_times, dict.fromkeys(self._sleep_times, 0.0)
         return times
 
     def take_evaluations(self) -> list[tuple[float, float]]:
-        """Begin and end (seconds since 1970) of the evaluations since the last call; their time belongs to no step."""
+        """Return begin and end (Unix seconds) of evaluations since the last call; no step includes their time."""
         evaluations, self._evaluations = self._evaluations, []
         return evaluations
 
     def log_step(
         self, version: int, batch: Batch, figures: Mapping[str, Figure], snapshots: Sequence[Snapshot]
     ) -> None:
-        """Write down a trained batch; say so where the trainer's log-probs and the engine's are too far apart."""
+        """Record a trained batch; warn if the trainer's log-probs and the engine's differ too much."""
         step_s = figures["time/step_s"]
         tokens = sum(sample.num_tokens for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
@@ -331,13 +331,13 @@ class Controller:
         self.metrics.log_step(version, row | self.sync_metrics.step(row, snapshots), states)
         self.metrics.log_completions(version, batch, self.tokenizer)
         fields = mismatch.alarm(self.config, row)
-        # Said when it begins, not in every step that it lasts.
+        # Warn when it begins, not in every step while it lasts.
         if fields is not None and not self._mismatched:
             self.events.write("mismatch_kl_alarm", level=logging.WARNING, version=version, **fields)
         self._mismatched = fields is not None
 
     def _reach(self, version: int) -> None:
-        """The trainer is at `version`: rollouts for its batch, and perhaps an evaluation of it."""
+        """Start the rollouts for the batch of `version`, and perhaps its evaluation."""
         if self.rollouts is not None and self.prepared is None:
             self._call(self.rollouts.flow.set_version, version)
         elif self.demonstrations is None:
@@ -353,8 +353,8 @@ class Controller:
         return self._call(self.rollouts.flow.next_batch, version, timeout, timeout_s=timeout + CALL_TIMEOUT_S)
 
     def _sleep(self) -> None:
-        """The trainer is about to train: actors that share its devices give their memory back. Returns when they have,
-        or their deadlines are over."""
+        """Make actors on the trainer's devices free their memory before training. Returns when they have done so or
+        their deadlines have passed."""
         assert self.actors is not None
         inference = self.config.inference
         with self._timed("time/sleep_s"):
@@ -368,27 +368,27 @@ class Controller:
         self._sleep_times[key] += time.monotonic() - started
 
     async def _watch_actors(self) -> None:
-        """During a training step no command is asked for, but prompts go out: look after lost actors meanwhile."""
+        """Watch for lost actors during a training step, when prompts go out but no command is requested."""
         while True:
             await self._note_evictions(self.weights.actors())
             await asyncio.sleep(EVICTION_LOOK_S)
 
     async def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
-        """Weight sync has its own journal; what concerns an actor's service belongs into the run's events too, and
-        what an actor that is gone was working on is redone elsewhere."""
+        """Copy evictions from weight sync's journal to the run's events. The requests of an actor that is gone are
+        redone on others."""
         for name, status in actors.items():
             if status.evictions > self._evictions.get(name, 0):
                 self.events.write(
                     "actor_evicted_from_sync", level=logging.WARNING, actor=name, version=status.version,
                     reason=status.reason,
                 )  # fmt: skip
-                # One that is back by now had only lost its connection.
+                # An actor that is back by now had only lost its connection.
                 if status.state in GONE and self.actors is not None:
                     await self.actors.redo_elsewhere(name, status.reason)
             self._evictions[name] = status.evictions
 
     def evaluated(self, version: int, figures: Mapping[str, Figure], begun: float) -> None:
-        """Take the loss of held-out demonstrations; what is sampled comes to it, where it does."""
+        """Take the loss of held-out demonstrations; figures from sampling are added to it if there are any."""
         self._evaluations.append((begun, time.time()))
         self._loss = {"eval/version": version, "policy_version": version, **figures}
         if self.rollouts is None:
@@ -405,7 +405,7 @@ class Controller:
             self._reached = True
 
     def _start_evaluation(self, version: int) -> None:
-        """Evaluate in the background; commands wait for the end, so the weights stand still meanwhile."""
+        """Evaluate in the background; commands wait for the end, so the weights do not change meanwhile."""
         assert self.rollouts is not None
         self._evaluation_due = False
         self._evaluation_started, self._evaluation_began = time.monotonic(), time.time()
@@ -431,7 +431,7 @@ class Controller:
             seconds = time.monotonic() - self._evaluation_started
             if seconds > self.config.eval.timeout_s + CALL_TIMEOUT_S:
                 self._evaluation.cancel()
-                raise UserError(f"an evaluation has not ended after {seconds:.0f} s: the thread of the rollouts hangs")
+                raise UserError(f"an evaluation has not ended after {seconds:.0f} s: the rollout thread hangs")
             return
         evaluation, self._evaluation = self._evaluation, None
         seconds = time.monotonic() - self._evaluation_started

@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts at one pinned policy version.
 
-pass@k from sampled completions and greedy accuracy beside it. Every token must carry the tag of the one version that
-is evaluated; what does not is redone, and where that is impossible the evaluation is missing, never wrong.
+It computes pass@k from sampled completions, and greedy accuracy. Every token must be tagged with the one version that
+is evaluated. Others are redone; if that is impossible, the evaluation is missing, but never wrong.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torchtitan.utils.json_lines import EventLog
 
 Result = TypeVar("Result")
 
-# Times that completions of another version are asked for again.
+# How many times completions of another version are requested again.
 MAX_ROUNDS = 4
 # A sample passes at this reward.
 PASSING_REWARD = 1.0
-# Ways in which actors and reward workers let an evaluation down; everything else is a mistake in the program.
+# Failures of actors and reward workers that end an evaluation; any other exception is a defect of the program.
 # The three timeouts are one class from Python 3.11 on.
 FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
 
@@ -50,10 +50,10 @@ class Evaluator:
         self.events = events
 
     async def evaluate(self, step: int, version: int, timeout_s: float) -> dict[str, float | int | None] | None:
-        """The `eval/…` figures of one version, which the caller has made the actors serve; None if they are missing.
+        """Return the `eval/…` figures of one version, which the actors already serve; None if they are missing.
 
-        Samples that no reward function could judge are left out and counted in eval/unscored. timeout_s is what is
-        left of eval.timeout_s.
+        Samples that no reward function could judge are left out and counted in eval/unscored. timeout_s is the rest of
+        eval.timeout_s.
         """
         started = time.perf_counter()
         try:
@@ -100,12 +100,12 @@ class Evaluator:
     async def _sample_pinned(
         self, prompts: list[Prompt], requests: list[GenerateRequest], version: int, deadline: float
     ) -> tuple[list[list[Trajectory]], int]:
-        """Trajectories of one version only, and how many requests had to be redone for that."""
+        """Return trajectories of one version only, and how many requests had to be redone for that."""
         results: dict[int, list[Trajectory]] = {}
         redone = 0
         for round_number in range(MAX_ROUNDS):
             wanted = [index for index in range(len(requests)) if index not in results]
-            # A request is redone as a whole and with its own seed: the outcome is the one it would have had at once.
+            # The whole request is redone with its own seed, so its outcome is as if it had succeeded at once.
             again = f"-again{round_number}" if round_number else ""
             batch = [
                 (prompts[index], replace(requests[index], request_id=requests[index].request_id + again))
@@ -116,11 +116,16 @@ class Evaluator:
             groups = await _before(deadline, [self.groups.sample(*one, version) for one in batch])
             for index, group in zip(wanted, groups, strict=True):
                 turns = [turn for one in group for turn in sampled_segments(one.branches)]
-                # What an environment has lost is left out, and not the fault of a version.
+                # Samples that an environment lost are left out, because the version is not to blame.
                 if turns and all(is_pinned(turn, self.epoch, version) for turn in turns):
                     results[index] = group
             if len(results) == len(requests):
                 return [results[index] for index in range(len(requests))], redone
+        if lost := sum(not group for group in groups):
+            raise UserError(
+                f"every episode of {lost} of {len(requests)} requests failed, {MAX_ROUNDS} times in a row; "
+                f"{self.groups.last_failure}"
+            )
         raise UserError(
             f"{len(requests) - len(results)} of {len(requests)} requests were answered by other versions than "
             f"{version}, {MAX_ROUNDS} times in a row"
@@ -137,13 +142,13 @@ class Evaluator:
         rollout, settings = self.config.rollout, self.config.eval
         kind = "greedy" if greedy else "sampled"
         room = self.config.training.seq_len - len(prompt.token_ids)
-        # The same seeds in every evaluation: differences between two of them are the policy's.
+        # Every evaluation uses the same seeds, so that differences between two of them come from the policy.
         digest = hashlib.sha256(f"{self.config.training.seed} eval {prompt.index} {kind}".encode()).digest()
         sampling = SamplingParameters(
             max_tokens=max(1, min(rollout.max_completion_tokens, room)),
             n=1 if greedy else settings.samples_per_prompt,
             temperature=0.0 if greedy else settings.temperature,
-            # An evaluation must end where training does.
+            # Evaluation must stop at the same tokens as training.
             stop_token_ids=self.groups.stop_token_ids,
             seed=int.from_bytes(digest[:4], "big") >> 1,
         )
@@ -151,7 +156,8 @@ class Evaluator:
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Chance that at least one of k samples passes, drawn without replacement from n of which `passed` do (k ≤ n)."""
+    """Probability that at least one of k samples, drawn without replacement from n of which `passed` pass, passes (k ≤
+    n)."""
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
@@ -164,7 +170,7 @@ def is_pinned(completion: Completion, epoch: str, version: int) -> bool:
 
 
 async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results; where one fails or time runs out, the others are cancelled. Raises TimeoutError."""
+    """Return all results; if one fails or time runs out, the others are cancelled. Raises TimeoutError."""
     left = max(deadline - time.perf_counter(), 0.0)
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

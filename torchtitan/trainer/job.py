@@ -145,7 +145,7 @@ class Job:
             if not self.config.grpo.async_weight_update:
                 self._recorder.add("sync stall", begun)
             if result.asked_to_leave and not self.signals.stop_requested:
-                logger.warning("%d rank(s) were told to stop: all leave in order", result.asked_to_leave)
+                logger.warning("%d rank(s) were told to stop: all ranks stop together", result.asked_to_leave)
                 self.signals.start_deadline()
 
     def _wake_actors(self) -> None:
@@ -169,7 +169,7 @@ class Job:
         """Offer a version that was skipped, while there is no data to train on."""
         assert self.sync is not None
         begun = time.time()
-        published = self.sync.snapshot_owed(self.version)
+        published = self.sync.snapshot_pending(self.version)
         self._offered(published, begun)
         if published and self.controller is not None:
             self.controller.published_late(self.version)
@@ -276,8 +276,8 @@ class Job:
             logger.warning(rounded)
         if rank == 0 and device.device().type == "cuda" and not trains_on_gpu():
             logger.warning(
-                "torch has a GPU that neither nvidia-smi nor /dev shows: defaults are those of a CPU. Set "
-                "TORCHTITAN_DEVICE=cuda for those of a GPU"
+                "torch sees a GPU that neither nvidia-smi nor /dev shows, so the defaults are those for CPUs. Set "
+                "TORCHTITAN_DEVICE=cuda for those for GPUs"
             )
         if address:
             places = gather_bytes(f"{address} on {socket.gethostname()}".encode()) or []
@@ -370,7 +370,7 @@ class Job:
         for rank, tables in enumerate(gather_bytes(json.dumps(asdict(self.config)).encode()) or []):
             for key, both in changed_keys(json.loads(tables), self.config).items():
                 if key not in OF_A_MACHINE:
-                    raise UserError(f"rank {rank} has another configuration than rank 0: {key} = {both} on rank 0")
+                    raise UserError(f"rank {rank} and rank 0 have different configurations: {key} = {both} on rank 0")
         if device.rank() == 0:
             start = open_run_directory(self.config)
             facts = json.dumps((asdict(start), mint_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()

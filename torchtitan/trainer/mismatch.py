@@ -15,9 +15,9 @@ from torchtitan.inference.parity import probe_tolerance
 from torchtitan.rollout.tokenizer import Tokenizer
 
 WHAT_TO_LOOK_AT = (
-    "Look at mismatch_kl/same_version in metrics.jsonl, the part that old weights do not explain: where it is large, "
-    "the engine computes something else than the trainer (inference.dtype, weight_sync.verify, weights_differ in "
-    "events.jsonl, sampling options that the trainer does not know); where it is small, samples are too old for the "
+    "Look at mismatch_kl/same_version in metrics.jsonl, the part that staleness does not explain. If it is large, the "
+    "engine does not compute what the trainer computes (inference.dtype, weight_sync.verify, weights_differ in "
+    "events.jsonl, sampling options that the trainer does not know). If it is small, samples are too old for the "
     "learning rate (rollout.max_staleness, optimizer.lr, grpo.recompute_old_log_probs)"
 )
 # Ordinary text, as models are certain of much of it: rounding is small where log-probs are.
@@ -25,7 +25,7 @@ TEXT = (
     "12+34=46. A train travels 60 miles in 2 hours, so its average speed is 60/2=30 miles per hour. "
     "What is 7*8-6? First 7*8=56, then 56-6=50."
 )
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 LEAST_TOKENS = 8
 # Of a mean of squares above the square of a mean: a few tokens carry most of the rounding.
 TAIL = 10.0
@@ -38,7 +38,7 @@ def probe_tokens(config: JobConfig, vocabulary: int) -> list[int]:
     rank; empty where nothing is probed."""
     if verification(config) != "probe" or not has_engines(config):
         return []
-    limit = max(2, min(MOST_TOKENS, config.training.seq_len - 1))
+    limit = max(2, min(MAX_TOKENS, config.training.seq_len - 1))
     tokens = Tokenizer(config.model.hf_assets_path).encode(TEXT)[:limit]
     if len(tokens) < min(LEAST_TOKENS, limit):
         tokens = [(7 * place + 3) % vocabulary for place in range(limit)]
@@ -90,10 +90,9 @@ def _colocated(config: JobConfig, figures: Figures, version: int) -> UserError |
     if value is None or not _above(value, limit):
         return None
     return UserError(
-        f"stopped: the engine in the trainer's processes does not hold version {version - 1}: its log-probs of what it "
-        f"sampled with it diverge from the trainer's by {value:.3g} (mismatch_kl/same_version), more than the "
-        f"{limit:.3g} that rounding explains (from weight_sync.probe_tolerance; weight_sync.verify = off goes on "
-        "regardless)"
+        f"stopped: the engine in the trainer's processes does not hold version {version - 1}: its log-probs of its "
+        f"samples diverge from the trainer's by {value:.3g} (mismatch_kl/same_version), more than the {limit:.3g} that "
+        "rounding explains (from weight_sync.probe_tolerance; weight_sync.verify = off turns this check off)"
     )
 
 

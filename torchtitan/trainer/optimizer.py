@@ -1,4 +1,4 @@
-"""What changes the weights after a backward: the optimizers, their learning rate, and the biases of routers."""
+"""The parts that update weights after a backward: optimizers, learning rate, and the routers' biases."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ logger = logging.getLogger(__name__)
 
 # Momentum of Muon, as its author has it (Jordan et al. 2024).
 MUON_MOMENTUM = 0.95
-# Matrices that Muon is not for: what they multiply is a token, not an activation.
+# Matrices that Muon is not meant for: they multiply a token, not an activation.
 NOT_FOR_MUON = ("embed_tokens", "lm_head")
 
 
 def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that the configuration names, over the parameters that are trained.
+    """Build the optimizer that the configuration names, over the trained parameters.
 
-    Weight decay is decoupled, and for matrices and embeddings; norms and biases (one dimension) go without. AdamW falls
-    back from `fused` to `foreach` with a log line where torch has no fused kernel for the parameters.
+    Weight decay is decoupled and applies to matrices and embeddings, not to norms and biases (one dimension). AdamW
+    falls back from `fused` to `foreach`, with a log line, if torch has no fused kernel for the parameters.
 
     Raises:
-        UserError: Muon or AdamW8bit for sharded parameters, or where torch or bitsandbytes does not have it.
+        UserError: Muon or AdamW8bit for sharded parameters, or if torch or bitsandbytes lacks it.
     """
     trained = {name: one for name, one in policy.named_parameters() if one.requires_grad}
     if config.name != "AdamW" and any(isinstance(one, DTensor) for one in trained.values()):
         # torch's Muon computes wrong updates of a DTensor without a word, and bitsandbytes knows none.
-        raise UserError(f"optimizer.name = {config.name} is for one trainer rank, which has the whole parameters")
+        raise UserError(f"optimizer.name = {config.name} needs one trainer rank, which holds all parameters")
     if config.name == "Muon":
         matrices = [one for name, one in trained.items() if one.dim() == 2 and not _is_for_tokens(name)]
         chosen = set(matrices)
@@ -54,8 +54,8 @@ def _is_for_tokens(name: str) -> bool:
 
 
 def _muon(matrices: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Muon with updates of the size of AdamW's, so that one rate and one decay serve both (Liu et al. 2025, Moonlight,
-    section 2.2)."""
+    """Muon with updates of the same size as AdamW's, so that one rate and one decay suit both (Liu et al. 2025,
+    Moonlight, section 2.2)."""
     if not hasattr(torch.optim, "Muon"):
         raise UserError(f"optimizer.name = Muon needs torch 2.9 or newer, this is {torch.__version__}")
     return torch.optim.Muon(
@@ -64,7 +64,7 @@ def _muon(matrices: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    # One kernel updates a group at a time, and takes no parameters of different meshes: experts have their own.
+    # One kernel updates a group, whose parameters must have the same mesh; experts have their own.
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -90,7 +90,7 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
 
 
 class _Together(torch.optim.Optimizer):
-    """Several optimizers as one: their groups and their state are its own."""
+    """Several optimizers as one, with all of their groups and state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]):
         super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
@@ -106,7 +106,7 @@ class _Together(torch.optim.Optimizer):
 
 
 def _fused_kernel_works(parameters: list[nn.Parameter]) -> bool:
-    """Whether torch's fused AdamW takes these devices and types; torch itself only finds out in the first step."""
+    """Whether torch's fused AdamW supports these devices and types; torch itself only checks in the first step."""
     for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
         probe = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
         probe.grad = torch.zeros_like(probe)
@@ -119,7 +119,7 @@ def _fused_kernel_works(parameters: list[nn.Parameter]) -> bool:
 
 
 def lr_factor(batch: int, config: LRSchedulerConfig, total_batches: int) -> float:
-    """Share of the peak rate that batch number `batch` (from 0) trains with.
+    """Return the share of the peak rate for batch number `batch` (from 0).
 
     Warmup over w batches: (batch + 1) / (w + 1), so that no batch trains with rate 0. Then, with
     p = (batch − w) / (total_batches − w) and m = min_lr_factor: 1, or 1 − (1 − m)·p, or m + (1 − m)·(1 + cos πp) / 2.
@@ -136,7 +136,7 @@ def lr_factor(batch: int, config: LRSchedulerConfig, total_batches: int) -> floa
 class BatchLRScheduler:
     """Sets the rate of all parameter groups; step() once per trained batch, however many optimizer steps it took.
 
-    The peak of each is the rate that the optimizer has now; total_batches is training.steps.
+    The peak of each group is the optimizer's rate at creation; total_batches is training.steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: LRSchedulerConfig, total_batches: int):
@@ -148,19 +148,19 @@ class BatchLRScheduler:
         self._apply()
 
     def step(self) -> None:
-        """Go on to the next batch."""
+        """Advance to the next batch."""
         self._batch += 1
         self._apply()
 
     def get_last_lr(self) -> list[float]:
-        """Rate of the batch that is trained now, per parameter group."""
+        """Return the rate of the current batch, per parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self._batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a batch; the shape and the peak are those of the present configuration."""
+        """Continue at a batch; shape and peak come from the current configuration."""
         self._batch = int(state["batch"])
         self._apply()
 
@@ -171,10 +171,10 @@ class BatchLRScheduler:
 
 
 class ExpertLoad:
-    """Balance without an auxiliary loss (Wang et al. 2024): the router's bias, which helps to choose experts and does
-    not weigh them, moves towards those with less than their share of the tokens.
+    """Balance without an auxiliary loss (Wang et al. 2024): the router's bias, which affects the choice of experts but
+    not their weights, moves towards experts with less than their share of the tokens.
 
-    Counts the experts of all forwards of a policy whose routers have biases.
+    It counts the experts of all forwards of a policy whose routers have biases.
 
     rate: how far a bias moves in a step.
     """
@@ -187,14 +187,14 @@ class ExpertLoad:
             mixture.record = functools.partial(self._count, mixture.gate.args.count)
 
     def _count(self, experts: int, layer: int, chosen: torch.Tensor) -> None:
-        # A layer that is recomputed counts twice, as all of its tokens do: only shares matter.
+        # A recomputed layer counts all of its tokens twice, which does not matter, because only shares do.
         chosen = chosen.flatten()
         load = torch.zeros(experts, device=chosen.device).scatter_add_(0, chosen, torch.ones_like(chosen).float())
         self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
 
     @torch.no_grad()
     def step(self) -> None:
-        """After an optimizer step: b ← b + rate · sign(mean load - load). A collective."""
+        """Update b ← b + rate · sign(mean load - load) after an optimizer step. A collective."""
         loads = all_reduce_sum(torch.stack([self._loads[mixture.index] for mixture in self._mixtures]))
         for mixture, load in zip(self._mixtures, loads, strict=True):
             bias = mixture.gate.e_score_correction_bias

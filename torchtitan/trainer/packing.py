@@ -1,4 +1,4 @@
-"""From scored samples to packed micro-batches: deterministic, and blind to the number of ranks but for the split."""
+"""Packs scored samples into micro-batches, deterministically; the number of ranks affects only the split."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torchtitan.rollout.types import Batch, Sample
 
 
 def packed_routes(branches: Sequence[Branch], args: ModelArgs) -> torch.Tensor:
-    """Routing replay: the experts that the engine has computed each token with, int16 [T, layers, k] for sequences
-    behind each other, each without its last token; MISSING where no engine has said which ones.
+    """Routing replay: the experts with which the engine computed each token, int16 [T, layers, k], for concatenated
+    sequences without their last tokens; MISSING where the engine has not reported them.
 
-    A mixture's router may choose otherwise for the smallest difference in what it sees, and then the trainer
-    differentiates another policy than the one that was sampled from. With the engine's choice the two agree; the
-    weights of the chosen experts are always the trainer's own, so the router learns (Ma et al. 2025, "Stabilizing MoE
-    Reinforcement Learning by Aligning Training and Inference Routers").
+    The smallest difference in its input may change a mixture router's choice, and the trainer then differentiates
+    another policy than the one that was sampled from. With the engine's choice the two agree. The weights of the chosen
+    experts are always the trainer's own, so the router learns (Ma et al. 2025, "Stabilizing MoE Reinforcement Learning
+    by Aligning Training and Inference Routers").
 
-    Raises UserError where these are no experts of the model.
+    Raises UserError if these are not experts of the model.
     """
     assert args.experts is not None
     layers, per_token = args.num_hidden_layers, args.experts.per_token
@@ -41,13 +41,13 @@ def packed_routes(branches: Sequence[Branch], args: ModelArgs) -> torch.Tensor:
                 f"{known.size // max(tokens, 1)} for each token; this model has {args.experts.count} experts, "
                 f"{layers} layers × {per_token} for each token: does the engine serve another model?"
             )
-        # SGLang leaves it to the reader how its numbers divide into layers.
+        # SGLang returns flat numbers, which the reader must divide into layers.
         rows.append(known.reshape(tokens, layers, per_token))
     return torch.from_numpy(np.concatenate(rows) if rows else np.full((1, layers, per_token), MISSING, np.int16))
 
 
 def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths` in bins whose sums stay within budget; longest first, ties by index.
+    """Group indices of `lengths` into bins whose sums stay within budget; longest first, ties by index.
 
     Raises:
         ValueError: an item is larger than the budget.
@@ -68,7 +68,7 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def split_for_ranks(bins: list[list[int]], ranks: int) -> list[list[int]]:
-    """Cut the largest bins in two until every rank gets the same number; empty bins where nothing is left to cut."""
+    """Cut the largest bins in two until all ranks have equally many; add empty bins if no more cuts are possible."""
     bins = [list(members) for members in bins]
     while len(bins) % ranks:
         largest = max(range(len(bins)), key=lambda i: (len(bins[i]), -i))
@@ -81,7 +81,7 @@ def split_for_ranks(bins: list[list[int]], ranks: int) -> list[list[int]]:
 
 
 def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
-    """The batch's samples in `count` parts of whole groups; group i goes to part i mod count."""
+    """Divide the batch's samples into `count` parts of whole groups; group i goes to part i mod count."""
     return [[sample for group in batch.groups[part::count] for sample in group.samples] for part in range(count)]
 
 
@@ -89,8 +89,8 @@ def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
 class MicroBatch:
     """Packed sequences: inputs are tokens [0, L-1) of each, which predict its tokens [1, L).
 
-    Everything but token_ids [T] has one entry per active position [A], one whose prediction is a sampled token: the
-    head computes nothing for what was given.
+    Everything but token_ids [T] has one entry per active position [A], which is a position that predicts a sampled
+    token: the head computes nothing for given tokens.
     """
 
     token_ids: torch.Tensor
@@ -108,16 +108,16 @@ class MicroBatch:
     weights: torch.Tensor
     """[A] the objective's token weights, normalised over the whole minibatch of all ranks"""
     same_version: torch.Tensor
-    """[A] bool: of a trajectory that the version that this batch is trained on has sampled from end to end"""
+    """[A] bool: tokens of trajectories that were sampled entirely by the version that this batch trains"""
     kept: KeptTokens | None
     trained: list[Branch]
-    """Whose sampled tokens the active positions predict, in their order"""
+    """The branches whose sampled tokens the active positions predict, in order"""
     teacher_log_probs: torch.Tensor | None = None
-    """[A], where a teacher behind a server has given them"""
+    """[A], if a teacher behind a server has provided them"""
     routes: torch.Tensor | None = None
     """[T, layers, k] int16: the experts of each token, see packed_routes"""
     routed: tuple[int, int] = (0, 0)
-    """Of how many tokens the engine has said them, and of how many it was to"""
+    """The number of tokens for which the engine reported experts, and for which it was to report them"""
 
     @property
     def num_sequences(self) -> int:
@@ -125,7 +125,7 @@ class MicroBatch:
 
 
 def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
-    """How many of a sample's tokens enter the loss: all that were sampled, or none."""
+    """How many of a sample's tokens enter the loss: all sampled ones, or none."""
     return 0 if mask_truncated and sample.finish_reason == "length" else len(sample.completion_ids)
 
 
@@ -149,9 +149,9 @@ def pack(
     device: torch.device,
     replayed: ModelArgs | None = None,
 ) -> MicroBatch:
-    """One micro-batch of whole branches; without any, a single inert token (a rank must join every collective).
+    """Pack whole branches into one micro-batch; without any, use one inert token (a rank must join every collective).
 
-    replayed: the model, where its experts are to be the engine's.
+    replayed: the model, if its experts are to be the engine's.
     """
     tokens: list[int] = []
     targets: list[int] = []
@@ -182,7 +182,7 @@ def pack(
             taught += completion.teacher_log_probs or []
         sequence += [number] * len(places)
         token_weights += [weight] * len(places)
-        # What follows tokens of an older version may have been sampled with its KV cache.
+        # Tokens that follow those of an older version may have been sampled with its KV cache.
         same += [all(span.version == version for span in sample.spans)] * len(places)
     routes, routed = None, (0, 0)
     if replayed is not None:
@@ -223,7 +223,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """This rank's share of a minibatch. Every rank gets the same number of micro-batches.
 
-    The branches of a trajectory are sequences by themselves; their tokens weigh what the whole trajectory's do.
+    Each branch of a trajectory is a separate sequence, but its tokens have the weights of the whole trajectory.
     """
     by_sample = objective.token_weights(
         [trained_tokens(sample, mask_truncated) for sample in samples], max_completion_tokens
@@ -233,7 +233,7 @@ def micro_batches(
     bins = split_for_ranks(first_fit_decreasing([len(branch) - 1 for _, branch in rows], budget), ranks)
     bins = bins or [[] for _ in range(ranks)]
     if objective.local:
-        # Micro-batches count the same, whatever is in them.
+        # All micro-batches count the same, whatever they contain.
         active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
         for members in bins:
             own = objective.token_weights([active[i] for i in members], max_completion_tokens)

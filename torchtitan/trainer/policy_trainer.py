@@ -289,15 +289,15 @@ class PolicyTrainer:
         self.skipped_in_a_row += 1
         limit = self.config.training.max_skipped_steps
         logger.warning(
-            "optimizer step skipped: loss or gradient not finite (batch of version %d, %d in a row, limit %d)",
+            "optimizer step skipped: non-finite loss or gradient (batch of version %d, %d in a row, limit %d)",
             version,
             self.skipped_in_a_row,
             limit,
         )
         if self.skipped_in_a_row >= limit:
             raise UserError(
-                f"stopped: {self.skipped_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
-                f"(training.max_skipped_steps = {limit}). The weights are those before the first of them. Lower "
+                f"stopped: {self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient "
+                f"(training.max_skipped_steps = {limit}). The weights are those before these steps. Lower "
                 "optimizer.lr, look at the rewards in completions.jsonl, or use training.mixed_precision_param = "
                 '"float32"; resume from the last checkpoint.'
             )

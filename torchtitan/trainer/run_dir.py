@@ -74,7 +74,7 @@ def open_run_directory(config: JobConfig) -> Start:
         if own is not None and own.exists():
             lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
             if not checkpoint.enable:
-                raise UserError(f"{lost}, and without checkpoint.enable = true there is nothing to go on from")
+                raise UserError(f"{lost}, and without checkpoint.enable = true there is no checkpoint to resume from")
             saved = whole_steps(own / checkpoint.folder)
             start = Start(str(own.resolve()), NEWEST if saved else None, lost)
         elif checkpoint.resume:
@@ -111,9 +111,9 @@ def locked(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another run writes to {run_dir}: resume it when that has ended") from None
+            raise UserError(f"another run writes to {run_dir}: resume when that run has ended") from None
         except OSError as error:  # not every file system can do that
-            logger.warning("%s cannot be locked (%s): resume this run only when it has ended", run_dir, error)
+            logger.warning("%s cannot be locked (%s): do not resume this run before it has ended", run_dir, error)
         yield
 
 
@@ -194,7 +194,7 @@ def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]
 
 def _link(link: Path, run_dir: Path) -> None:
     if link.exists() and not link.is_symlink():
-        logger.warning("%s is not a link: it is left alone", link)
+        logger.warning("%s is not a link, and stays as it is", link)
         return
     temporary = link.with_name(f".link-{secrets.token_hex(4)}")
     temporary.symlink_to(os.path.relpath(run_dir.resolve(), link.parent.resolve()))
@@ -242,16 +242,18 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def finish_checkpoint(folder: Path, step: int, facts: dict[str, Any]) -> Path:
+def finish_checkpoint(folder: Path, step: int, facts: dict[str, Any]) -> None:
     """Make the folder of begin_checkpoint() whole: marker, then rename, each on the disk before the next."""
     temporary, final = folder / f"step-{step}.tmp", checkpoint_path(folder, step)
-    write_file(temporary / MARKER, json.dumps({"format": FORMAT, "step": step, **facts}).encode())
+    # JSON that is cut off cannot be read.
+    data = [file for file in temporary.iterdir() if file.is_file() and file.suffix != ".json"]
+    sizes = {file.name: file.stat().st_size for file in data}
+    write_file(temporary / MARKER, json.dumps({"format": FORMAT, "step": step, "sizes": sizes, **facts}).encode())
     _sync(temporary)
     if final.exists():  # without a marker: whole ones are not saved again
         shutil.rmtree(final)
     temporary.rename(final)
     _sync(folder)
-    return final
 
 
 def go_back_to(folder: Path, step: int) -> None:

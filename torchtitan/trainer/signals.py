@@ -1,7 +1,7 @@
-"""Signals as flags that the training loop looks at between two steps.
+"""Signals as flags that the training loop checks between two steps.
 
-SIGTERM and SIGINT ask for a save and a clean exit; a second one leaves at once. SIGUSR1 asks for a Hugging Face
-export. From the first stop signal on a deadline runs, so that a save that hangs cannot keep the process alive.
+SIGTERM and SIGINT request a save and a clean exit; a second one exits at once. SIGUSR1 requests a Hugging Face export.
+The first stop signal starts a deadline, so that a hanging save cannot keep the process alive.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ REPEAT_WINDOW_S = 1.0
 class SignalFlags:
     """Context manager that catches the signals; create and enter it in the main thread.
 
-    What a signal means for the other ranks is the caller's to spread: only `stop_signal` of one rank should count.
+    The caller tells the other ranks about a signal: only the `stop_signal` of one rank should count.
     """
 
     def __init__(self, save_deadline_s: float, leads: bool = True, saves: bool = True):
-        """leads: this rank's first stop signal counts for the job. Elsewhere it waits for the decision of the leading
-        rank, which hears of it with the next batch: one that acted alone would tear the others down. saves: whether
+        """leads: this rank's first stop signal counts for the job. Any other rank waits for the leader's decision,
+        which comes with the next batch, because a rank that acted alone would make the others fail. saves: whether
         there are checkpoints."""
         self.save_deadline_s = save_deadline_s
         self.leads = leads
-        self._way = "saving and leaving" if saves else "leaving without a checkpoint (checkpoint.enable = false)"
+        self._way = "saving and exiting" if saves else "exiting without a checkpoint (checkpoint.enable = false)"
         self.stop_signal: int | None = None
         """Number of the first SIGTERM or SIGINT"""
         self._stopped_at = 0.0
@@ -53,7 +53,7 @@ class SignalFlags:
 
     @property
     def told(self) -> bool:
-        """Whether a stop signal has reached this rank, also one that has no effect yet."""
+        """Whether a stop signal has reached this rank, even if it has no effect yet."""
         return bool(self._stopped_at)
 
     @property
@@ -62,12 +62,12 @@ class SignalFlags:
         return 0 if self.stop_signal is None else 128 + self.stop_signal
 
     def take_export_request(self) -> bool:
-        """Whether an export was asked for since the last call."""
+        """Whether an export was requested since the last call."""
         requested, self._export = self._export, False
         return requested
 
     def start_deadline(self) -> None:
-        """Start the clock on a rank that learned of the stop from another one. Harmless to repeat."""
+        """Start the deadline on a rank that learned of the stop from another one. Safe to repeat."""
         if self.stop_signal is None:
             self._begin_stop(signal.SIGTERM)
 
@@ -76,10 +76,10 @@ class SignalFlags:
             self._stopped_at = time.monotonic()
         elif self.leads and self.stop_signal is None:
             name = signal.Signals(number).name
-            _say(f"{name}: {self._way} within {self.save_deadline_s:g} s; once more to leave at once")
+            _say(f"{name}: {self._way} within {self.save_deadline_s:g} s; signal again to exit at once")
             self._begin_stop(number)
         elif time.monotonic() - self._stopped_at > REPEAT_WINDOW_S:
-            _say(f"{signal.Signals(number).name} again: leaving at once, without a save")
+            _say(f"{signal.Signals(number).name} again: exiting at once, without saving")
             os._exit(128 + number)
 
     def _on_export(self, number: int, frame: FrameType | None) -> None:
@@ -93,12 +93,12 @@ class SignalFlags:
     def _watch(self) -> None:
         if not self._finished.wait(self.save_deadline_s):
             _say(
-                f"not done {self.save_deadline_s:g} s after the stop signal (checkpoint.save_deadline_s): leaving now; "
+                f"not done {self.save_deadline_s:g} s after the stop signal (checkpoint.save_deadline_s): exiting now; "
                 "the last whole checkpoint is intact"
             )
             os._exit(self.exit_code)
 
 
 def _say(message: str) -> None:
-    # Not through logging: the signal may have interrupted the very call that holds a handler's lock.
+    # Logging is unsafe here: the signal may have interrupted a call that holds a handler's lock.
     os.write(2, f"\n{message}\n".encode())

@@ -1,4 +1,4 @@
-"""The way by which weights leave the trainer: to actors, into engines of its own processes, or nowhere in a replay."""
+"""The path by which weights leave the trainer: to actors, to engines in its own processes, or nowhere in a replay."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torchtitan.weight_sync.staging import TORCH_DTYPES
 
 
 class WeightPath(Protocol):
-    """What all ways have in common. Slots, pending versions and waiting for actors are WeightSync's alone."""
+    """The common interface. Only WeightSync has slots, pending versions and waiting for actors."""
 
     def commit(self, version: int, votes_against: int, /) -> str:
-        """Offer the weights as they are now, on every rank: "published", or "skipped" where a rank voted against it."""
+        """Offer the current weights, on every rank: "published", or "skipped" if a rank voted against it."""
 
     def actors(self) -> Mapping[str, ActorStatus]: ...
 
@@ -54,7 +54,7 @@ def open_weight_path(
 ) -> Iterator[WeightPath]:
     """The weight path of this run, on every rank (collective); closed at the end.
 
-    replica: this rank's part of the engines on the trainer's own devices, where they are.
+    replica: this rank's part of the engines on the trainer's own devices, if there are any.
     """
     rank, ranks = device.rank(), device.world_size()
     if not has_engines(config):

@@ -1,12 +1,12 @@
-"""An actor's weights: a thread that pulls versions into staging memory and has the engine apply them.
+"""An actor's weights: a thread pulls versions into staging memory and has the engine apply them.
 
     actor = Actor("10.0.0.1:5000", "actor-0", epoch, key, apply=engine_apply)
     actor.start()
 
-`apply(staged)` is called on a thread of its own, once per version. It returns only after the engine has copied the new
-weights (between two decode steps) and serves them, and may return the seconds that generation paused, or figures by
-name (`pause_s`, `drain_s`). Raising WeightsRefused means that the engine is as it was; anything else that it may hold
-half a version: the actor is poisoned until a version has been applied.
+`apply(staged)` is called once per version, on its own thread. It returns only after the engine has copied the new
+weights (between two decode steps) and serves them. It may return the seconds for which generation paused, or figures by
+name (`pause_s`, `drain_s`). WeightsRefused means that the engine is unchanged. After any other exception the engine may
+hold half a version: the actor is poisoned until a version has been applied.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.delta import decode_into, element_bytes
 from torchtitan.weight_sync.device_slots import memory_tensor, open_device_memory
 from torchtitan.weight_sync.disk import read_file
-from torchtitan.weight_sync.group import ApplyFunction, Leader, LeadingEngine, LedPuller, in_figures
+from torchtitan.weight_sync.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function, reads_devices
 from torchtitan.weight_sync.nccl import ReceivingLink
 from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.slots import NamedMemory, open_shared
+from torchtitan.weight_sync.slots import ReferencedMemory, open_shared
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
@@ -42,28 +42,28 @@ logger = logging.getLogger(__name__)
 
 
 class StagingEngine:
-    """Staging memory, what fills it, and the engine's function that takes it from there. post(): has a function run on
-    the loop's thread. number: of a worker that pulls its share of every version, into memory that all workers of the
-    actor share; the others are not asked for."""
+    """Fills staging memory, and calls the engine's function that takes weights from it. post(function): runs it on the
+    loop's thread. number: of a worker that pulls only its share of every version, into memory that all workers of the
+    actor share."""
 
     _staging: Staging
-    """From prepare() on"""
+    """Set by prepare()"""
 
     def __init__(
         self, apply: ApplyFunction, where: str, post: Callable[[Callable[[], None]], None], number: int | None = None
     ):
         self._apply, self._where, self._post, self._number = apply, where, post, number
         self._device = torch.device("cpu")
-        """Of staging memory"""
-        self._shared = NamedMemory(lambda memory: memoryview(open_shared(memory)))
-        self._on_devices = NamedMemory(open_device_memory)
+        """The device of staging memory"""
+        self._shared = ReferencedMemory(lambda memory: memoryview(open_shared(memory)))
+        self._on_devices = ReferencedMemory(open_device_memory)
         self._links: dict[str, ReceivingLink] = {}
         self._written = 0
-        """How many buckets have been begun, which tells whether staging memory is still what it was"""
+        """How many bucket writes have begun. If it has not changed, neither has staging memory."""
 
     def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
         """See transfer.Engine."""
-        # What the leader says of that memory: the reference that opens it, and how many workers there are.
+        # The leader says how to open the shared memory, and how many workers there are.
         shared: Message = {} if self._number is None else message["staging"]
         try:
             # Only checksums of kind "sum" are computed on a device.
@@ -76,7 +76,7 @@ class StagingEngine:
             return layout.bucket_keys()
         needs, count = list[BucketKey](), shared["workers"]
         for rank in range(len(layout.ranks)):
-            # Another share of the next rank, so that few buckets do not all fall to one.
+            # The shares rotate with the rank, so that even a few buckets per rank spread over the workers.
             buckets, part = layout.bucket_count(rank), (self._number + rank) % count
             needs += [(rank, bucket) for bucket in range(buckets * part // count, buckets * (part + 1) // count)]
         return needs
@@ -87,7 +87,7 @@ class StagingEngine:
         return self.memory(key)
 
     def memory(self, key: BucketKey) -> memoryview:
-        """A bucket of staging memory, to be read."""
+        """Return a bucket of staging memory, for reading."""
         area = self._staging.bucket(key)
         assert isinstance(area, memoryview)
         return area
@@ -100,7 +100,7 @@ class StagingEngine:
         return checksum_function(self._staging.layout.checksum)(target)
 
     def linked(self, channel: Channel, message: Message) -> None:
-        """The other end of a communicator wants to meet, over this channel: its link lives as long as that does. On the
+        """Handle a message from the other end of a communicator. The link lives as long as this channel. Runs on the
         loop's thread. Raises ProtocolError."""
         name = message["link"]
         if name not in self._links:
@@ -116,10 +116,10 @@ class StagingEngine:
         self._links[name].heard(message)
 
     def copy(self, reference: Any, target: memoryview | torch.Tensor) -> None:
-        """Fill `target` with what a reference leads to. Blocks.
+        """Fill `target` with the bytes that a reference points to. Blocks.
 
-        Raises ConnectionError where the way is broken, and its channel is closed then; ProtocolError for what is no
-        reference; whatever the system raises for memory that does not open.
+        Raises ConnectionError if the link is broken (its channel is then closed), ProtocolError if `reference` is not a
+        reference, and the system's own error if memory cannot be opened.
         """
         if not isinstance(reference, dict):
             raise ProtocolError("a reference is an object")
@@ -151,11 +151,11 @@ class StagingEngine:
         staging, written, begun = self._staging, self._written, time.monotonic()
         proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
-        return in_figures(self._apply(staged), begun)
+        return as_figures(self._apply(staged), begun)
 
 
-class _Pulling:
-    """A puller in a thread of its own. A subclass makes the puller."""
+class _PullerThread:
+    """Runs a puller in its own thread. A subclass makes the puller."""
 
     puller: Puller
 
@@ -174,13 +174,13 @@ class _Pulling:
         """The version that the engine holds; None before the first and after a failed apply."""
         return self.puller.serving
 
-    def found_torn(self, version: int, reason: str) -> None:
-        """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
-        self._runtime.post(lambda: self.puller.found_torn(version, reason))
+    def poison_version(self, version: int, reason: str) -> None:
+        """Poison the actor if it serves or applies `version`: it serves nothing until a version has been applied."""
+        self._runtime.post(lambda: self.puller.poison_version(version, reason))
 
     def status(self) -> dict[str, Any]:
-        """What a health route shows. connected: whether the registry is in reach; failure: why nothing is pulled any
-        more, if so, such as a registry that was out of reach for too long."""
+        """Return what a health route shows. connected: whether the registry is connected; failure: why pulling has
+        stopped for good, if it has, for example because the registry was unreachable for too long."""
         puller, served = self.puller, self.puller.serving
         return {
             "state": puller.state,
@@ -191,22 +191,24 @@ class _Pulling:
         }
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop pulling. Waits up to `timeout` seconds for the thread and for an apply that has begun: `served` tells
-        what came of it."""
+        """Stop pulling. Waits up to `timeout` seconds for the thread and for an apply that has begun; `served` holds
+        the outcome."""
         deadline = time.monotonic() + timeout
         self._runtime.post(self.puller.close)
         if self._runtime.end(timeout):
             self._runtime.finish_work("apply", deadline)
 
 
-class Actor(_Pulling):
-    """registry: `host:port`; name: unique; key: role_key of the two. served: what the engine holds already.
-    relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
-    a wildcard, others are told the address by which the registry is reached. where: the device of staging memory (ipc,
-    nccl).
+class Actor(_PullerThread):
+    """An actor that pulls versions.
 
-    workers > 0: so many workers hold the weights, which connect to `workers_address` (see Worker).
-    `apply` then calls the staged version's apply_on_workers() while the engine stands still; all have to answer within
+    registry: `host:port`; name: unique; key: role_key of the actor's role and name. served: what the engine already
+    holds. relay_host: the address on which it relays versions to other actors, if the trainer wants that; empty: it
+    relays nothing. For a wildcard, others are told the local address that reaches the registry. where: the device of
+    staging memory (ipc, nccl).
+
+    workers > 0: the number of workers that hold the weights; they connect to `workers_address` (see Worker). `apply`
+    then calls the staged version's apply_on_workers() while the engine is paused. All workers must answer within
     workers_timeout_s.
     """
 
@@ -244,12 +246,12 @@ class Actor(_Pulling):
         self.puller = Puller(*names, engine, **options)
 
 
-class Worker(_Pulling):
-    """Worker `number` of an actor: has `apply` called when its leader says so.
+class Worker(_PullerThread):
+    """Worker `number` of an actor. It calls `apply` when its leader says so.
 
-    leader: `host:port`, the actor's workers_address; name, key: of the actor. shares: every worker pulls an equal share
-    of the version into host memory that all of them share, and sees the whole. Otherwise it pulls all of it into
-    staging memory of its own at `where`.
+    leader: `host:port`, the actor's workers_address; name, key: the actor's. shares: every worker pulls an equal share
+    of the version into host memory that all workers share, and reads the whole version there. Otherwise it pulls the
+    whole version into its own staging memory at `where`.
     """
 
     def __init__(
@@ -268,20 +270,20 @@ class Worker(_Pulling):
         super().__init__(f"{name}-worker-{number}", epoch, where)
         engine = StagingEngine(apply, where, self._runtime.post, number if shares else None)
         names = self._runtime, leader, Identity.of(key, WORKER, str(number)), epoch
-        self.puller = LedPuller(*names, engine, served=served, puller=Identity(ACTOR, name, key))
+        self.puller = WorkerPuller(*names, engine, served=served, puller=Identity(ACTOR, name, key))
 
 
 def _listen(host: str, peer: str) -> tuple[socket.socket, str]:
-    """A listener at any port, and what others are told of it."""
+    """Return a listener on any free port, and the address that others are told."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     return listener, wire.format_address(reachable_host(host, peer), listener.getsockname()[1])
 
 
 def reachable_host(host: str, peer: str) -> str:
-    """What to say to others of a listener on `host`: that, or where it is a wildcard, the address by which `peer`
-    (host:port) is reached."""
-    with contextlib.suppress(ValueError, UserError):  # a name, or there is no way to the peer
+    """Return the host that others should use to reach a listener on `host`: `host` itself or, if it is a wildcard, the
+    local address that reaches `peer` (host:port)."""
+    with contextlib.suppress(ValueError, UserError):  # `host` is a name, or there is no route to the peer
         if ipaddress.ip_address(host).is_unspecified:
             return device.address_towards(wire.parse_address(peer)[0])
     return host

@@ -1,8 +1,8 @@
-"""Answers those who pull: a lease on a snapshot, then its buckets as fast as the socket takes them.
+"""Serves pulls: grants a lease on a snapshot, then sends its buckets as fast as the socket accepts them.
 
-Shard servers serve from their slots so, and actors that pass a version on (Relay) from their staging memory, while it
-is still arriving: a bucket leaves as soon as it is verified. The registry says who pulls from whom, and gives who pulls
-the key for it. An actor that is let down by another one goes on at the trainer.
+Shard servers serve from their slots. Actors that relay a version (Relay) serve from their staging memory while the
+version is still arriving: a bucket is passed on as soon as it is verified. The registry decides who pulls from whom,
+and gives the puller the key. An actor whose peer fails continues with the trainer.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.handshake import PEER, Gate, Identity
+from torchtitan.weight_sync.handshake import PEER, Acceptor, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout
 from torchtitan.weight_sync.transfer import Transfer
 from torchtitan.weight_sync.wire import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.nccl import SendingLink  # torch, which the process of a shard server does without
+    from torchtitan.weight_sync.nccl import SendingLink  # imports torch, which a shard server process does without
 
-# Who asks for nothing for so long is let go: its machine may be gone without a word.
+# A reader that asks for nothing for this long is disconnected: its machine may have vanished without closing.
 IDLE_SECONDS = 10.0
 
 
 @dataclass
 class Reader:
-    """An actor's channel, and the lease that it has."""
+    """An actor's connection, and its lease."""
 
     channel: Channel
     actor: str
@@ -37,17 +37,17 @@ class Reader:
     pull: int = -1
     serial: int = -1
     waiting: deque[tuple[int, int | None, bool]] = field(default_factory=deque)
-    """(bucket, serial of the base, whether it has come damaged) of those that it has asked for"""
+    """Requested buckets: (bucket, serial of the base, whether it is requested again)"""
     sending: int | None = None
-    """Serial of the snapshot that its socket or link is reading"""
+    """Serial of the snapshot that the socket or link is currently reading"""
     link: SendingLink | None = None
 
 
 class BucketServer:
-    """A subclass says where the bytes are, and how it calls what it does (a phase of fault injection).
+    """A subclass says where the bytes are, and names its phase of fault injection.
 
-    role, secret: see Gate, of those who may pull. make_link(channel, actor): the way that bytes take, where they do not
-    take the channel; then sent(reader) has to be called when a bucket has gone.
+    role, secret: of the allowed pullers, see Acceptor. make_link(channel, actor): makes the link that carries the bytes
+    if they do not travel over the channel. The link must then call sent(reader) whenever a bucket has been sent.
     """
 
     phase: str
@@ -61,56 +61,56 @@ class BucketServer:
         make_link: Callable[[Channel, str], SendingLink] | None = None,
     ):
         self._runtime, self.epoch, self._make_link = runtime, epoch, make_link
-        self.gate = Gate(runtime, frozenset((role,)), secret, self.admit, self._enter)
+        self.acceptor = Acceptor(runtime, frozenset((role,)), secret, self.admit, self._enter)
         self.channels: dict[Channel, Reader] = {}
         self._closed = False
 
     def buckets(self, rank: int) -> int | None:
-        """How many buckets this rank has; None where it is not served here."""
+        """Return how many buckets this rank has; None if the rank is not served here."""
         raise NotImplementedError
 
     def version(self, serial: int) -> int | None:
-        """The version of a snapshot that may be read; None where it is gone."""
+        """Return the version of a snapshot that may be read; None if the snapshot is gone."""
         raise NotImplementedError
 
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
-        """Whether this bucket is there already; where not, send_more() is called when it is."""
+        """Return whether this bucket is available. If it is not, send_more() is called once it is."""
         raise NotImplementedError
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
-        """Fields of the message, and a bucket's bytes: a delta against `base` where that is wanted and worth it; None
-        where the fields say where the bytes are. again: what came is not what it should be.
+        """Return the message's fields and a bucket's bytes: a delta against `base` if that is wanted and smaller, or
+        None if the fields say where the bytes are. again: an earlier copy was damaged or lost.
 
-        The bytes stay as they are until end_what_is_gone() has closed all that read them.
+        The bytes do not change before close_stale_readers() has closed every connection that reads them.
         """
         raise NotImplementedError
 
     def start(self, listener: Any) -> None:
-        """Begin to accept those who pull."""
-        self.gate.listen(listener)
+        """Begin to accept pullers."""
+        self.acceptor.listen(listener)
         self._tick()
 
     def close(self, reason: str) -> None:
         """Close every connection."""
         self._closed = True
-        self.gate.close()
+        self.acceptor.close()
         for channel in list(self.channels):
             channel.close(reason)
 
     def _tick(self) -> None:
         if not self._closed:
             self._runtime.call_later(TICK_SECONDS, self._tick)
-            self.look_after()
+            self.tick()
 
-    def look_after(self) -> None:
-        """Every now and then: let go of who is idle. What is half sent ends with its snapshot at the latest."""
+    def tick(self) -> None:
+        """Periodically disconnect idle readers. A half-sent bucket ends with its snapshot at the latest."""
         for reader in list(self.channels.values()):
             busy = reader.sending is not None or reader.waiting
             if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
                 reader.channel.close("idle")
 
     def admit(self, _identity: Identity, fields: Message) -> Message:
-        """See Gate."""
+        """See Acceptor."""
         if fields.get("epoch") != self.epoch:
             raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
         rank = fields.get("rank")
@@ -151,7 +151,7 @@ class BucketServer:
         self._send_next(reader)
 
     def send_more(self) -> None:
-        """More buckets may be there."""
+        """Call when more buckets may be available."""
         for reader in list(self.channels.values()):
             self._send_next(reader)
 
@@ -181,16 +181,16 @@ class BucketServer:
         reader.channel.send({**message, **fields}, faults.damaged(data) if "corrupt" in asked else data, sent)
 
     def sent(self, reader: Reader) -> None:
-        """A bucket has gone: on to the next one."""
+        """A bucket has been sent: send the next one."""
         reader.sending, reader.asked_at = None, self._runtime.now()
         if not reader.channel.closed:
             self._send_next(reader)
 
-    def end_what_is_gone(self) -> None:
-        """Right after snapshots have ended: nothing reads them when this returns."""
+    def close_stale_readers(self) -> None:
+        """Call right after snapshots have ended: when this returns, no connection reads them."""
         for reader in list(self.channels.values()):
             if reader.sending is not None and self.version(reader.sending) is None:
-                # Half a bucket is on its way, and its memory may be written again from now on.
+                # Half a bucket has been sent, and its memory may be overwritten from now on.
                 reader.channel.close(f"snapshot {reader.sending} is gone")
             elif reader.waiting and self.version(reader.serial) is None:
                 reader.channel.send({"type": "gone", "pull": reader.pull})
@@ -198,7 +198,7 @@ class BucketServer:
 
 
 def _buckets_in(ranges: list[Any], count: int) -> list[int]:
-    """Of a rank with so many: the numbers in ranges [first, end), which follow each other. Raises ProtocolError."""
+    """Expand ascending ranges [first, end) of a rank with `count` buckets into bucket numbers. Raises ProtocolError."""
     buckets: list[int] = []
     for bounds in ranges:
         if not isinstance(bounds, list) or len(bounds) != 2 or set(map(type, bounds)) != {int}:
@@ -211,8 +211,8 @@ def _buckets_in(ranges: list[Any], count: int) -> list[int]:
 
 
 class Relay(BucketServer):
-    """memory(key): a bucket of staging memory. What it holds is of one transfer at a time. key: the actor's own, from
-    which the keys of those follow that may pull from here."""
+    """Serves staging memory to other actors. memory(key): a bucket of it; it holds one transfer at a time. key: the
+    actor's own key, from which the keys of those who may pull here are derived."""
 
     phase = "relay"
 
@@ -223,29 +223,30 @@ class Relay(BucketServer):
         self._transfer: Transfer | None = None
 
     def hold(self, layout: Layout | None, transfer: Transfer | None) -> None:
-        """Staging memory is for this transfer from now on (None: for nothing); nothing reads it for an older one."""
+        """Staging memory belongs to `transfer` from now on (None: to no transfer). Connections that read it for an
+        older one are closed."""
         self._layout, self._transfer = layout, transfer
-        self.end_what_is_gone()
+        self.close_stale_readers()
         self.send_more()
 
     def buckets(self, rank: int) -> int | None:
-        """Of every rank, as soon as there is a layout."""
+        """Return the bucket count of any rank, once there is a layout."""
         layout = self._layout
         return None if layout is None or not 0 <= rank < len(layout.ranks) else layout.bucket_count(rank)
 
     def version(self, serial: int) -> int | None:
-        """Of what staging memory is for."""
+        """Return the version of the transfer that staging memory belongs to."""
         transfer = self._transfer
         if transfer is None or serial < transfer.serial:
             return None
-        # Who asks for something newer has heard of it a moment earlier.
+        # A peer that asks for a newer snapshot heard of it a moment before this actor did.
         return transfer.manifest.version if serial == transfer.serial else -1
 
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
-        """Only what is verified, and never as a delta."""
+        """Only verified buckets are available, and never as deltas."""
         transfer = self._transfer
         return transfer is not None and transfer.serial == serial and (rank, bucket) not in transfer.missing
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview]:
-        """From staging memory, which does not change before hold()."""
+        """Return a bucket of staging memory, which does not change before hold()."""
         return {}, self._memory((reader.rank, bucket))

@@ -1,4 +1,4 @@
-"""The ways to the registry and to the shard servers: found again when they are lost, silent or replaced."""
+"""Connections to the registry and to shard servers, made again when a server is lost, silent or replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.handshake import Call, Identity
+from torchtitan.weight_sync.handshake import Dialer, Identity
 from torchtitan.weight_sync.wire import RETRY_SECONDS, SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Way:
-    """A connection to a server, which is dialled again when it is lost. A subclass says when, and what is said over it.
+class ServerConnection:
+    """A connection to a server, dialled again when it is lost. A subclass decides when to dial and what to send.
 
-    fields: of the hello.
+    fields: the contents of the hello.
     """
 
     def __init__(self, runtime: Runtime, address: str, identity: Identity, fields: Message):
         self._runtime, self.address, self._identity, self._fields = runtime, address, identity, fields
         self._channel: Channel | None = None
         self._stop: Callable[[], object] | None = None
-        """Ends what leads to a connection: a call, or the wait for the next one; None where there is neither"""
+        """Cancels the call in progress or the wait for the next one; None if there is neither"""
 
     def tell(self, message: Message) -> None:
-        """Send where there is a connection. What counts is said when there is one again."""
+        """Send if connected. What must not be lost is sent again on the next connection."""
         if self._channel is not None:
             self._channel.send(message)
 
     def drop(self, reason: str) -> None:
-        """Close the connection; no other one follows by itself. Nothing writes for it any more when this returns."""
+        """Close the connection without dialling again. When this returns, nothing writes for it any more."""
         stop, channel = self._stop, self._channel
         self._stop = self._channel = None
         if stop is not None:
@@ -44,15 +44,15 @@ class Way:
             channel.close(reason)
 
     def _try(self) -> None:
-        """Dial, if there is a reason to."""
+        """Dial if there is a reason to."""
         raise NotImplementedError
 
     def _opened(self, channel: Channel, fields: Message) -> None:
-        """There is a connection. fields: what the server says of itself; the wrong one is hung up on."""
+        """Handle a new connection; close it if it is the wrong server. fields: what the server says of itself."""
         raise NotImplementedError
 
     def _lost(self, reason: str) -> None:
-        """The connection is over, or could not be made."""
+        """Handle a connection that has closed, or could not be made."""
         raise NotImplementedError
 
     def _on_message(self, channel: Channel, message: Message) -> None:
@@ -60,7 +60,7 @@ class Way:
 
     def _dial(self) -> None:
         names = self.address, self._identity, self._fields
-        self._stop = Call(self._runtime, *names, self._welcomed, self._failed).cancel
+        self._stop = Dialer(self._runtime, *names, self._welcomed, self._failed).cancel
 
     def _try_in(self, seconds: float) -> None:
         def try_again() -> None:
@@ -84,11 +84,10 @@ class Way:
             self._lost(reason)
 
 
-class RegistryClient(Way):
-    """on_join(): a registry is there, which knows nothing of this client. on_message(message): what it says.
-    retry_for_s: how long it may be out of reach before `failure` says so, and nothing is tried any more. beat(): asked
-    every HEARTBEAT_SECONDS; what the ping is to say.
-    """
+class RegistryClient(ServerConnection):
+    """The connection to the registry. on_join(): called when connected to a registry, which knows nothing of this
+    client yet. on_message(message): called for each of its messages. retry_for_s: how long it may be unreachable before
+    `failure` is set and dialling stops. beat(): called every HEARTBEAT_SECONDS; returns the fields of the ping."""
 
     def __init__(
         self,
@@ -111,22 +110,22 @@ class RegistryClient(Way):
         self._closed = False
 
     def start(self) -> None:
-        """Begin to look for it."""
+        """Begin to dial."""
         self._try()
         self._heartbeat()
 
     def close(self, reason: str) -> None:
-        """Close the connection, for good."""
+        """Close the connection for good."""
         self._closed = True
         self.drop(reason)
 
     @property
     def connected(self) -> bool:
-        """Whether it is in reach."""
+        """Return whether there is a connection."""
         return self._channel is not None
 
     def hang_up(self, reason: str) -> None:
-        """Close this connection; another one follows."""
+        """Close this connection and dial again."""
         if self._channel is not None:
             self._channel.close(reason)
 
@@ -134,14 +133,14 @@ class RegistryClient(Way):
         if self.ready():
             self._dial()
         else:
-            # Nobody was asked: what retry_for_s bounds is the registry's absence.
+            # No call was made, and retry_for_s bounds only the registry's absence.
             self._heard_at = self._runtime.now()
             self._try_in(RETRY_SECONDS)
 
     def _opened(self, channel: Channel, fields: Message) -> None:
         term = fields.get("term")
         if type(term) is not int or term < self._term:
-            # One that was replaced, and does not know it yet.
+            # This registry has been replaced, and does not know it yet.
             channel.close(f"it is of term {term}, and term {self._term} has begun")
             return
         self._term, self._heard_at = term, self._runtime.now()
@@ -174,12 +173,12 @@ class RegistryClient(Way):
         self.tell({"type": "ping", **self._beat()})
 
 
-LONGEST_RETRY_SECONDS = 2.0
+MAX_RETRY_SECONDS = 2.0
 
 
-class Source(Way):
-    """To a rank's shard server. It dials as long as something is wanted, and keeps the connection from one version to
-    the next."""
+class ShardServerConnection(ServerConnection):
+    """A connection to a rank's shard server, or to the actor that relays for it. It dials while something is wanted,
+    and keeps the connection from one version to the next."""
 
     def __init__(self, runtime: Runtime, identity: Identity, epoch: str, rank: int, wanted: Puller):
         super().__init__(runtime, "", identity, {"epoch": epoch, "rank": rank})
@@ -187,14 +186,14 @@ class Source(Way):
         self._failures = 0
 
     def move(self, address: str, identity: Identity) -> None:
-        """What is wanted is at this address ("": nowhere), for who has this identity."""
+        """Use this address ("": none) and identity from now on."""
         if (address, identity) != (self.address, self._identity):
             self.address, self._identity = address, identity
             self.drop("the shard server has moved")
             self.ask()
 
     def ask(self) -> None:
-        """Ask for what is wanted, over a new channel where there is none."""
+        """Request what is wanted, over a new channel if there is none."""
         requests = self._wanted.requests(self.rank)
         if self._channel is not None:
             for request in requests:
@@ -209,7 +208,7 @@ class Source(Way):
         self._wanted.lost(self.rank)
 
     def succeeded(self) -> None:
-        """Something good has come over the channel."""
+        """Reset the retry delay: something good has arrived."""
         self._failures = 0
 
     def _opened(self, channel: Channel, fields: Message) -> None:
@@ -217,15 +216,15 @@ class Source(Way):
         if rank != self.rank:
             channel.close(f"{self.address} is the shard server of rank {rank}, not of rank {self.rank}")
             return
-        channel.place = lambda _channel, message: self._wanted.place(self, message)
+        channel.payload_target = lambda _channel, message: self._wanted.payload_target(self, message)
         self.ask()
 
     def _lost(self, reason: str) -> None:
         logger.info("no connection to the shard server of rank %d: %s", self.rank, reason)
         self._wanted.lost(self.rank)
         if not self._wanted.leave_peer():
-            # At once the first time: a channel also ends because what it was sending has gone.
-            self._try_in(min(RETRY_SECONDS * (2**self._failures - 1), LONGEST_RETRY_SECONDS))
+            # The first retry is immediate, because a channel also closes when the snapshot that it was sending is gone.
+            self._try_in(min(RETRY_SECONDS * (2**self._failures - 1), MAX_RETRY_SECONDS))
             self._failures = min(self._failures + 1, 10)
 
     def _on_message(self, channel: Channel, message: Message) -> None:

@@ -1,15 +1,15 @@
 """Slots as tensors: on the device for transports that read them there (nccl, ipc), else over shared memory.
 
-ipc on a GPU names slots by CUDA IPC handles, which actors on the same machine open. Handles go only to who has proved
-its key, and what comes back is looked at field by field: nothing is unpickled. The actor verifies its copy, so it does
-not matter to it what becomes of the slot meanwhile.
+For ipc on a GPU, slots are named by CUDA IPC handles, which actors on the same machine open. Only peers that have
+proved their key get handles, and a received handle is checked field by field: nothing is unpickled. The actor verifies
+its copy, so a slot may even be overwritten while it is read.
 
-Their checksum there is "sum", a reduction that costs a GPU little and that every device computes alike. Over the bytes
-as 32-bit words w[i] (the last one filled up with zeros), modulo 2^64: the sum of w[i] and the sum of w[i] * (2i + 1).
-Integers, so the order of additions does not matter. A flipped bit changes the second sum by an odd multiple of a power
-of two below 2^32. Two different words that changed places change it by the product of their difference (below 2^32) and
-of twice their distance (below 2^32), which 2^64 does not divide; nor do halves of words that did. Accidents are what it
-detects; a peer's honesty is the token's affair.
+Their checksum is of kind "sum", a reduction that is cheap on a GPU and gives the same result on every device. Over the
+bytes as 32-bit words w[i] (the last one padded with zeros), it is the sum of w[i] and the sum of w[i] * (2i + 1), both
+modulo 2^64. These are integers, so the order of additions does not matter. A flipped bit changes the second sum by an
+odd multiple of a power of two below 2^32. Two different words that swap places change it by the product of their
+difference (below 2^32) and twice their distance (below 2^32), which is not divisible by 2^64; the same holds for
+swapped halves of words. It detects accidents; authentication guards against dishonest peers.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torchtitan.weight_sync.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
 _WORD_BYTES = 4
-# Rows share one row of weights, and so many rows at a time stay in a cache (measured best on a CPU: 1.7 GB/s a core).
+# All rows share one row of weights, and this many rows fit a cache (the fastest on a CPU: 1.7 GB/s per core).
 _ROW_WORDS = 1 << 14
 _ROWS_AT_A_TIME = 64
 
 
 class DeviceSlots(SlotWords):
-    """Slots in a device's memory; only a thread of this process can read them."""
+    """Slots in a device's memory; their shard server must be a thread of this process."""
 
     def __init__(self, words_fd: int, tensors: list[torch.Tensor]):
         super().__init__(words_fd, len(tensors), len(tensors[0]))
         self.tensors = tensors
         self.exports: list[Message] | None = None
-        """What names each tensor's memory to other processes, once a transport has asked for it (ipc)"""
+        """References to each tensor's memory for other processes, once a transport has asked for them (ipc)"""
 
     def slot(self, index: int) -> torch.Tensor:
-        """A slot's bytes, one-dimensional."""
+        """Return a slot's bytes, one-dimensional."""
         return self.tensors[index]
 
 
@@ -50,7 +50,7 @@ Slots = SharedSlots | DeviceSlots
 
 
 def create_slots(count: int, slot_bytes: int, where: torch.device, on_device: bool) -> Slots:
-    """New slots, all free and zero. where: the parameters' device; a CPU's memory is memory that processes share."""
+    """Create slots that are all free and zero. where: the parameters' device; on a CPU, processes share the memory."""
     if not on_device or where.type != "cuda":
         return SharedSlots.create(count, slot_bytes)
     tensors = [torch.zeros(slot_bytes, dtype=torch.uint8, device=where) for _ in range(count)]
@@ -58,8 +58,7 @@ def create_slots(count: int, slot_bytes: int, where: torch.device, on_device: bo
 
 
 def memory_tensor(memory: bytes | bytearray | memoryview | mmap | torch.Tensor) -> torch.Tensor:
-    """A one-dimensional uint8 tensor over memory of either kind, not copied but where it is read-only: torch warns of
-    that."""
+    """Return a one-dimensional uint8 tensor over memory. Read-only memory is copied, because torch warns of it."""
     if isinstance(memory, torch.Tensor):
         return memory
     if memoryview(memory).readonly:
@@ -68,26 +67,27 @@ def memory_tensor(memory: bytes | bytearray | memoryview | mmap | torch.Tensor) 
 
 
 def slot_tensors(slots: Slots) -> list[torch.Tensor]:
-    """Each slot as a one-dimensional uint8 tensor."""
+    """Return each slot as a one-dimensional uint8 tensor."""
     if isinstance(slots, DeviceSlots):
         return slots.tensors
     return [memory_tensor(slots.slot(index)) for index in range(slots.count)]
 
 
 def pin(slots: Slots) -> None:
-    """Let the device copy into slots in host memory by itself. Raises UserError where it cannot."""
+    """Pin slots in host memory for asynchronous copies by the device. Raises UserError if that fails."""
     if isinstance(slots, SharedSlots):
         device.pin_host_memory(memory_tensor(slots.map).data_ptr(), len(slots.map))
 
 
 def unpin(slots: Slots) -> None:
-    """Before the slots' memory goes."""
+    """Undo pin(), before the slots' memory is released."""
     if isinstance(slots, SharedSlots):
         device.unpin_host_memory(memory_tensor(slots.map).data_ptr())
 
 
 def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
-    """32 hexadecimal digits. data: host memory, or a one-dimensional uint8 tensor on any device."""
+    """Return the checksum as 32 hexadecimal digits. data: host memory or a one-dimensional uint8 tensor on any
+    device."""
     tensor = memory_tensor(data)
     with in_background(tensor.device):
         words = _words(tensor)
@@ -96,7 +96,7 @@ def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
         parts = [*words[:whole].view(-1, _ROW_WORDS).split(_ROWS_AT_A_TIME), words[whole:].view(1, -1)]
         sums = torch.cat([_row_sums(part, weights) for part in parts], 1).cpu()
     plain, weighted = (numpy.asarray(row, dtype=numpy.uint64) for row in sums.numpy().view(numpy.uint64))
-    # Row r starts at word r * _ROW_WORDS: its words' weights are larger by twice that.
+    # Row r starts at word r * _ROW_WORDS, so its weights are larger by twice that.
     starts = 2 * _ROW_WORDS * numpy.arange(len(plain), dtype=numpy.uint64)
     total = (weighted + starts * plain).sum(dtype=numpy.uint64)
     return f"{int(plain.sum(dtype=numpy.uint64)):016x}{int(total):016x}"
@@ -111,13 +111,13 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _row_sums(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[2, rows] int64: plain sums, and sums weighted by 2 * column + 1."""
+    """Return [2, rows] int64: plain sums, and sums weighted by 2 * column + 1."""
     return torch.stack((rows.sum(1, dtype=torch.int64), (rows * weights[: rows.shape[1]]).sum(1)))
 
 
 def device_references(slots: DeviceSlots) -> Callable[[int, int, int], Message]:
-    """What names bytes [start, end) of a slot to other processes: a function of (slot, start, end)."""
-    # Once for all actors and restarts: every export of a tensor adds to what torch keeps for it.
+    """Return a function (slot, start, end) that makes the reference to these bytes of a slot, for other processes."""
+    # Exported once for all actors and restarts, because torch keeps state for every export of a tensor.
     if slots.exports is None:
         uuid = str(torch.cuda.get_device_properties(slots.tensors[0].device).uuid)
         slots.exports = [_exported(tensor, uuid) for tensor in slots.tensors]
@@ -125,8 +125,8 @@ def device_references(slots: DeviceSlots) -> Callable[[int, int, int], Message]:
     return lambda slot, start, _end: {"memory": exports[slot], "offset": start}
 
 
-# Of a storage that another process opens, behind its device: handle, length, offset, counter, its offset, event, and
-# whether that is needed. Bytes travel in hexadecimal.
+# The fields after the device of a storage that another process opens: handle, length, offset, counter, counter offset,
+# event, whether the event is needed. Bytes are sent in hexadecimal.
 _STORAGE = (bytes, int, int, bytes, int, bytes, bool)
 
 
@@ -136,8 +136,8 @@ def _exported(tensor: torch.Tensor, uuid: str) -> Message:
 
 
 def open_device_memory(fields: Message) -> torch.Tensor:
-    """A slot that another process has named. Raises ProtocolError for what names none, and whatever torch raises for a
-    handle that does not open."""
+    """Open a slot that another process has named. Raises ProtocolError for an invalid name, and whatever torch raises
+    for a handle that it cannot open."""
     gpu = field_of(fields, "gpu", str)
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if gpu not in visible:

@@ -1,7 +1,7 @@
-"""Do an engine's own tensors hold a version? Its manifest's checksums, computed anew from what it computes with.
+"""Checks whether an engine's own tensors hold a version, by computing the manifest's checksums from them.
 
-Transfers are verified bucket by bucket before the engine sees them; this looks at what came of them afterwards: a
-parameter that was not copied, copied into a tensor that nobody uses, or changed since.
+Transfers are verified bucket by bucket before the engine sees them. This check finds what goes wrong afterwards: a
+parameter that was not copied, was copied into an unused tensor, or has changed since.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torchtitan.distributed.device import in_background
 from torchtitan.weight_sync.manifest import Layout, checksum_function, reads_devices
 from torchtitan.weight_sync.staging import TORCH_DTYPES, Proof
 
-# Names in a message.
-MOST_NAMES = 3
+# The most names in a message.
+MAX_NAMES = 3
 
 
 class Unverifiable(Exception):
-    """These tensors cannot tell: the message says why."""
+    """The check is impossible with these tensors; the message says why."""
 
 
-class Stopped(Exception):
-    """Somebody else needs the tensors now."""
+class CheckStopped(Exception):
+    """The check was stopped because something else needs the tensors."""
 
 
 def differing_parameters(
@@ -32,12 +32,12 @@ def differing_parameters(
     staged: Mapping[str, torch.Tensor],
     stop: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Which of the engine's tensors are not the version's, in words for people; empty where all are.
+    """Describe which of the engine's tensors differ from the version, for a message; empty if none do.
 
-    live: parameter name -> whole tensor in use; read, not changed. staged: the version's tensors, looked at only to
-    tell which parameter of a wrong bucket it is, and only while the memory is still theirs.
+    live: parameter name -> whole tensor in use; read only. staged: the version's tensors, used only to name the
+    parameters in a wrong bucket, and only if staging memory still holds them.
 
-    Raises Unverifiable, or Stopped as soon as stop() says so.
+    Raises Unverifiable, or CheckStopped as soon as stop() returns True.
     """
     check_types(proof.layout, live)
     wrong = [
@@ -52,12 +52,12 @@ def differing_parameters(
     names = [name for name in suspects if name in staged and not _equal(live[name], staged[name])]
     if names and proof.still_staged():
         return _listed(names)
-    where = ", ".join(f"bucket {bucket} of rank {rank}" for rank, bucket in wrong[:MOST_NAMES])
+    where = ", ".join(f"bucket {bucket} of rank {rank}" for rank, bucket in wrong[:MAX_NAMES])
     return f"{where}, which holds {_listed(suspects)}"
 
 
 def check_types(layout: Layout, live: Mapping[str, torch.Tensor]) -> None:
-    """Raises Unverifiable where the tensors in use cannot hold the version's numbers exactly."""
+    """Raise Unverifiable if the tensors in use cannot hold the version's numbers exactly."""
     for entry in layout.parameters:
         tensor = live.get(entry.name)
         if tensor is None or tuple(tensor.shape) != entry.shape:
@@ -69,13 +69,13 @@ def check_types(layout: Layout, live: Mapping[str, torch.Tensor]) -> None:
 def slot_checksums(
     layout: Layout, rank: int, live: Mapping[str, torch.Tensor], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[str]:
-    """The checksum of every bucket of this rank's slot, as it would be filled from these tensors."""
+    """Yield the checksum of every bucket that this rank's slot would have if it were filled from these tensors."""
     parts: list[torch.Tensor] = []
     room = layout.bucket_bytes
     for piece in _pieces(layout, rank, live):
         while len(piece):
             if stop():
-                raise Stopped
+                raise CheckStopped
             part, piece = piece[:room], piece[room:]
             parts.append(part)
             room -= len(part)
@@ -87,7 +87,7 @@ def slot_checksums(
 
 
 def _checksum(kind: str, parts: list[torch.Tensor]) -> str:
-    """Of a bucket."""
+    """Return a bucket's checksum."""
     with in_background(parts[0].device):
         if reads_devices(kind):
             return checksum_function(kind)(torch.cat(parts))
@@ -95,7 +95,7 @@ def _checksum(kind: str, parts: list[torch.Tensor]) -> str:
 
 
 def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A slot's bytes in order, as one-dimensional uint8 tensors."""
+    """Yield a slot's bytes in order, as one-dimensional uint8 tensors."""
     for shard in layout.ranks[rank]:
         entry = layout.parameters[shard.parameter]
         box = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.shape, strict=True))
@@ -111,12 +111,12 @@ def _names_in_bucket(layout: Layout, rank: int, bucket: int) -> list[str]:
 
 
 def _equal(live: torch.Tensor, staged: torch.Tensor) -> bool:
-    """Bit by bit: two NaN are equal, 0 and -0 are not."""
+    """Compare bit by bit: identical NaNs are equal, 0 and -0 are not."""
     with in_background(live.device):
         one, other = (tensor.detach().to(staged.dtype).cpu().contiguous() for tensor in (live, staged))
         return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,9 +1,9 @@
-"""disk: a rank writes each of its snapshots to a file in a shared folder, and says which part of it a bucket is; the
-registry writes each version's manifest, leads `latest` to it, and clears up. No torch.
+"""disk: a rank writes each snapshot to a file in a shared folder, and refers actors to the bytes of a bucket in it. The
+registry writes each version's manifest, points `latest` to it, and deletes old versions. No torch.
 
-A file gets its name when all of it is on the disk, and its snapshot is reported only then: half a file is never named.
-Trainer and actors share the folder, which belongs to one job; weight_files.py says what is in it. All of it happens on
-threads, so that a slow disk keeps no actor from the newest version.
+A file gets its name only when it is completely on the disk, and only then is its snapshot reported, so no partial file
+ever has that name. Trainer and actors share the folder, which belongs to one job; weight_files.py describes its
+contents. All of this happens on threads, so that a slow disk does not delay the newest version.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from torchtitan.weight_sync.wire import Message, ProtocolError, Runtime, field_o
 
 logger = logging.getLogger(__name__)
 
-# In a file, with what is read from there on.
+# Limit for an offset in a file; leaves room for the bytes to read from there.
 _LARGEST_OFFSET = 1 << 62
 
 
 class SlotFiles:
-    """folder: [weight_sync] disk_path; ranks: how many write to it; layout: this rank's alone."""
+    """Writes a rank's snapshots. folder: [weight_sync] disk_path; ranks: how many write to it; layout: this rank's
+    only."""
 
     def __init__(self, folder: Path, epoch: str, rank: int, ranks: int, layout: Layout):
         self._folder, self._epoch, self._rank, self._ranks = folder.resolve(), epoch, rank, ranks
@@ -51,9 +52,9 @@ class SlotFiles:
         """Slot -> (file, where its data begins)"""
 
     def write(self, slot: int, version: int, memory: memoryview, moved: Callable[[], None]) -> Message:
-        """Write a snapshot; what the manifest has to say of the file. On a thread; moved(): one more bucket is there.
+        """Write a snapshot, calling moved() after each bucket. Returns the manifest's entry for the file. On a thread.
 
-        Raises OSError where there is no room, and leaves nothing behind then.
+        Raises OSError if it cannot be written, for example because the disk is full, and leaves nothing behind then.
         """
         target = self._folder / version_folder(self._epoch, version) / file_name(self._rank, self._ranks)
         about = {"epoch": self._epoch, "version": str(version), "rank": str(self._rank), "ranks": str(self._ranks)}
@@ -81,13 +82,13 @@ class SlotFiles:
         return {"file": target.name, "bytes": len(header) + len(memory), "xxh3_128": hasher.hexdigest()}
 
     def refer(self, slot: int, start: int, _end: int) -> Message:
-        """Where the bucket that begins at `start` in this slot is."""
+        """Return the reference to the bucket that begins at `start` in this slot."""
         path, data = self._written[slot]
         return {"folder": str(self._folder), "file": str(path.relative_to(self._folder)), "offset": data + start}
 
 
 def read_file(reference: Any, target: memoryview) -> None:
-    """Fill a bucket's memory. Raises ProtocolError for what names no place in a file, OSError where it is not there."""
+    """Fill a bucket's memory. Raises ProtocolError for an invalid reference, OSError if the file lacks these bytes."""
     folder, name = field_of(reference, "folder", str), field_of(reference, "file", str)
     offset = field_of(reference, "offset", int)
     inside = "\0" not in folder + name and not Path(name).is_absolute() and ".." not in Path(name).parts
@@ -100,7 +101,7 @@ def read_file(reference: Any, target: memoryview) -> None:
 
 
 def replace_file(target: Path, content: Callable[[BinaryIO], object], owner: int) -> None:
-    """Write a file under another name, bring it to the disk, and rename it. Leaves nothing behind where that fails."""
+    """Write a file under another name, flush it to the disk, and rename it. Leaves nothing behind on failure."""
     temporary = target.with_name(f".{target.name}-{owner}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -115,7 +116,7 @@ def replace_file(target: Path, content: Callable[[BinaryIO], object], owner: int
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring names to the disk."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -123,46 +124,45 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# A reader from outside that has just looked at `latest` still finds its version when the next one comes.
+# An external reader that has just resolved `latest` still finds its version after the next one is published.
 KEEP_VERSIONS = 2
-# Everything that a rank of any job, however it ended, may have written into a version's folder.
+# All files that a rank of any job, however it ended, may have written into a version's folder.
 _FILES = ("rank-*.safetensors", "rank-*.json", "model.safetensors", MANIFEST, ".*.tmp")
 
 OWNER = "owner"
-# Of file systems that have no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class Catalogue:
-    """folder: [weight_sync] disk_path. Only one job may write to it (FolderOwner)."""
+    """The versions in a folder. folder: [weight_sync] disk_path. Only one job may write to it (FolderOwner)."""
 
     def __init__(self, runtime: Runtime, folder: Path, epoch: str):
         self._runtime, self._folder, self._epoch = runtime, folder, epoch
         self._published: list[int] = []
 
     def publish(self, manifest: Manifest, files: Iterable[Message], live: Collection[int]) -> None:
-        """This version is published; all ranks have written what they say in `files`. live: versions that actors still
-        pull."""
+        """Publish a version. files: the description of each rank's file; live: versions that actors still pull."""
         self._published = [version for version in self._published if version != manifest.version] + [manifest.version]
         self._published = self._published[-KEEP_VERSIONS:]
         about = {"format": FORMAT, **vars(manifest), "files": list(files)}
-        self._work(partial(self._lead_to, about))
+        self._work(partial(self._point_latest_to, about))
         self._work(partial(self._sweep, manifest.version, {*self._published, *live}))
 
     def make_room(self, live: Collection[int]) -> None:
-        """A version could not be written: keep only the newest one and those that actors still pull."""
+        """After a failed write, keep only the newest version and those that actors still pull."""
         if self._published:
             self._work(partial(self._sweep, self._published[-1], {self._published[-1], *live}))
 
     def _work(self, function: Callable[[], None]) -> None:
         def done(_result: Any, error: BaseException | None) -> None:
-            # Actors are told where their buckets are in any case; the next version tries again.
+            # Actors get references to their buckets anyway; the next version tries again.
             if error is not None:
                 logger.error("%s is not as it should be: %s", self._folder, error)
 
         self._runtime.work("catalogue", function, done)
 
-    def _lead_to(self, about: Message) -> None:
+    def _point_latest_to(self, about: Message) -> None:
         name = version_folder(self._epoch, about["version"])
         text = json.dumps(about).encode()
         replace_file(self._folder / name / MANIFEST, lambda file: file.write(text), 0)
@@ -173,8 +173,8 @@ class Catalogue:
         sync_folder(self._folder)
 
     def _sweep(self, newest: int, kept: Collection[int]) -> None:
-        """Delete older versions, what an earlier life of a shard server has left, and earlier epochs; nothing else that
-        may be in a folder of the user's."""
+        """Delete older versions, leftovers of earlier shard server processes, and earlier epochs, but nothing else that
+        may be in the user's folder."""
         latest = (self._folder / LATEST).resolve()
         for folder in self._folder.glob("*/version-*"):
             version = version_of(folder)
@@ -196,9 +196,9 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 class FolderOwner:
-    """Holds the folder for its job until close(), or until the process is gone, however it went.
+    """Locks the folder for its job until close() or the end of the process.
 
-    Held by the trainer's first rank, which outlives its shard server. Raises UserError when another job holds the
+    The trainer's first rank holds it, because it outlives its shard server. Raises UserError if another job holds the
     folder, or it cannot be written to.
     """
 
@@ -206,7 +206,7 @@ class FolderOwner:
         path = folder / OWNER
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Never deleted: a process that locked a deleted file would hold nothing.
+            # The file is never deleted, because a lock on a deleted file would protect nothing.
             self._file = path.open("a+")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file.truncate(0)
@@ -224,9 +224,9 @@ class FolderOwner:
             logger.warning("%s cannot be locked (%s): no other job may use this folder", path, error.strerror)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Release the folder. May be called twice."""
         if not self._file.closed:
-            # Explicitly: a process that was forked from this one may have the file open, too.
+            # Unlock explicitly, because a process forked from this one may still have the file open.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()

@@ -1,10 +1,10 @@
-"""What the training loop sees of the weight synchronisation, on every rank: its publisher, its shard server, and on
-rank 0 the registry and the view of the actors that it gives.
+"""The training loop's interface to the weight synchronisation on every rank: the publisher and the shard server, and on
+rank 0 the registry and its view of the actors.
 
     sync = WeightSync(config, dict(policy.named_parameters()), epoch=epoch, token=token, run_dir=run_dir)
     no_vote = not sync.reserve()            # before the backward of a batch's last optimizer step
     sync.fence()                            # right before every optimizer step
-    outcome = sync.commit(version, noes)    # after that step, with the noes of all ranks
+    outcome = sync.commit(version, votes_against)  # after that step, with all ranks' number of no votes
 
 Apart from `wait_until_applied` and `pin`, nothing here waits for another process.
 """
@@ -33,24 +33,30 @@ from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.plan import unique_parameters
 from torchtitan.weight_sync.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.registry_state import Settings
-from torchtitan.weight_sync.servers import RegistryServer, ShardServerProcess, ShardServerThread, numeric, towards
+from torchtitan.weight_sync.servers import (
+    RegistryServer,
+    ShardServerProcess,
+    ShardServerThread,
+    local_address_towards,
+    resolve_host,
+)
 from torchtitan.weight_sync.slots import Boundary
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger(__name__)
 
-# A condition may look at more than the status, such as whether the registry was given up.
+# A condition may depend on more than the status, such as whether the registry has failed for good.
 LOOK_SECONDS = 1.0
 
 
 class Watcher:
-    """Holds the newest status message and passes pins on."""
+    """Holds the newest status message, and forwards pins."""
 
     def __init__(self, registry: str, token: str, epoch: str):
         self._runtime = SocketRuntime()
         identity, fields = Identity.of(token, TRAINER, "0"), {"epoch": epoch}
-        # Looked for as long as the job lives: the registry's restarts are bounded where it is started.
+        # It dials as long as the job lives: the registry's restarts are bounded where it is started.
         self._registry = RegistryClient(self._runtime, registry, identity, fields, self._send_pin, self._on_message)
         self._changed = threading.Condition()
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "evictions": 0, "failure": ""}
@@ -58,13 +64,13 @@ class Watcher:
         self._runtime.start("watcher of the actors", self._registry.start)
 
     def status(self) -> Message:
-        """The latest status; treat it as read-only."""
+        """Return the latest status; treat it as read-only."""
         return self._status
 
     def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> None:
         """Wait until `condition(status)` holds, at most `timeout` seconds and not beyond close().
 
-        It is asked whenever a status arrives, and once per LOOK_SECONDS without one.
+        The condition is evaluated for each status, and once per LOOK_SECONDS without one.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -72,19 +78,19 @@ class Watcher:
                 self._changed.wait(min(left, LOOK_SECONDS))
 
     def pin(self, version: int | None) -> None:
-        """Actors that serve `version` keep it (None: no longer)."""
+        """Have actors that serve `version` keep it (None: no longer)."""
         self._pin = version
         self._runtime.post(self._send_pin)
 
     def close(self, timeout: float) -> None:
-        """Stop the thread, and whatever waits."""
+        """Stop the thread and all waits."""
         self._runtime.end(timeout)
         with self._changed:
             self._changed.notify_all()
 
     @property
     def failure(self) -> str:
-        """Why no status comes any more, or nothing."""
+        """Why no status comes any more; empty unless the thread has failed."""
         return self._runtime.failure
 
     def _send_pin(self) -> None:
@@ -97,29 +103,29 @@ class Watcher:
                 self._changed.notify_all()
 
 
-# What metrics.jsonl says of each actor's last version; report/sync_metrics.py has everything of every version.
+# What metrics.jsonl reports of each actor's last version; report/sync_metrics.py has everything about every version.
 ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
-# An actor that has failed so often in a row is not waited for before it has applied a version again.
-MOST_FAILURES = 3
+# An actor with this many failures in a row is not waited for until it has applied a version again.
+MAX_FAILURES = 3
 GONE = ("LOST", "GIVEN_UP")
 
 
 class ActorStatus(NamedTuple):
-    """One actor, as the registry last knew it. version is -1 where it serves none of this epoch."""
+    """One actor, as last reported by the registry. version is -1 if it serves none of this epoch."""
 
     state: str
-    """JOINING, PULLING, APPLYING, READY, POISONED (a version may be there by half), LOST or GIVEN_UP"""
+    """JOINING, PULLING, APPLYING, READY, POISONED (it may hold half a version), LOST or GIVEN_UP"""
     version: int
     serves: bool
     """Whether prompts may be sent to it"""
     reason: str
-    """Why it is where it is, after a failure"""
+    """Why it is in this state, after a failure"""
     evictions: int
     """How often its connection was lost, or it was given up"""
 
 
 class SyncOutcome(NamedTuple):
-    """Who has applied a version, and who has not and why."""
+    """Which actors have applied a version, and which have not and why."""
 
     applied: frozenset[str]
     missing: dict[str, str]
@@ -134,12 +140,12 @@ class WeightSync:
         epoch: this launch's, minted by rank 0 (run_dir.mint_epoch), the same on every rank.
         token: the job's secret, the same on every rank.
         run_dir: the run folder; logs and the journal go to its weight_sync folder.
-        registry: what rank 0's `registry_address` says; None on rank 0, which starts the registry.
-        dtype: type in which the actors hold weights ([inference] dtype).
+        registry: rank 0's `registry_address`; None on rank 0, which starts the registry.
+        dtype: the type in which actors hold weights ([inference] dtype).
         drain_s: how long an apply may wait for requests to end.
 
-    Other ranks listen where they reach rank 0's machine. Raises UserError where a parameter's placement cannot be sent
-    shard by shard, an address cannot be used, or another job writes to the folder.
+    Other ranks listen on the address that reaches rank 0's machine. Raises UserError if a parameter's placement cannot
+    be sent shard by shard, an address cannot be used, or another job writes to the folder.
     """
 
     def __init__(
@@ -161,7 +167,7 @@ class WeightSync:
             raise ValueError("rank 0 starts the registry, every other rank is given its address")
         folder = run_dir / "weight_sync"
         folder.mkdir(parents=True, exist_ok=True)
-        host = numeric(config.host) if registry is None else towards(registry)
+        host = resolve_host(config.host) if registry is None else local_address_towards(registry)
         self._closed = False
         self._owner: FolderOwner | None = None
         files = ""
@@ -202,35 +208,34 @@ class WeightSync:
     # Step boundary (every rank)
 
     def reserve(self) -> bool:
-        """Reserve a slot for the version that the coming optimizer step makes. False is this rank's no. Never waits."""
+        """Reserve a slot for the version of the coming optimizer step. False is this rank's no vote. Never waits."""
         begun = time.perf_counter()
         reserved = self.boundary.reserve()
         self._stall_s += time.perf_counter() - begun
         return reserved
 
     def fence(self) -> None:
-        """Right before parameters change: what the device is given from now on waits for the last snapshot's copy.
+        """Call right before parameters change: device work queued from now on waits for the last snapshot's copy.
 
-        This thread does only on the CPU. Without the fence a snapshot that is under way would be torn.
+        This thread waits only on the CPU. Without the fence, a snapshot in progress would be torn.
         """
         begun = time.perf_counter()
         self.publisher.fence()
         self._stall_s += time.perf_counter() - begun
 
-    def commit(self, version: int, noes: int) -> Literal["published", "skipped"]:
+    def commit(self, version: int, votes_against: int) -> Literal["published", "skipped"]:
         """At the boundary, on every rank with the same arguments: snapshot `version`, or skip it if any rank voted no.
 
-        A skipped version is owed. Raises UserError when a process of the synchronisation has died too often.
+        A skipped version is pending. Raises UserError if a process of the synchronisation has died too often.
         """
-        return "published" if self._snapshot(lambda: self.boundary.commit(version, noes)) else "skipped"
+        return "published" if self._snapshot(lambda: self.boundary.commit(version, votes_against)) else "skipped"
 
-    def snapshot_owed(self, version: int) -> bool:
-        """On every rank, at the controller's command: snapshot the owed version while there is no data.
+    def snapshot_pending(self, version: int) -> bool:
+        """On every rank, at the controller's command: snapshot the pending version while there is no data.
 
-        Where a rank has no free slot the version is dropped on all ranks, and stays owed. Returns whether this rank
-        had one.
+        If a rank has no free slot, all ranks drop the version and it stays pending. Returns whether this rank had one.
         """
-        return self._snapshot(lambda: self.boundary.snapshot_owed(version))
+        return self._snapshot(lambda: self.boundary.snapshot_pending(version))
 
     def _snapshot(self, take: Callable[[], bool]) -> bool:
         self._check_alive()
@@ -241,17 +246,17 @@ class WeightSync:
         return snapshotted
 
     @property
-    def owed(self) -> int | None:
-        """The version that was skipped, or dropped because a rank could not snapshot it (that only rank 0 knows)."""
+    def pending_version(self) -> int | None:
+        """The version that was skipped, or dropped because a rank could not snapshot it (known only on rank 0)."""
         if self.watcher is None:
-            return self.boundary.owed(None, ())
+            return self.boundary.pending_version(None, ())
         status = self.watcher.status()
-        return self.boundary.owed(status["newest"], status["dropped"])
+        return self.boundary.pending_version(status["newest"], status["dropped"])
 
     # Actors (rank 0)
 
     def actors(self) -> dict[str, ActorStatus]:
-        """Every actor that has joined and was not away for long. Empty on other ranks. Never waits."""
+        """Return every actor that has joined and was not away for long. Empty on other ranks. Never waits."""
         return {
             name: ActorStatus(*map(actor.__getitem__, ActorStatus._fields)) for name, actor in self._actors().items()
         }
@@ -264,9 +269,9 @@ class WeightSync:
     ) -> SyncOutcome:
         """Wait until all live actors, and at least `at_least`, serve `version` or newer; at most `timeout` seconds.
 
-        The wait is the trainer's (`time/sync_stall_s`) unless another thread, say an evaluation's, does the waiting.
-        Lost actors are not waited for, nor are pinned ones, nor those that have failed again and again and not yet
-        recovered. `missing` leaves out those that were gone before, and are: that is no news. Rank 0 only.
+        The wait counts as the trainer's (`time/sync_stall_s`) unless another thread waits, for example for an
+        evaluation. It excludes lost actors, pinned ones, and those that failed repeatedly and have not recovered.
+        `missing` omits actors that were gone before the wait and still are. Rank 0 only.
         """
         assert self.watcher is not None
         begun = time.perf_counter()
@@ -297,21 +302,21 @@ class WeightSync:
         return SyncOutcome(applied, missing)
 
     def pin(self, version: int, timeout: float = 5.0) -> None:
-        """Actors that serve `version` keep it until unpin(), for an evaluation. Rank 0 only."""
+        """Have actors that serve `version` keep it until unpin(), for an evaluation. Rank 0 only."""
         if self.watcher is not None:
             self.watcher.pin(version)
             self.watcher.wait_for(lambda status: status.get("pinned") == version, timeout)
 
     def unpin(self) -> None:
-        """The evaluation is over. Does not wait."""
+        """End pin(). Does not wait."""
         if self.watcher is not None:
             self.watcher.pin(None)
 
     # Figures and end
 
     def statistics(self) -> dict[str, float]:
-        """Keys for metrics.jsonl. The two times are sums over the trainer thread since the last call, in seconds; what
-        it spent on synchronisation altogether is their sum."""
+        """Return figures for metrics.jsonl. The two times are seconds of the trainer thread since the last call; their
+        sum is all that it spent on the synchronisation."""
         figures: dict[str, float] = {
             "weight_sync/versions_published": self.boundary.published,
             "weight_sync/versions_skipped": self.boundary.skipped,
@@ -328,7 +333,7 @@ class WeightSync:
         return figures
 
     def take_snapshots(self) -> list[Snapshot]:
-        """This rank's snapshots whose fence was reached since the last call, at most the newest few."""
+        """Return this rank's snapshots whose fence was reached since the last call, at most the newest few."""
         snapshots = self.publisher.snapshots
         return [snapshots.popleft() for _ in range(len(snapshots))]
 
@@ -338,7 +343,7 @@ class WeightSync:
 
     @property
     def failure(self) -> str:
-        """Why no further version will be published, or nothing."""
+        """Why no further version will be published, else empty."""
         failures = [self.publisher.failure, self.shard_server.failure]
         if self.registry is not None and self.watcher is not None:
             failures += [self.registry.failure, self.watcher.failure, self.watcher.status()["failure"]]
@@ -360,7 +365,7 @@ class WeightSync:
 
 
 def _is_live(actor: Message) -> bool:
-    return actor["state"] not in GONE and actor["failures"] < MOST_FAILURES
+    return actor["state"] not in GONE and actor["failures"] < MAX_FAILURES
 
 
 def _has(actor: Message, version: int) -> bool:

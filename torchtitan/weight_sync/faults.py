@@ -1,11 +1,11 @@
-"""Fault injection: breaks the weight synchronisation on purpose, at named phases. Off unless asked for, loud when on.
+"""Fault injection: breaks the weight synchronisation on purpose, at named phases. Off by default; logged when on.
 
     TORCHTITAN_WEIGHT_SYNC_FAULTS="seed=3;corrupt:version=3,times=2;kill:phase=apply,actor=actor-1,version=60-"
     TORCHTITAN_WEIGHT_SYNC_FAULTS="@/run/weight_sync/faults.txt"
 
-A fault is `action:key=value,…`; docs/reliability.md lists actions, phases and keys. Faults in the variable are counted
-(`times`) by each process for itself. `@file` names a file with one fault per line, which may change at any time; those
-are counted over all processes, and each strike leaves a file in `file.struck/`, with what it hit.
+A fault is `action:key=value,…`; docs/reliability.md lists actions, phases and keys. Each process counts the strikes
+(`times`) of faults in the variable separately. `@file` names a file with one fault per line, which may change at any
+time; strikes of these are counted across all processes, and each leaves a file in `file.struck/` that says what it hit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ACTIONS = ("delay", "drop", "corrupt", "kill", "freeze", "reset", "throttle", "f
 
 
 _BUCKET = {"version", "actor", "rank", "bucket"}
-# Places in the protocol: what can be done to each, and by which keys a fault can choose when.
+# Points in the protocol: the actions that are possible at each, and the keys that select when a fault strikes.
 PHASES: dict[str, tuple[frozenset[str], set[str]]] = {
     "snapshot": (_PROCESS, {"version", "rank"}),
     "checksum": (_PROCESS, {"version", "rank"}),
@@ -52,9 +52,9 @@ PHASES: dict[str, tuple[frozenset[str], set[str]]] = {
     "apply": (_PROCESS, {"version", "actor"}),
     "applied": (_SPOKEN, {"version", "actor"}),
 }
-# Where a fault names no phase.
+# The phase of a fault that names none.
 _USUAL_PHASE = {"drop": "send", "corrupt": "send", "reset": "send", "throttle": "send", "full_disk": "write"}
-_LONGEST_SECONDS = 86400.0
+_MAX_SECONDS = 86400.0
 _USUAL_KEYS = {"times", "probability"}
 _OWN_KEYS = {"throttle": {"bytes_per_s"}, "delay": _USUAL_KEYS | {"seconds"}, "freeze": _USUAL_KEYS | {"seconds"}}
 
@@ -75,12 +75,12 @@ Place = tuple[str, int | None, str | None, int | None, int | None]
 
 
 class FaultError(UserError):
-    """A fault that does not exist, or could never strike; the message says what is allowed."""
+    """A fault that does not exist or could never strike. The message says what is allowed."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is to go wrong."""
+    """One fault: what goes wrong, where, and how often."""
 
     text: str
     action: str
@@ -89,18 +89,18 @@ class Fault:
     actor: str | None = None
     rank: int | None = None
     bucket: int = 0
-    """Which bucket of a rank, where the phase has buckets: so a fault strikes once per delivery"""
+    """The bucket of a rank, if the phase has buckets: a single one, so that a fault strikes once per delivery"""
     times: int | None = 1
-    """How often; None without end"""
+    """How often it strikes; None: without limit"""
     probability: float = 1.0
     seconds: float = 0.0
-    """delay: for how long; freeze: the same, 0 until somebody continues or kills the process"""
+    """delay, freeze: for how long; freeze with 0: until somebody continues or kills the process"""
     bytes_per_s: int = 0
-    """throttle"""
+    """For throttle"""
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read `action:key=value,…`. Raises FaultError."""
+        """Parse `action:key=value,…`. Raises FaultError."""
         text = text.strip()
 
         def refuse(when: bool, why: object) -> None:
@@ -118,7 +118,7 @@ class Fault:
         refuse(phase not in PHASES, f"phase must be one of {', '.join(PHASES)}")
         able = [name for name, (actions, _) in PHASES.items() if action in actions]
         refuse(phase not in able, f"{action} happens in phase {' or '.join(able)}, not in {phase}")
-        # The name tells equal faults apart, as texts.
+        # The only purpose of a name is to make the texts of otherwise equal faults differ.
         keys = {"name"} | ((PHASES[phase][1] - {"bucket"}) if action == "throttle" else PHASES[phase][1])
         keys |= _OWN_KEYS.get(action, _USUAL_KEYS)
         for key in values:
@@ -130,16 +130,14 @@ class Fault:
             raise FaultError(f"{text!r}: {error}") from error
         times = given.pop("times", None if "probability" in given else 1)
         fault = cls(text, action, phase, given.pop("version", (0, float("inf"))), times=times, **given)
-        possible = (
-            0 <= fault.probability <= 1 and 0 <= fault.seconds <= _LONGEST_SECONDS and (times is None or times >= 1)
-        )
-        refuse(not possible, f"probability must be 0 to 1, seconds 0 to {_LONGEST_SECONDS:g}, times at least 1")
+        possible = 0 <= fault.probability <= 1 and 0 <= fault.seconds <= _MAX_SECONDS and (times is None or times >= 1)
+        refuse(not possible, f"probability must be 0 to 1, seconds 0 to {_MAX_SECONDS:g}, times at least 1")
         refuse(action == "throttle" and fault.bytes_per_s < 1, "throttle needs bytes_per_s of at least 1")
         refuse(action == "delay" and fault.seconds == 0, "delay needs seconds of more than 0")
         return fault
 
     def matches(self, place: Place) -> bool:
-        """Whether it may strike there."""
+        """Return whether the fault may strike at this place."""
         phase, version, actor, rank, bucket = place
         return (
             phase == self.phase
@@ -151,7 +149,7 @@ class Fault:
 
 
 def parse(texts: Iterable[str]) -> tuple[int, list[Fault]]:
-    """(seed, faults) of texts such as `seed=3` and `kill:phase=apply`. Raises FaultError for the first wrong one."""
+    """Parse texts such as `seed=3` and `kill:phase=apply` to (seed, faults). Raises FaultError for an invalid one."""
     seed, faults = 0, []
     for text in filter(None, (text.strip() for text in texts)):
         if given := re.fullmatch(r"seed=(-?\d+)", text):
@@ -162,7 +160,7 @@ def parse(texts: Iterable[str]) -> tuple[int, list[Fault]]:
 
 
 class _Plan:
-    """The faults of one value of the variable, as this process sees them."""
+    """The faults of one value of the variable, as seen by this process."""
 
     def __init__(self, source: str):
         self._file = Path(source[1:]) if source.startswith("@") else None
@@ -174,8 +172,8 @@ class _Plan:
         logger.warning("FAULT INJECTION IS ON: %s=%s", VARIABLE, source)
 
     def strikes(self, place: Place, throttles: bool) -> list[Fault]:
-        """The faults that strike here and now, each counted: throttles, or all others. A throttle is counted once, and
-        holds for as long as it is listed."""
+        """Return the faults that strike now at this place, and count them: only throttles, or only others. A throttle
+        is counted once, and applies as long as it is listed."""
         with self._lock:
             self._look()
             return [
@@ -201,7 +199,7 @@ class _Plan:
             self._stamp = stamp
 
     def _lucky(self, fault: Fault, place: Place) -> bool:
-        """Seeded: the same meetings in the same order have the same luck, in every process and run."""
+        """Decide with a seeded generator: the n-th visit of a place has the same outcome in every process and run."""
         if fault.probability >= 1:
             return True
         meeting = (fault.text, *place)
@@ -209,7 +207,7 @@ class _Plan:
         return random.Random(repr((self._seed, meeting, number))).random() < fault.probability
 
     def _claim(self, fault: Fault, place: Place) -> bool:
-        """Count one strike; False when it has struck often enough."""
+        """Count one strike. Returns False if the fault has struck often enough."""
         while fault.times is None or self._struck.get(fault.text, 0) < fault.times:
             number = self._struck[fault.text] = self._struck.get(fault.text, 0) + 1
             if self._file is None or self._recorded(self._file, fault, number, place):
@@ -219,12 +217,12 @@ class _Plan:
 
     @staticmethod
     def _recorded(plan: Path, fault: Fault, number: int, place: Place) -> bool:
-        """Whether this strike is ours: another process may have had it."""
+        """Record a strike. Returns False if another process has already recorded it."""
         folder = plan.with_name(plan.name + ".struck")
         folder.mkdir(parents=True, exist_ok=True)
         key = hashlib.blake2b(fault.text.encode(), digest_size=6).hexdigest()
         record = {"fault": fault.text, "where": place, "pid": os.getpid(), "time": time.time()}
-        # Whole from the moment on that it has its name, and nobody else can take that.
+        # A link makes the file appear complete, and fails if another process has already used its name.
         temporary = folder / f".{os.getpid()}-{threading.get_ident()}"
         temporary.write_text(json.dumps(record) + "\n")
         try:
@@ -248,7 +246,7 @@ def _plan(source: str) -> _Plan:
 
 
 def active() -> str:
-    """The variable's value, empty when nothing is to go wrong; said in this process's log. Raises FaultError."""
+    """Return the variable's value, empty if fault injection is off. Logs that it is on. Raises FaultError."""
     source = os.environ.get(VARIABLE, "")
     if source:
         _plan(source)
@@ -256,7 +254,7 @@ def active() -> str:
 
 
 def switch_on(seed: int, texts: Iterable[str], file: Path, write: bool) -> None:
-    """Have this process, and all that it starts from now on, break as planned. `write`: this one makes the file."""
+    """Turn fault injection on in this process and all that it starts later. write: whether it also writes the file."""
     if write:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(file.name + ".tmp")
@@ -274,10 +272,10 @@ def _striking(throttles: bool, phase: str, where: dict[str, Any]) -> list[Fault]
 
 
 def at(phase: str, **where: Any) -> frozenset[str]:
-    """Called by every process of the synchronisation at each phase, with its keys. Does nothing unless faults are on.
+    """Let faults strike: every process of the synchronisation calls this at each phase. A no-op unless faults are on.
 
-    Delays, kills or freezes this process. Returns what the caller has to do itself: "drop" and "corrupt".
-    Raises ConnectionResetError for a reset, OSError (ENOSPC) for a full disk.
+    Delays, kills or freezes this process. Returns what the caller must do itself: "drop" and "corrupt". Raises
+    ConnectionResetError for a reset, OSError (ENOSPC) for a full disk.
     """
     asked = set()
     for fault in _striking(False, phase, where):
@@ -297,12 +295,12 @@ def at(phase: str, **where: Any) -> frozenset[str]:
 
 
 def bytes_per_second(phase: str = "send", **where: Any) -> int:
-    """What a throttled connection may send, 0 for as much as it can."""
+    """Return the rate of a throttled connection; 0: unlimited."""
     return min((fault.bytes_per_s for fault in _striking(True, phase, where)), default=0)
 
 
 def damaged(data: memoryview) -> memoryview:
-    """A copy with one bit flipped in its middle."""
+    """Return a copy with one flipped bit in its middle."""
     copy = bytearray(data)
     copy[len(copy) // 2] ^= 0x10
     return memoryview(copy)
@@ -310,7 +308,7 @@ def damaged(data: memoryview) -> memoryview:
 
 def _freeze(seconds: float) -> None:
     if seconds > 0:
-        # The shell ends at once, and what it leaves behind belongs to init: no child of ours remains.
+        # The shell exits at once and init adopts the background process, so this process keeps no child.
         command = f"(sleep {seconds}; kill -CONT {os.getpid()}) &"
         subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
     os.kill(os.getpid(), signal.SIGSTOP)

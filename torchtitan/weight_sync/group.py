@@ -1,8 +1,8 @@
-"""Actors of several workers, such as a tensor-parallel engine: each worker pulls its part, all apply or none counts.
+"""Actors with several workers, as in tensor parallelism: each worker pulls its part; all apply, or none counts.
 
-The leader is one actor to the registry, and the registry to its workers: it names them the version that is due, and
-says when they apply. They pull straight from the shard servers. A worker that is lost makes the actor leave, and join
-again when all are there; what they hold counts only where it is the same everywhere.
+To the registry the leader is one actor; to its workers it is the registry: it tells them the version to pull, and when
+to apply. Workers pull straight from the shard servers. When a worker is lost, the actor leaves, and joins again once
+all workers are there; what they hold counts only if it is the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.clients import Source
-from torchtitan.weight_sync.handshake import WORKER, Gate, Identity
+from torchtitan.weight_sync.clients import ShardServerConnection
+from torchtitan.weight_sync.handshake import WORKER, Acceptor, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.slots import anonymous_file, named
+from torchtitan.weight_sync.slots import anonymous_file, file_reference
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import StagedVersion
 from torchtitan.weight_sync.transfer import BYTES
@@ -31,17 +31,17 @@ logger = logging.getLogger("torchtitan.weight_sync.group")
 NOTHING = -1
 """The version of a worker that holds none"""
 
-# While workers apply, it is asked so often whether the actor's loop still runs.
+# While workers apply, how often to check that the actor's loop still runs.
 LOOK_SECONDS = 0.2
 ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 
 
-class LedPuller(Puller):
-    """A worker's part: pulls what its leader names, and applies when the leader says so."""
+class WorkerPuller(Puller):
+    """A worker's part: pulls the version that its leader names, and applies it when the leader says so."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        # While it applies it reads what all workers write to, and cannot say what it holds.
+        # A worker that applies reads memory that all workers write to, and cannot say yet what it holds.
         self.registry.ready = lambda: not self._applying
 
     def _joined(self) -> None:
@@ -61,7 +61,7 @@ class LedPuller(Puller):
         before = self._newest
         super()._on_newest(message)
         if self.serving == Served(message["epoch"], message["version"], message["digest"]):
-            # The leader knows what is served here: not all workers have it.
+            # The leader announces what this worker serves: another worker lacks it, so all pull it again.
             self.serving = None
         if before is None or before[0] != message["newest"]:
             self._staged = None
@@ -69,7 +69,7 @@ class LedPuller(Puller):
             self._tell_ended(message["version"], "staged")
 
     def _apply_staged(self) -> None:
-        """Not by itself."""
+        """Do nothing: a worker applies only when its leader says so."""
 
 
 @dataclass
@@ -80,38 +80,38 @@ class _Worker:
     heard_at: float
     held: Served | None = None
     known: bool = False
-    """It has said what it holds"""
+    """Whether it has said what it holds"""
     staged: int = NOTHING
-    """Version"""
+    """The version that it has staged"""
     bytes: int = 0
     answer: Message | Exception | None = field(default_factory=dict)
-    """To the last order to apply: its figures once it has applied, else why not; None while there is none"""
+    """The answer to the last order to apply: figures if it applied, an exception if not, None while it is pending"""
 
 
 class Leader(Puller):
-    """count: of workers; apply_timeout_s: for all of them to apply; secret: from which their keys are derived; others:
-    see Puller. The engine stages nothing."""
+    """Leads `count` workers and stages nothing itself. apply_timeout_s: deadline for all workers to apply; secret:
+    their keys are derived from it; others: see Puller."""
 
     def __init__(self, *args: Any, count: int, secret: str, apply_timeout_s: float, **options: Any):
         super().__init__(*args, **options)
         self._count, self._apply_timeout_s = count, apply_timeout_s
         self.registry.ready = self._complete
-        self._gate = Gate(self._runtime, frozenset((WORKER,)), secret, self._admit, self._enter)
+        self._acceptor = Acceptor(self._runtime, frozenset((WORKER,)), secret, self._admit, self._enter)
         self._workers: dict[int, _Worker] = {}
         self._model: Message | None = None
         self._memory: int | None = None
-        """A descriptor: memory for one version, which the workers share"""
+        """Descriptor of the memory for one version, which the workers share"""
         self._order: Future[Mapping[str, float]] | None = None
-        """What becomes of the last order to apply, until that is known"""
+        """Receives the outcome of the last order to apply; None once it is known"""
 
     def start(self, listener: Any = None) -> None:
         """Begin to look for the registry, and to accept workers at this listener."""
-        self._gate.listen(listener)
+        self._acceptor.listen(listener)
         super().start()
 
     def close(self) -> None:
         super().close()
-        self._gate.close()
+        self._acceptor.close()
         self._fail_order("another connection has taken this one's place")
         for worker in list(self._workers.values()):
             worker.channel.close("the actor ends")
@@ -134,28 +134,28 @@ class Leader(Puller):
             self.poisoned, self.serving = True, None
         super()._joined()
 
-    def _look(self) -> Message:
+    def _tick(self) -> Message:
         for number, worker in list(self._workers.items()):
             if self._runtime.now() - worker.heard_at > SILENCE_SECONDS:
                 worker.channel.close(f"worker {number} said nothing for {SILENCE_SECONDS:g} s")
-        return super()._look()
+        return super()._tick()
 
     def _on_model(self, message: Message) -> None:
         super()._on_model(message)
         if self._memory is None:
             assert self._layout is not None
             self._memory = anonymous_file("weights-staging", self._layout.slot_starts()[-1])
-        self._model = {**message, "staging": {**named(self._memory), "workers": self._count}}
+        self._model = {**message, "staging": {**file_reference(self._memory), "workers": self._count}}
         self._send(self._model)
 
-    def _new_sources(self, ranks: int) -> list[Source]:
+    def _new_sources(self, ranks: int) -> list[ShardServerConnection]:
         # Only workers pull.
         return []
 
     # Pulling
 
     def _may_begin(self, manifest: Manifest) -> bool:
-        # Who still applies reads what the others would write to.
+        # A worker that still applies reads memory that the others would write to.
         idle = all(worker.answer is not None for worker in self._workers.values())
         return idle and self._complete() and super()._may_begin(manifest)
 
@@ -177,7 +177,7 @@ class Leader(Puller):
             if outcome == "staged":
                 worker.staged = version
                 if all(one.staged == version for one in self._workers.values()) and self._complete():
-                    self._staged_whole(self.transfer)
+                    self._finish_transfer(self.transfer)
             elif outcome in ("gone", "refused"):
                 self._end_pull(outcome, reason)
                 self._pause()
@@ -185,9 +185,9 @@ class Leader(Puller):
     # Applying
 
     def order(self, manifest: Manifest, order: Future[Mapping[str, float]]) -> None:
-        """Have all workers apply what they have staged; the engine stands still meanwhile. On the loop's thread.
+        """Have all workers apply what they have staged while the engine is paused. Runs on the loop's thread.
 
-        order: told the figures of all of them; WeightsRefused where all are as they were; else RuntimeError.
+        order: receives the figures of all workers, WeightsRefused if all are unchanged, or else RuntimeError.
         """
         if not self._complete() or any(worker.staged != manifest.version for worker in self._workers.values()):
             order.set_exception(WeightsRefused("a worker was lost meanwhile"))
@@ -208,7 +208,7 @@ class Leader(Puller):
         worker.answer, worker.staged = answer, NOTHING
         answers = [one.answer for one in self._workers.values()]
         if self._order is None:
-            self._consider()
+            self._react()
         elif None not in answers:
             failures = [answer for answer in answers if isinstance(answer, Exception)]
             if failures:
@@ -216,7 +216,7 @@ class Leader(Puller):
                 self._fail_order(str(failures[0]), WeightsRefused if refused else RuntimeError)
             else:
                 order, self._order = self._order, None
-                order.set_result(_together([answer for answer in answers if isinstance(answer, dict)]))
+                order.set_result(_merge_figures([answer for answer in answers if isinstance(answer, dict)]))
 
     def _fail_order(self, reason: str, kind: type[Exception] = RuntimeError) -> None:
         order, self._order = self._order, None
@@ -230,7 +230,7 @@ class Leader(Puller):
             raise ProtocolError(f"this actor's epoch is {self.epoch}, not {fields.get('epoch')}")
         if identity.name not in map(str, range(self._count)):
             raise ProtocolError(f"no worker {identity.name!r} among {self._count}")
-        # Always the first: a leader that is replaced closes its port, no worker hears two of them.
+        # The term is always 1: a leader that is replaced closes its port, so no worker hears two leaders.
         return {"term": 1}
 
     def _enter(self, channel: Channel, identity: Identity, _fields: Message) -> None:
@@ -275,20 +275,20 @@ class Leader(Puller):
             if worker.answer is None and message["version"] == worker.staged:
                 self._answered(worker, RuntimeError(reason))
             else:
-                self.found_torn(message["version"], reason)
+                self.poison_version(message["version"], reason)
         elif kind != "pulling":
             raise ProtocolError(f"a worker does not send {kind!r}")
 
 
-def _together(figures: list[Message]) -> dict[str, float]:
-    """What all workers have received, and the one with the most."""
+def _merge_figures(figures: list[Message]) -> dict[str, float]:
+    """Return how many bytes all workers received together, and how many the one with the most."""
     received = [{name: one.get(name, 0) for name in BYTES} for one in figures]
     most = max(sum(one.values()) for one in received)
     return {"worker_bytes": most, **{name: sum(one[name] for one in received) for name in BYTES}}
 
 
 class LeadingEngine:
-    """An engine whose workers stage their parts: nothing arrives here. The actor's loop orders what they do."""
+    """An engine whose workers stage everything, and get their orders from the actor's loop."""
 
     leader: Leader
 
@@ -306,7 +306,7 @@ class LeadingEngine:
         def apply_on_workers() -> None:
             order.set_running_or_notify_cancel()
             self._runtime.post(partial(self.leader.order, manifest, order))
-            # The leader answers within its deadline, as long as its loop runs.
+            # The leader answers within its deadline as long as its loop runs.
             while not wait([order], LOOK_SECONDS).done:
                 if not self._runtime.runs:
                     raise RuntimeError("the connection to the trainer was closed meanwhile")
@@ -314,7 +314,7 @@ class LeadingEngine:
 
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, {}, apply_on_workers)
         try:
-            cost = in_figures(self._apply(staged), begun)
+            cost = as_figures(self._apply(staged), begun)
         except WeightsRefused as error:
             if order.running() or (order.done() and not isinstance(order.exception(), WeightsRefused)):
                 raise RuntimeError(f"the workers have applied what the engine refuses: {error}") from error
@@ -324,7 +324,7 @@ class LeadingEngine:
         return {**order.result(), **cost}
 
 
-def in_figures(cost: float | Mapping[str, float] | None, begun: float) -> dict[str, float]:
-    """What an engine returned, by name."""
+def as_figures(cost: float | Mapping[str, float] | None, begun: float) -> dict[str, float]:
+    """Return an engine's figures by name."""
     named = cost if isinstance(cost, Mapping) else {} if cost is None else {"pause_s": cost}
     return {"pause_s": time.monotonic() - begun, **{str(name): float(value) for name, value in named.items()}}

@@ -1,7 +1,7 @@
-"""Who is who: keys by role, derived from the job's token, and a proof in both directions before anything else is read.
+"""Authentication with keys by role, derived from the job's token: both sides prove their key before anything else.
 
-An actor gets its own key, not the token: it can speak as itself, neither as a rank nor as another actor, and nobody
-who lacks the token can answer it as a registry or shard server.
+An actor gets its own key, not the token: it cannot speak as a rank or as another actor. Without the token nobody can
+pose as a registry or a shard server to it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
 NONCE_BYTES = 16
-# Handshakes in progress at one port; for one more the oldest is dropped.
-MOST_HANDSHAKES = 256
+# The most handshakes in progress at one port; another one drops the oldest.
+MAX_HANDSHAKES = 256
 
 TRAINER, RANK, ACTOR = "trainer", "rank", "actor"
-# An actor that pulls from another one, by its own name; its key is derived from the other's, and the registry tells it.
+# An actor that pulls from another one, under its own name. Its key is derived from the other's; the registry tells it.
 PEER = "peer"
-# A part of an actor; its name is its number, and its key is derived from the actor's.
+# A part of an actor. Its name is its number; its key is derived from the actor's.
 WORKER = "worker"
 
 
 def role_key(token: str, role: str, name: str) -> str:
-    """The secret by which `name` speaks in this role."""
+    """Return the secret by which `name` authenticates in this role."""
     return hmac.digest(token.encode(), wire.as_bytes(f"{role}/{name}"), "sha256").hex()
 
 
 class Identity(NamedTuple):
-    """Who this process is to the others. key: role_key of the two."""
+    """How this process authenticates to others. key: role_key of `role` and `name`."""
 
     role: str
     name: str
@@ -44,25 +44,25 @@ class Identity(NamedTuple):
 
     @classmethod
     def of(cls, token: str, role: str, name: str) -> Identity:
-        """For processes that hold the token, or the key of which this one's is derived."""
+        """Return the identity of a process that holds the token, or the key from which its own is derived."""
         return cls(role, name, role_key(token, role, name))
 
     def proof(self, side: str, server_nonce: str, nonce: str) -> str:
-        """By which a side, "client" or "server", shows the other one that it has the key, too."""
+        """Return the proof by which one side, "client" or "server", shows that it has the key."""
         text = wire.as_bytes("\n".join((side, self.role, server_nonce, nonce)))
         return hmac.digest(self.key.encode(), text, "sha256").hex()
 
     def is_proof(self, given: str, side: str, server_nonce: str, nonce: str) -> bool:
-        """Whether this is the side's proof; the time that it takes does not tell by how much it is not."""
+        """Return whether `given` is this side's proof, in constant time."""
         return hmac.compare_digest(wire.as_bytes(self.proof(side, server_nonce, nonce)), wire.as_bytes(given))
 
 
-class Gate:
-    """Lets those in who prove who they are.
+class Acceptor:
+    """Admits peers that prove their identity.
 
-    roles: who may come; secret: from which their keys are derived (role_key). admit(identity, fields) returns what they
-    are told, or raises ProtocolError to refuse; enter(channel, identity, fields) takes the channel over, and must set
-    its callbacks.
+    roles: allowed roles; secret: their keys are derived from it (role_key). admit(identity, fields) returns what the
+    peer is told, or raises ProtocolError to refuse it. enter(channel, identity, fields) takes over the channel, and
+    must set its callbacks.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Gate:
         self._stop_listening: Callable[[], None] = lambda: None
 
     def listen(self, listener: Any) -> None:
-        """Begin to accept channels there."""
+        """Begin to accept channels at this listener."""
         self._stop_listening = self._runtime.listen(listener, self.accept)
 
     def accept(self, channel: Channel) -> None:
-        """A new channel, of which nothing is known."""
-        if len(self._waiting) >= MOST_HANDSHAKES:
+        """Challenge a new channel, whose peer is not known yet."""
+        if len(self._waiting) >= MAX_HANDSHAKES:
             next(iter(self._waiting)).close("too many handshakes at once")
         nonce = secrets.token_hex(NONCE_BYTES)
         late = self._runtime.call_later(HANDSHAKE_SECONDS, lambda: channel.close("no hello in time"))
@@ -94,7 +94,7 @@ class Gate:
         channel.send({"type": "challenge", "nonce": nonce})
 
     def close(self) -> None:
-        """Nobody comes in any more."""
+        """Stop accepting channels, and end handshakes in progress."""
         self._stop_listening()
         for channel in list(self._waiting):
             channel.close("closing")
@@ -125,10 +125,10 @@ class Gate:
         self._enter(channel, identity, message["fields"])
 
 
-class Call:
-    """Dials `address`, proves who this end is, and has the other end prove that it is one of the job.
+class Dialer:
+    """Dials `address`, proves who this end is, and has the other end prove that it belongs to the job.
 
-    Calls one of on_ready(channel, fields), which must set the channel's callbacks, and on_failure(reason), unless
+    Calls either on_ready(channel, fields), which must set the channel's callbacks, or on_failure(reason), unless
     cancel() is called first.
     """
 
@@ -151,7 +151,7 @@ class Call:
         self._cancel_dial = runtime.dial(address, self._opened, self._fail)
 
     def cancel(self) -> None:
-        """Give up, without a word."""
+        """Give up without calling on_failure."""
         self._on_failure = lambda _reason: None
         self._fail("cancelled")
 

@@ -1,7 +1,7 @@
-"""A layout's rows in columns: 64,000 parameters on 64 ranks are four million shards, too many for an object each.
+"""A layout's rows as columns: 64,000 parameters on 64 ranks are four million shards, too many for one object each.
 
-Equal shapes and equal boxes are kept once, rows refer to them by number. Columns travel as the compressed differences
-of neighbours, of which there are few, everything else as plain JSON. No torch.
+Equal shapes and equal boxes are stored once, and rows refer to them by number. A column is sent as the compressed
+differences of neighbours, few of which are distinct; everything else is plain JSON. No torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Larger sizes than any model's; keeps sums of a few of them inside 64 bits.
+# Larger than any model's sizes; sums of a few of them still fit 64 bits.
 _LARGEST = 1 << 60
-# Bounds what a few compressed bytes can make a reader allocate.
-_MOST_ROWS = 1 << 24
+# Limits how much memory a few compressed bytes can make a reader allocate.
+_MAX_ROWS = 1 << 24
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -45,7 +45,7 @@ class ParameterEntry(NamedTuple):
 
 
 class ShardEntry(NamedTuple):
-    """A box of one parameter (by index); its elements are these bytes of the rank's slot."""
+    """A box of one parameter (by index), and which bytes of the rank's slot hold its elements."""
 
     parameter: int
     offset: tuple[int, ...]
@@ -56,9 +56,9 @@ class ShardEntry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParameterTable:
-    """Iterates and indexes as ParameterEntry.
+    """Rows of parameters; indexing and iteration give ParameterEntry.
 
-    kinds: distinct (dtype, shape); kind: int64 [parameters], which one each parameter has.
+    kinds: distinct (dtype, shape); kind: int64 [parameters], each parameter's index in `kinds`.
     """
 
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class ParameterTable:
 
     @classmethod
     def of(cls, entries: Iterable[ParameterEntry]) -> ParameterTable:
-        """The table of these rows."""
+        """Make a table of these rows."""
         rows = list(entries)
         kinds, kind = numbered((entry.dtype, entry.shape) for entry in rows)
         return cls(tuple(entry.name for entry in rows), kinds, kind)
@@ -83,12 +83,12 @@ class ParameterTable:
             yield ParameterEntry(name, *self.kinds[kind])
 
     def to_json(self) -> dict[str, Any]:
-        # One text instead of a list: 64,000 names are read and compared 50 times as fast.
+        # A string instead of a list: 64,000 names are read and compared 50 times as fast.
         return {"names": "\n".join(self.names), "kinds": self.kinds, "kind": _packed(self.kind)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ParameterTable:
-        """Raises ValueError, TypeError or KeyError for malformed rows."""
+        """Read a table. Raises ValueError, TypeError or KeyError for malformed rows."""
         if not isinstance(data["names"], str):
             raise ValueError("names are not a text")
         kinds = tuple((str(dtype), _sizes(shape)) for dtype, shape in data["kinds"])
@@ -103,9 +103,9 @@ class ParameterTable:
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """What one rank sends: its slot is these shards, one behind the other. Iterates as ShardEntry.
+    """What one rank sends: its slot consists of these shards without gaps. Iteration gives ShardEntry.
 
-    parameter: int64 [shards], index of the parameter; box: int64 [shards], which of `boxes` each is.
+    parameter: int64 [shards], index of the parameter; box: int64 [shards], each shard's index in `boxes`.
     """
 
     parameters: ParameterTable
@@ -115,7 +115,7 @@ class ShardTable:
 
     @classmethod
     def of(cls, parameters: ParameterTable, shards: Iterable[tuple[int, Box]]) -> ShardTable:
-        """The table of these (parameter, box)."""
+        """Make a table of these (parameter, box) pairs."""
         rows = list(shards)
         boxes, box = numbered(box for _, box in rows)
         return cls(parameters, boxes, np.array([parameter for parameter, _ in rows], np.int64), box)
@@ -128,7 +128,7 @@ class ShardTable:
 
     @property
     def slot_bytes(self) -> int:
-        """0: this rank sends nothing."""
+        """Size of the slot; 0 if this rank sends nothing."""
         return int(self._ends[-1]) if len(self) else 0
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class ShardTable:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], parameters: ParameterTable) -> ShardTable:
-        """Raises ValueError, TypeError or KeyError for malformed rows."""
+        """Read a table. Raises ValueError, TypeError or KeyError for malformed rows."""
         boxes = tuple(Box(_sizes(offset), _sizes(shape)) for offset, shape in data["boxes"])
         parameter, box = _unpacked(data["parameter"], len(parameters)), _unpacked(data["box"], len(boxes))
         if len(parameter) != len(box):
@@ -155,7 +155,7 @@ class ShardTable:
 
 
 def numbered(items: Iterable[Item]) -> tuple[tuple[Item, ...], np.ndarray]:
-    """The distinct items in order of appearance, and int64 [items]: which one each is."""
+    """Return the distinct items in order of appearance, and int64 [items]: each item's index among them."""
     items = list(items)
     numbers = {item: number for number, item in enumerate(dict.fromkeys(items))}
     return tuple(numbers), np.fromiter(map(numbers.__getitem__, items), np.int64, len(items))
@@ -174,10 +174,10 @@ def _packed(column: np.ndarray) -> str:
 
 
 def _unpacked(text: Any, limit: int) -> np.ndarray:
-    """The column again, int64. Raises ValueError for one that is malformed, or holds less than 0 or `limit` or more."""
+    """Return the int64 column. Raises ValueError if it is malformed or has a value outside 0 to `limit` - 1."""
     inflater = zlib.decompressobj()
     try:
-        data = inflater.decompress(base64.b64decode(text, validate=True), _MOST_ROWS * 8)
+        data = inflater.decompress(base64.b64decode(text, validate=True), _MAX_ROWS * 8)
     except zlib.error as error:
         raise ValueError(f"a column cannot be decompressed: {error}") from error
     if not inflater.eof or len(data) % 8:

@@ -1,4 +1,4 @@
-"""The processes of the registry, with its journal, and of a rank's shard server. No torch.
+"""The registry process, with its journal, and the process of a rank's shard server. No torch.
 
 python -m torchtitan.weight_sync.main '{"part": "registry", ...}'      (started by a rank, see servers.py)
 """
@@ -26,17 +26,17 @@ from torchtitan.weight_sync.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.wire import Runtime
 
-# So many lines wait for a disk that hangs; those that come then are lost, and counted.
+# At most this many lines wait for a slow disk; further ones are lost, and counted.
 MAXIMUM_WAITING = 10_000
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
 PARENT_CHECK_SECONDS = 0.5
-# At the end, for lines of the journal that still wait for the disk.
+# How long the process waits at its end for journal lines that are not on the disk yet.
 JOURNAL_SECONDS = 1.0
 
 
 class Journal:
-    """Appends to `path`; write() never waits. A full disk costs lines, not the synchronisation."""
+    """Appends to `path`. write() never waits: a full disk costs lines, but does not stop the synchronisation."""
 
     def __init__(self, runtime: Runtime, path: Path, term: int):
         self._runtime, self._term = runtime, term
@@ -44,7 +44,7 @@ class Journal:
         self._waiting = self._lost = 0
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
-        """Queue one line. On the loop's thread."""
+        """Queue one line. Runs on the loop's thread."""
         if self._waiting >= MAXIMUM_WAITING:
             self._lost += 1
             logger.error("the disk does not take the journal's lines; one about %s is lost", event)
@@ -62,7 +62,7 @@ class Journal:
 
 
 def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
-    """Until the parent ends."""
+    """Run the registry until the parent ends."""
     journal = Journal(runtime, Path(arguments["journal"]), arguments["term"])
     words = SlotWords(arguments["words_fd"], 0, 0)
     settings = Settings(**arguments["settings"])
@@ -76,7 +76,7 @@ def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) 
 
 
 def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
-    """Until the parent ends."""
+    """Run a shard server until the parent ends."""
     rank = arguments["rank"]
     layout = Layout.from_json(json.loads(Path(arguments["layout_file"]).read_text()))
     slots = SharedSlots(arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], layout.ranks[0].slot_bytes)
@@ -94,7 +94,7 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
 
 
 def serve(runtime: SocketRuntime, server: ShardServer, bell: socket.socket, listener: socket.socket) -> None:
-    """Run a shard server until the runtime is stopped, or the trainer has closed its end of the bell."""
+    """Run a shard server until the runtime is stopped or the trainer closes its end of the bell."""
     bell.setblocking(False)
 
     def rung() -> None:
@@ -114,10 +114,10 @@ PARTS = {"registry": run_registry, "shard server": run_shard_server}
 
 
 def main() -> int:
-    """Entry point; the arguments are one JSON object, the token comes by environment."""
+    """Entry point. The argument is one JSON object; the token is in the environment."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     faults.active()
-    # A flood of connections must not use up what the job needs.
+    # Allow as many descriptors as possible, so that a flood of connections does not use up those that the job needs.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     arguments = json.loads(sys.argv[1])

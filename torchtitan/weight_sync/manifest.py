@@ -1,9 +1,9 @@
-"""What a version consists of: the layout (once per job) and the checksums (per version), both plain JSON. No torch.
+"""What describes a version: the layout (once per job) and the checksums (per version), both plain JSON. No torch.
 
-A rank's slot is a row of shards without gaps, cut into buckets of a fixed number of bytes regardless of where shards
-end. The actor keeps one area per sender rank with the very same bytes, so a bucket is checked and stored as it is.
-Whether the ranks' shards make up every parameter exactly once is looked at once per way of cutting: most parameters are
-cut alike, so that four million shards take under a second.
+A rank's slot consists of shards without gaps, cut into buckets of a fixed size regardless of where shards end. The
+actor's staging memory holds the same bytes per sender rank, so a bucket is verified and stored as it is. Whether the
+ranks' shards make up every parameter exactly once is checked once per distinct cut: most parameters are cut alike, so
+the check of four million shards takes less than a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import xxhash
 from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.wire import ProtocolError
 
-# Of the ranks' slots, where they lie one behind the other.
+# Alignment of the ranks' slots where one memory holds them all.
 SLOT_ALIGNMENT = 64
 
 BucketKey = tuple[int, int]
@@ -33,7 +33,7 @@ class LayoutError(ProtocolError):
 
 
 class WeightsRefused(ValueError):
-    """The engine takes no such version; it serves what it served before."""
+    """The engine refuses this version, and continues to serve what it served before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Layout:
     """Kind of the bucket checksums, see checksum_function"""
 
     def slot_starts(self) -> list[int]:
-        """Where each rank's slot begins in memory for all of them, and where that ends."""
+        """Return where each rank's slot begins if one memory holds them all, followed by that memory's size."""
         sizes = (-(-rank.slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for rank in self.ranks)
         return [0, *itertools.accumulate(sizes)]
 
@@ -56,21 +56,21 @@ class Layout:
         return sum(rank.slot_bytes for rank in self.ranks)
 
     def bucket_count(self, rank: int) -> int:
-        """Buckets of this rank's slot."""
+        """Return the number of buckets in this rank's slot."""
         return -(-self.ranks[rank].slot_bytes // self.bucket_bytes)
 
     def bucket_range(self, rank: int, bucket: int) -> tuple[int, int]:
-        """First byte and end of a bucket in its rank's slot."""
+        """Return the first byte and the end of a bucket in its rank's slot."""
         start = bucket * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.ranks[rank].slot_bytes)
 
     def bucket_keys(self) -> list[tuple[int, int]]:
-        """(rank, bucket) of all buckets, in order."""
+        """Return (rank, bucket) of all buckets, in order."""
         return [(rank, bucket) for rank in range(len(self.ranks)) for bucket in range(self.bucket_count(rank))]
 
     def layout_id(self) -> str:
-        """Names this layout: equal exactly when everything in it is equal."""
-        # Not over the JSON: compressed columns need not look the same wherever they are made.
+        """Return an identifier that two layouts share exactly if they are equal."""
+        # Not hashed over the JSON, because compressed columns may differ from machine to machine.
         table, columns = self.parameters, [self.parameters.kind]
         about = [self.bucket_bytes, self.checksum, table.names, table.kinds, [rank.boxes for rank in self.ranks]]
         for rank in self.ranks:
@@ -90,7 +90,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Layout:
-        """Read and check a layout. Raises LayoutError for one that is malformed or not whole."""
+        """Read and check a layout. Raises LayoutError for one that is malformed or incomplete."""
         try:
             parameters = ParameterTable.from_json(data["parameters"])
             ranks = tuple(ShardTable.from_json(shards, parameters) for shards in data["ranks"])
@@ -103,13 +103,13 @@ class Layout:
 
 
 def content_digest(layout_id: str, checksums: list[list[str]]) -> str:
-    """One digest over a version's bytes: layout id and every bucket's checksum, rank by rank."""
+    """Return one digest of a version's bytes, over the layout id and every bucket's checksum, rank by rank."""
     return xxhash.xxh3_128_hexdigest(json.dumps([layout_id, checksums], separators=(",", ":")).encode())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One version: who it is, and a checksum per bucket of every rank."""
+    """One version: its identity, and a checksum per bucket of every rank."""
 
     epoch: str
     version: int
@@ -119,12 +119,12 @@ class Manifest:
 
     @classmethod
     def of(cls, epoch: str, version: int, layout_id: str, checksums: list[list[str]]) -> Manifest:
-        """The version of these checksums."""
+        """Make the manifest of a version with these checksums."""
         return cls(epoch, version, layout_id, tuple(map(tuple, checksums)), content_digest(layout_id, checksums))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
-        """Raises LayoutError when fields are missing or the digest is not that of the checksums."""
+        """Read a manifest. Raises LayoutError if fields are missing or the digest does not match the checksums."""
         try:
             checksums = [[str(value) for value in rank] for rank in data["checksums"]]
             manifest = cls.of(str(data["epoch"]), int(data["version"]), str(data["layout_id"]), checksums)
@@ -135,7 +135,7 @@ class Manifest:
         return manifest
 
     def check_fits(self, layout: Layout, layout_id: str) -> None:
-        """Raises LayoutError unless there is exactly one checksum per bucket of `layout`."""
+        """Raise LayoutError unless there is exactly one checksum per bucket of `layout`."""
         if self.layout_id != layout_id:
             raise LayoutError(f"version {self.version} has layout {self.layout_id}, not {layout_id}")
         expected = [layout.bucket_count(rank) for rank in range(len(layout.ranks))]
@@ -144,7 +144,7 @@ class Manifest:
 
 
 def merge_layouts(parts: list[dict[str, Any]]) -> Layout:
-    """One layout from what each rank reported (its own shards, everyone's parameters). Raises LayoutError."""
+    """Merge what each rank reported (its own shards, everyone's parameters) into one layout. Raises LayoutError."""
     first, ranks = {**parts[0], "ranks": []}, []
     for rank, part in enumerate(parts):
         if not _same_model({**part, "ranks": []}, first):
@@ -158,16 +158,16 @@ def merge_layouts(parts: list[dict[str, Any]]) -> Layout:
 
 
 def _same_model(part: dict[str, Any], other: dict[str, Any]) -> bool:
-    # Other machines may compress the same columns to other bytes.
+    # Machines may compress equal columns to different bytes.
     return part == other or Layout.from_json(part).layout_id() == Layout.from_json(other).layout_id()
 
 
 def check_coverage(layout: Layout) -> None:
-    """Raises LayoutError unless the ranks' shards cover every parameter exactly once, each rank with one at most."""
+    """Raise LayoutError unless the ranks' shards cover every parameter exactly once, at most one shard per rank."""
     parameters = layout.parameters
     if len(set(parameters.names)) != len(parameters):
         raise LayoutError("two parameters have the same name")
-    # int64 [parameters], the same number for those of one kind that the ranks so far cut into the same boxes.
+    # int64 [parameters]: equal for parameters of one kind that the ranks processed so far cut into the same boxes.
     cutting, numbers = parameters.kind.copy(), len(parameters.kinds)
     for rank, shards in enumerate(layout.ranks):
         if np.bincount(shards.parameter, minlength=1).max() > 1:
@@ -176,7 +176,7 @@ def check_coverage(layout: Layout) -> None:
         distinct, which = np.unique(steps, return_inverse=True)
         cutting[shards.parameter] = numbers + which
         numbers += len(distinct)
-    # One parameter stands for all that are cut like it.
+    # One parameter represents all that are cut like it.
     _, first = np.unique(cutting, return_index=True)
     stands = np.isin(np.arange(len(parameters)), first)
     pieces: dict[int, list[tuple[int, Box]]] = {index: [] for index in sorted(first.tolist())}
@@ -188,7 +188,7 @@ def check_coverage(layout: Layout) -> None:
 
 
 def _check_parameter(parameter: ParameterEntry, pieces: list[tuple[int, Box]]) -> None:
-    """pieces: (rank, box) of all that are sent."""
+    """Check one parameter. pieces: (rank, box) of all its shards."""
     edges = [{0, full} for full in parameter.shape]
     for rank, box in pieces:
         if not len(box.shape) == len(box.offset) == len(parameter.shape) or any(
@@ -197,7 +197,7 @@ def _check_parameter(parameter: ParameterEntry, pieces: list[tuple[int, Box]]) -
             raise LayoutError(f"rank {rank}: a shard of {parameter.name} lies outside of it")
         for ends, low, size in zip(edges, *box, strict=True):
             ends.update((low, low + size))
-    # How often is each cell sent of the grid that all edges make?
+    # All edges together make a grid: count how often each of its cells is sent.
     places = [{edge: place for place, edge in enumerate(sorted(ends))} for ends in edges]
     sent = np.zeros([len(ends) - 1 for ends in edges], np.int64)
     for _, box in pieces:
@@ -211,19 +211,19 @@ def _check_parameter(parameter: ParameterEntry, pieces: list[tuple[int, Box]]) -
 
 
 def reads_devices(kind: str) -> bool:
-    """Whether slots and staging memory of a layout with this kind may be on a device."""
+    """Return whether slots and staging memory of a layout with this kind may be on a device."""
     return kind == "sum"
 
 
 def checksum_function(kind: str) -> Callable[[Any], str]:
-    """The function of a layout's checksum kind: xxh3 (of 128 bits) reads host memory, sum tensors wherever they are.
+    """Return the checksum function of this kind: xxh3 (128 bits) reads host memory, sum reads tensors on any device.
 
-    Both give up the interpreter's lock while they work. Raises ValueError for a kind that does not exist.
+    Both release the interpreter lock while they work. Raises ValueError for an unknown kind.
     """
     if kind == "xxh3":
         return xxhash.xxh3_128_hexdigest
     if kind != "sum":
         raise ValueError(f"unknown checksum {kind!r}")
-    from torchtitan.weight_sync.device_slots import sum_checksum  # torch
+    from torchtitan.weight_sync.device_slots import sum_checksum  # imports torch
 
     return sum_checksum

@@ -1,11 +1,11 @@
-"""nccl: buckets go through a communicator of two, in small chunks: NCCL between GPUs, gloo in its place on the CPU.
+"""nccl: buckets go in small chunks through a communicator of two ranks: NCCL between GPUs, gloo on the CPU.
 
-One communicator per trainer rank and worker of an actor, made when the worker's channel to the shard server is. The
-bucket's message names it, and its chunk size. A chunk is launched only when the actor has posted its receive and said
-so over the channel (a credit): an actor that is frozen gives none, so nothing that it could hold is on the trainer's
-device. What was credited and still does not move is aborted after `chunk_timeout_s`, which is the longest time that an
-actor can hold a device-wide call of the trainer. Whatever goes wrong closes the channel, and its successor begins anew.
-Nothing here belongs to the default process group, and no collective runs.
+There is one communicator per trainer rank and actor worker, made with the worker's channel to the shard server. The
+bucket's message names it and gives the chunk size. A chunk is launched only after the actor has posted its receive and
+said so over the channel (a credit). A frozen actor gives no credits, so it holds nothing on the trainer's device. A
+chunk that was credited but does not move is aborted after `chunk_timeout_s`; for at most this long an actor can block a
+device-wide call of the trainer. Any failure closes the channel, and the next channel starts afresh. The default process
+group is not used, and no collective runs.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-# NCCL's kernels share the GPU with training or generation: a few blocks saturate a link.
+# NCCL's kernels share the GPU with training or generation; a few blocks saturate a link.
 MAXIMUM_CTAS = 4
-# Pauses between two looks: so long, and so many times what a look takes.
+# The pause between two polls: at least this long, and at least this multiple of a poll's duration.
 POLL_SECONDS, POLL_SHARE = 50e-6, 20
-# Deadlines are those of who sends and receives. NCCL's own would have torch end the whole process.
+# Senders and receivers have their own deadlines. With NCCL's timeout, torch would end the whole process.
 _NO_TIMEOUT = timedelta(days=365)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# torch's own default. What is set already can be exchanged without growing the environment under other threads.
+# torch's default. A variable that already exists can be changed without resizing the environment under other threads.
 _USUAL_ERROR_HANDLING = os.environ.setdefault(_ERROR_HANDLING, "3")
 _error_handling_switch = threading.Lock()
 
 
 class Broken(Exception):
-    """The communicator is of no use any more: the peer is gone, or a deadline passed."""
+    """The communicator has become unusable: the peer is gone, or a deadline passed."""
 
 
 class Poller:
-    """One thread that looks for all that wait: each look takes the interpreter's lock, and a thread for each of 64
-    communicators that looks for itself leaves the others a part of their speed."""
+    """One thread that polls for all waiting threads. Each poll takes the interpreter lock, so with 64 communicators a
+    polling thread each would slow all other threads."""
 
     def __init__(self, begin_thread: Callable[[], None] = lambda: None):
         self._begin_thread = begin_thread
@@ -63,7 +63,8 @@ class Poller:
         threading.Thread(target=self._run, name="nccl-events", daemon=True).start()
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Block until over() is true, or has raised (which this raises); False where that takes longer."""
+        """Block until over() is true or raises (then raise the same). Returns False if that takes longer than
+        `seconds`."""
         found: Future[bool] = Future()
         with self._changed:
             self._waiting[found] = over
@@ -84,19 +85,19 @@ class Poller:
                 try:
                     if not found.done() and over():
                         found.set_result(True)
-                except BaseException as error:  # Whatever it is, the thread that waits has to hear of it.
+                except BaseException as error:  # Whatever it is, the waiting thread must get it.
                     found.set_exception(error)
             time.sleep(max(POLL_SECONDS, POLL_SHARE * (time.perf_counter() - begun)))
 
 
 @functools.cache
 def poller(where: torch.device) -> Poller:
-    """The one of this process for this device."""
+    """Return this process's poller for this device."""
     return Poller(lambda: device.use(where))
 
 
 class PairStore(dist.Store):  # type: ignore[name-defined]
-    """What one side sets, the other can get: `tell` carries entries over, `heard` takes what comes."""
+    """A store whose entries two sides share: `tell` sends an entry to the other side, `heard` stores one from there."""
 
     def __init__(self, tell: Callable[[str, bytes], None], seconds: float):
         super().__init__()
@@ -106,13 +107,13 @@ class PairStore(dist.Store):  # type: ignore[name-defined]
         self._closed = False
 
     def heard(self, key: str, value: bytes) -> None:
-        """The other side has set an entry."""
+        """Store an entry that the other side has set."""
         with self._changed:
             self._entries[key] = value
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more will come: whoever waits is told."""
+        """Wake all waiters: nothing more will come."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -137,17 +138,17 @@ class PairStore(dist.Store):  # type: ignore[name-defined]
 
 
 def backend_for(where: torch.device) -> str:
-    """What both ends have to use."""
+    """Return the backend that both ends must use."""
     return "nccl" if where.type == "cuda" else "gloo"
 
 
 Pending = Callable[[float], None]
-"""Of a tensor that is under way: blocks until it has gone or come, at most so many seconds. Raises Broken, and then
-nobody touches its memory any more"""
+"""Waits for a tensor in transit: blocks until it is sent or received, at most the given seconds. When it raises Broken,
+nothing touches the tensor's memory any more"""
 
 
 class Communicator:
-    """One of two ends. Used by one thread, apart from give_up()."""
+    """One of two ends. Only one thread may use it, except for give_up()."""
 
     _group: Any
     _stream: torch.cuda.Stream | None = None
@@ -156,12 +157,12 @@ class Communicator:
         self._peer = 1 - rank
 
     def send(self, tensor: torch.Tensor) -> Pending:
-        """Launch the sending of a one-dimensional uint8 tensor."""
+        """Launch the send of a one-dimensional uint8 tensor."""
         with _broken_for(), torch.cuda.stream(self._stream):
             return partial(self._wait, self._group.send([tensor], self._peer, 0))
 
     def receive(self, tensor: torch.Tensor) -> Pending:
-        """Post the receiving of one of the same size."""
+        """Post the receive of a tensor of the same size."""
         with _broken_for(), torch.cuda.stream(self._stream):
             return partial(self._wait, self._group.recv([tensor], self._peer, 0))
 
@@ -169,31 +170,31 @@ class Communicator:
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Whoever waits for something under way need not wait any longer. Never blocks, may be called by any thread."""
+        """Let a thread that waits for a transfer give up. Never blocks; any thread may call it."""
 
     def abort(self) -> None:
-        """End everything that is under way, and let go of sockets and threads. May block for a moment; idempotent."""
+        """End all transfers, and release sockets and threads. May block briefly; idempotent."""
         if self._group is not None:
             group, self._group = self._group, None
             group.abort()
 
 
 def connect(store: PairStore, rank: int, where: torch.device) -> Communicator:
-    """One end, rank 0 or 1. Blocks until the other end has come; raises Broken when it does not."""
+    """Make one end, rank 0 or 1. Blocks until the other end connects; raises Broken if it does not."""
     with _broken_for("no communicator: "):
         return NcclCommunicator(store, rank, where) if where.type == "cuda" else GlooCommunicator(store, rank)
 
 
 class GlooCommunicator(Communicator):
-    """On the CPU. The interface is GLOO_SOCKET_IFNAME's; without one both ends must be on this machine. A wait of
-    gloo's cannot be given up: it has its own deadline."""
+    """For the CPU. It uses the interface GLOO_SOCKET_IFNAME; if that is not set, both ends must be on this machine. A
+    wait in gloo cannot be interrupted, but has a deadline."""
 
     def __init__(self, store: PairStore, rank: int):
         super().__init__(rank)
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         create = dist.ProcessGroupGloo.create_device
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # Counts for connecting only, in each of gloo's few attempts: what is sent is waited for with another deadline.
+        # For connecting only, per attempt (gloo makes a few): waits for transfers have another deadline.
         options._timeout = timedelta(seconds=store.seconds)
         options._devices = [create(interface=interface) if interface else create(hostname="127.0.0.1")]
         options._threads = 1
@@ -201,12 +202,12 @@ class GlooCommunicator(Communicator):
 
     def _wait(self, work: dist.Work, seconds: float) -> None:
         with _broken_for():
-            # Where it fails gloo has closed the pair: what comes late is not written.
+            # If this fails, gloo has closed the pair: late bytes are not written.
             work.wait(timedelta(seconds=seconds))
 
 
 class NcclCommunicator(Communicator):
-    """Between two GPUs, on a stream of its own; a frozen peer holds nothing but that stream, until abort()."""
+    """Between two GPUs, on its own stream. A frozen peer blocks only that stream, until abort()."""
 
     def __init__(self, store: PairStore, rank: int, where: torch.device):
         super().__init__(rank)
@@ -214,15 +215,15 @@ class NcclCommunicator(Communicator):
         options._timeout = _NO_TIMEOUT
         options.config.blocking = 0  # abort() must not wait for a call that waits for the peer
         options.config.min_ctas, options.config.max_ctas = 1, MAXIMUM_CTAS
-        with _errors_are_ours():
+        with _no_async_error_handling():
             self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
         self._group.eager_connect_single_device(where)
         self.where, self._stream = where, torch.cuda.Stream(where, priority=0)
         self._given_up = threading.Event()
 
     def _wait(self, work: dist.Work, seconds: float) -> None:
-        # Not Work.wait(): that holds a stream, not this thread. Errors of the peer show here or at the deadline, and
-        # bytes that are not what they should be in the checksum.
+        # Work.wait() would block a stream, not this thread. Errors of the peer surface here or at the deadline, and
+        # wrong bytes in the checksum.
         with _broken_for():
             found = poller(self.where).wait(lambda: work.is_completed() or self._given_up.is_set(), seconds)
         if not found or self._given_up.is_set():
@@ -235,13 +236,13 @@ class NcclCommunicator(Communicator):
     def abort(self) -> None:
         if self._group is not None:
             super().abort()
-            # Only when its kernels have left the device nothing touches a tensor any more. This thread may wait for it.
+            # Kernels may touch a tensor until they have left the device. This thread may wait for that.
             torch.cuda.synchronize(self.where)
 
 
 @contextlib.contextmanager
 def _broken_for(what: str = "") -> Iterator[None]:
-    """What torch raises in this block means that the communicator is of no use any more."""
+    """Translate what torch raises in this block: the communicator has become unusable."""
     try:
         yield
     except RuntimeError as error:
@@ -249,7 +250,7 @@ def _broken_for(what: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _errors_are_ours() -> Iterator[None]:
+def _no_async_error_handling() -> Iterator[None]:
     """A group made in this block does not end the process when its peer dies. torch reads this once per group."""
     with _error_handling_switch:
         os.environ[_ERROR_HANDLING] = "0"
@@ -259,12 +260,12 @@ def _errors_are_ours() -> Iterator[None]:
             os.environ[_ERROR_HANDLING] = _USUAL_ERROR_HANDLING
 
 
-# Chunks whose receives an actor posts at a time: enough to hide the way of the credits.
+# Number of chunks whose receives an actor posts ahead: enough to hide the latency of credits.
 CHUNKS = 4
-# The two ends of a communicator have to meet within this time.
-MEETING_SECONDS = 10.0
-_LONGEST_SECONDS = 3600.0
-# An actor that posts no receive for so long has other buckets to fetch first, or its machine is gone without a word.
+# Both ends of a communicator must connect within this time.
+CONNECT_SECONDS = 10.0
+_MAX_SECONDS = 3600.0
+# An actor that posts no receive for this long fetches other buckets first, or its machine has vanished.
 CREDIT_SECONDS = 120.0
 
 
@@ -278,13 +279,13 @@ class Chunks:
 
 
 def _store(link: str, post: Callable[[Callable[[], None]], None], channel: Channel) -> PairStore:
-    """Its entries travel over the channel; post() has a function run where the channel is used."""
+    """Make a store whose entries go over the channel. post(function) runs it on the thread that uses the channel."""
 
     def tell(key: str, value: bytes) -> None:
         entry = {"type": "entry", "link": link, "key": key, "value": value.hex()}
         post(lambda: channel.send(entry))
 
-    return PairStore(tell, MEETING_SECONDS)
+    return PairStore(tell, CONNECT_SECONDS)
 
 
 def _take_entry(store: PairStore, message: Message) -> None:
@@ -295,8 +296,8 @@ def _take_entry(store: PairStore, message: Message) -> None:
 
 
 class SendingLink:
-    """The trainer's end: the way of buckets to one worker of an actor. Blocking work is done on a thread per actor, one
-    after the other."""
+    """The trainer's end: sends buckets to one worker of an actor. One thread per actor does the blocking work of its
+    links in order."""
 
     def __init__(self, runtime: SocketRuntime, chunks: Chunks, channel: Channel, actor: str):
         self._chunks, self._channel, self._actor = chunks, channel, actor
@@ -306,13 +307,13 @@ class SendingLink:
         self._credits = 0
         self._closed = False
         self._communicator: Communicator | None = None
-        # Before any bucket names it the other end has to know that there is such a link.
+        # The other end must know of the link before a bucket names it.
         channel.send({"type": "entry", "link": self._name, "key": "", "value": ""})
         self._work = partial(runtime.work, f"nccl {actor}")
         self._work(self._meet, partial(self._over, lambda: None))
 
     def heard(self, message: Message) -> None:
-        """An entry or a credit has come. Raises ProtocolError where it makes no sense."""
+        """Handle an entry or a credit. Raises ProtocolError for an invalid one."""
         if message["link"] != self._name:
             raise ProtocolError("an entry or credit of another link")
         if message["type"] == "entry":
@@ -323,8 +324,8 @@ class SendingLink:
             self._changed.notify_all()
 
     def send(self, memory: Any, sent: Callable[[], None]) -> Message:
-        """Queue the bytes of a bucket; what tells the actor where they come. Calls `sent` once nothing reads them any
-        more, also where they have not arrived: then it has closed the channel."""
+        """Queue the bytes of a bucket. Returns the reference that tells the actor how to receive them. Calls `sent`
+        once nothing reads them any more, even if they have not arrived; in that case it closes the channel."""
         tensor = memory_tensor(memory)
         self._work(partial(self._send, tensor), partial(self._over, sent))
         return {
@@ -336,7 +337,7 @@ class SendingLink:
         }
 
     def close(self) -> None:
-        """The channel is over: what is under way is given up."""
+        """End the link after its channel has closed: transfers are aborted."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -366,7 +367,7 @@ class SendingLink:
         with contextlib.ExitStack() as unless_sent:
             unless_sent.callback(self._abort)
             for chunk in memory.split(self._chunks.size):
-                # A link that waits for credits has nothing under way that could be stuck.
+                # A link that waits for credits must have no transfer in progress that could hang.
                 while under_way and self._credits == 0:
                     under_way.popleft()(self._chunks.timeout_s)
                 under_way.append(self._credited().send(chunk))
@@ -375,7 +376,7 @@ class SendingLink:
             unless_sent.pop_all()
 
     def _credited(self) -> Communicator:
-        """Wait for a posted receive. Nothing is held on the device meanwhile, only the actor's later links wait."""
+        """Wait for a posted receive. Meanwhile nothing is held on the device; only the actor's later work waits."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._credits > 0 or self._closed, CREDIT_SECONDS):
                 raise Broken(f"no receive was posted for {CREDIT_SECONDS:g} s")
@@ -386,7 +387,7 @@ class SendingLink:
 
 
 class ReceivingLink:
-    """An actor's end. It meets the other one on a thread of its own; fetch() blocks the thread that calls it."""
+    """An actor's end. It connects to the other end on its own thread; fetch() blocks the thread that calls it."""
 
     def __init__(self, name: str, post: Callable[[Callable[[], None]], None], channel: Channel, where: torch.device):
         self._name, self._post, self._channel, self._where = name, post, channel, where
@@ -397,11 +398,12 @@ class ReceivingLink:
         threading.Thread(target=self._run, name="weight-link", daemon=True).start()
 
     def heard(self, message: Message) -> None:
-        """An entry has come. Raises ProtocolError."""
+        """Handle an entry. Raises ProtocolError for an invalid one."""
         _take_entry(self._store, message)
 
     def fetch(self, reference: Message, target: torch.Tensor) -> None:
-        """Fill `target` with the next bucket of this link. Raises ConnectionError, and has the channel closed then."""
+        """Fill `target` with the next bucket of this link. On failure it closes the channel and raises
+        ConnectionError."""
         with self._using:
             try:
                 self._receive(reference, target)
@@ -410,11 +412,11 @@ class ReceivingLink:
                 logger.warning("%s", reason)
                 self._post(lambda: self._channel.close(reason))
                 if self._communicator is not None:
-                    self._communicator.abort()  # before this nobody may say that the target is not written any more
+                    self._communicator.abort()  # only after this is it certain that nothing writes the target
                 raise ConnectionError(reason) from error
 
     def close(self) -> None:
-        """The channel is over. Does not wait; a fetch that is under way is given up."""
+        """End the link after its channel has closed. Does not wait; a fetch in progress is aborted."""
         self._store.close()
         self._ended.set()
         if self._communicator is not None:
@@ -435,13 +437,13 @@ class ReceivingLink:
 
     def _receive(self, reference: Message, target: torch.Tensor) -> None:
         size, seconds = reference.get("chunk_bytes"), reference.get("chunk_timeout_s")
-        if type(size) is not int or size < 1 or not isinstance(seconds, float) or not 0 < seconds < _LONGEST_SECONDS:
+        if type(size) is not int or size < 1 or not isinstance(seconds, float) or not 0 < seconds < _MAX_SECONDS:
             raise ProtocolError("a communicator's figures make no sense")
         if reference.get("backend") != backend_for(self._where):
             raise ProtocolError(f"the trainer uses {reference.get('backend')}, staging memory is on {self._where}")
         if reference.get("bytes") != len(target):
             raise ProtocolError(f"{reference.get('bytes')} bytes are sent where {len(target)} belong")
-        if not self._met.wait(MEETING_SECONDS) or self._communicator is None:
+        if not self._met.wait(CONNECT_SECONDS) or self._communicator is None:
             raise Broken("the two ends have not met")
         posted: deque[Pending] = deque()
         for chunk in target.split(size):

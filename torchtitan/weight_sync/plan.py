@@ -1,4 +1,4 @@
-"""Who sends what: from each parameter's placement to this rank's shards; and the one place that reads DTensors."""
+"""Plans which shards this rank sends, from each parameter's placement. The only place here that reads DTensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchtitan.weight_sync.manifest import Layout
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A shape on a mesh, as one rank sees it. A rank outside of the mesh has no coordinate.
+    """A parameter's shape and placement on a mesh, as one rank sees them. A rank outside the mesh has no coordinate.
 
-    entry: what is sent is this entry of it along the first dimension.
+    entry: if set, only this entry along the first dimension is sent.
     """
 
     shape: tuple[int, ...]
@@ -31,25 +31,25 @@ class Placed:
     placements: tuple[Placement, ...] = ()
     entry: int | None = None
     rows: tuple[int, int] | None = None
-    """First and end of the entry's rows that are sent, where not all are: those are not sharded"""
+    """First and end of the entry's rows that are sent, if not all are; such rows are not sharded"""
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
-        """Of the parameter as actors know it."""
+        """The shape of the parameter as actors know it."""
         if self.rows is not None:
             return (self.rows[1] - self.rows[0], *self.shape[2:])
         return self.shape if self.entry is None else self.shape[1:]
 
 
 class PlacedParameter(NamedTuple):
-    """A parameter as one rank sees it. Planning is fast where parameters that are placed alike share one `placed`."""
+    """A parameter as one rank sees it. Planning is fast if parameters with the same placement share one `placed`."""
 
     name: str
     placed: Placed
 
 
 def local_box(placed: Placed) -> Box | None:
-    """The part of the parameter that this rank holds; None outside of its mesh, or where it has not that entry."""
+    """Return the part that this rank holds; None if the rank is outside the mesh or lacks the entry."""
     if placed.coordinate is None:
         return None
     region = list(region_at(placed.shape, placed.mesh_shape, placed.coordinate, placed.placements))
@@ -63,9 +63,9 @@ def local_box(placed: Placed) -> Box | None:
 
 
 def sent_box(placed: Placed, rank: int) -> Box | None:
-    """The part that this rank sends: what it holds, unless a lower coordinate holds the same or it holds nothing.
+    """Return the part that this rank sends: what it holds, unless that is nothing or a lower coordinate holds the same.
 
-    A parameter without a mesh is the same on every rank: rank 0 sends it.
+    Rank 0 sends a parameter without a mesh, because it is the same on every rank.
     """
     box = local_box(placed)
     if box is None or box.elements == 0:
@@ -78,7 +78,7 @@ def sent_box(placed: Placed, rank: int) -> Box | None:
 
 
 def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, bucket_bytes: int) -> Layout:
-    """What `rank` sends, as a layout with this one rank: shards in the order of the parameters, without gaps."""
+    """Return what `rank` sends, as a layout with this one rank: shards in the order of the parameters, without gaps."""
     placements, which = numbered(one.placed for one in parameters)
     kinds, kind = numbered((dtype, placed.sent_shape) for placed in placements)
     sent = [sent_box(placed, rank) for placed in placements]
@@ -96,8 +96,8 @@ Weight = TypeVar("Weight", bound=torch.Tensor | StackPart)
 
 
 def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> list[PlacedParameter]:
-    """How this rank sees each parameter. Raises UserError for a placement other than sharded or replicated."""
-    # Meshes and placements are few and shared: what was read once is used for all that are placed alike.
+    """Return how this rank sees each parameter. Raises UserError for placements other than sharded or replicated."""
+    # Meshes and placements are few and shared, so each combination is read once.
     known: dict[tuple[object, ...], Placed] = {}
     placed = []
     for name, one in parameters.items():
@@ -118,7 +118,7 @@ def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> lis
 
 
 def unique_parameters(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Without the later names of tied parameters."""
+    """Leave out the later names of tied parameters."""
     first: dict[int, str] = {}
     for name, parameter in parameters.items():
         first.setdefault(id(parameter), name)
@@ -128,8 +128,8 @@ def unique_parameters(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
 class LocalTensors:
     """This rank's own elements of some parameters (tensors, DTensors or parts of stacks), without a copy.
 
-    FSDP2 may replace a parameter's local tensor (first forward, loading), so they are looked up for every snapshot: one
-    attribute each, which 64,000 of them do not notice.
+    FSDP2 may replace a parameter's local tensor (first forward, loading), so each snapshot looks it up: one attribute
+    access per parameter, which is cheap even for 64,000.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor | StackPart]):
@@ -140,10 +140,10 @@ class LocalTensors:
             for place, one in enumerate(parameters)
             if isinstance(one, StackPart)
         ]
-        """(which parameter, its place in what this rank has of the stack, its rows there)"""
+        """(index of the parameter, index of the entry in this rank's part of the stack, its rows)"""
 
     def now(self) -> list[torch.Tensor]:
-        """In the order of the parameters. To be copied under no_grad: they may require gradients."""
+        """Return the tensors in the order of the parameters. Copy them under no_grad: they may require gradients."""
         if self._distributed:
             return list(map(_local_tensor, self._parameters))
         local = [p._local_tensor if isinstance(p, DTensor) else p for p in self._parameters]

@@ -1,8 +1,8 @@
-"""The trainer-thread part: reserve a slot, fill it at the step boundary, ring the shard server's bell. Nothing else.
+"""The trainer thread's part: reserve a slot, fill it at the step boundary, ring the shard server's bell. Nothing else.
 
-It takes no lock, sends nothing that could block, and computes no checksum. How shards get into a slot is device work
-that is queued. A slot becomes READY when its copy is done, which another thread waits for. What changes
-parameters waits for it too, in fence(): on a GPU that is the compute stream, on the CPU the trainer thread itself.
+It takes no lock, sends nothing that could block, and computes no checksum. Copying shards into a slot is queued device
+work. Another thread waits for the copy, and then the slot becomes READY. Before parameters change, fence() waits for
+the copy too: on a GPU the compute stream waits, on the CPU the trainer thread itself.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torchtitan.weight_sync.staging import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
 
-# What a snapshot needs on the device beside the parameters, where slots are in host memory.
+# Device memory that a snapshot needs beside the parameters if slots are in host memory.
 SCRATCH_BYTES = 64 << 20
 Index = tuple[int | slice, ...]
-UnderWay = tuple[int, int, float]
-"""Slot, version, and when its copy was ordered, in seconds since 1970"""
+SnapshotInFlight = tuple[int, int, float]
+"""Slot, version, and when its copy was queued, in seconds since 1970"""
 
 
 class DirectFiller:
-    """Slots and parameters are in the same memory: one foreach copy, which also casts."""
+    """For slots in the same memory as the parameters: one foreach copy, which also casts."""
 
     def __init__(self, slots: Sequence[torch.Tensor], shards: Iterable[ShardEntry], dtype: str):
         shards = list(shards)
@@ -57,21 +57,21 @@ class DirectFiller:
 
 @dataclass
 class _Part:
-    """Bytes start:end of a slot, which come through the scratch in one go."""
+    """Bytes start:end of a slot, which pass through the scratch in one copy."""
 
     start: int
     end: int
     pieces: list[tuple[int, Index]]
-    """(shard, which part of it)"""
+    """(shard, index of the piece in it)"""
     views: list[torch.Tensor]
     """Where in the scratch each piece goes"""
 
 
 class ScratchFiller:
-    """Slots are in host memory, parameters on a device.
+    """For slots in host memory and parameters on a device.
 
-    Pieces of the parameters are cast into a scratch on the device that looks like a part of the slot, and one copy
-    takes that part to the host: the bus carries the inference dtype, in long copies, however small the parameters are.
+    Pieces of the parameters are cast into a scratch on the device, laid out like a part of the slot, and one copy moves
+    that part to the host. So the bus carries the inference dtype in long copies, however small the parameters are.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class ScratchFiller:
 
 
 def cut_rows(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Index, tuple[int, ...]]]:
-    """Cut a tensor into pieces of at most `limit` elements that follow each other in row-major order.
+    """Cut a tensor into consecutive pieces of at most `limit` elements, in row-major order.
 
-    Yields (index, shape of the piece). A tensor that is not contiguous can be cut so too.
+    Yields (index, shape of the piece). The tensor need not be contiguous.
     """
     elements = math.prod(shape)
     if elements <= limit:
@@ -137,12 +137,12 @@ def _view(memory: torch.Tensor, start: int, dtype: str, shape: tuple[int, ...]) 
     return memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
-# More than slots; nobody may be there who takes them out.
-MOST_SNAPSHOTS = 64
+# More than there are slots; bounded because possibly nobody takes them out.
+MAX_SNAPSHOTS = 64
 
 
 class Snapshot(NamedTuple):
-    """One copy into a slot, from its order to its fence, in seconds since 1970."""
+    """One copy into a slot, from when it was queued to its fence, in seconds since 1970."""
 
     version: int
     begin: float
@@ -153,8 +153,8 @@ class Publisher:
     """This rank's slots and what goes into them.
 
     parameters: checkpoint name -> parameter (tensor or DTensor), in the same order on every rank; tied ones are sent
-    once. dtype: what actors hold. on_device: slots are where the parameters are, instead of in host memory.
-    stream: where snapshots are queued. Raises UserError for parameters that cannot be sent shard by shard.
+    once. dtype: what actors hold. on_device: slots are on the parameters' device instead of in host memory. stream:
+    where snapshots are queued. Raises UserError for parameters that cannot be sent shard by shard.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Publisher:
         where = first[0].device if first else torch.device("cpu")
         own = planned.ranks[0]
         self.slots = create_slots(num_slots, own.slot_bytes, where, on_device)
-        # The kind that reads slots where they are.
+        # "sum" is the kind that can be computed on a device.
         kind = "sum" if isinstance(self.slots, DeviceSlots) else "xxh3"
         self.layout: Layout = replace(planned, checksum=kind)
         self._locals = LocalTensors([everything[shard.parameter] for shard in own])
@@ -187,7 +187,7 @@ class Publisher:
         self._writer = SlotWriter(self.slots.state_words)
         self.reserve, self.release = self._writer.reserve, self._writer.release
         self.memory = slot_tensors(self.slots)
-        # The first write to each page is slow: take that before training instead of in the first snapshots.
+        # The first write to each page is slow: do it before training instead of in the first snapshots.
         for memory in self.memory:
             memory.zero_()
         pin(self.slots)
@@ -199,14 +199,14 @@ class Publisher:
         self._stream = stream or device.side_stream(where)
         self._fence: Fence = device.REACHED
         self.failure = ""
-        """Why no further snapshot will become READY, or nothing"""
-        self._under_way: queue.SimpleQueue[tuple[Fence, UnderWay] | None] = queue.SimpleQueue()
+        """Why no further snapshot will become READY, else empty"""
+        self._under_way: queue.SimpleQueue[tuple[Fence, SnapshotInFlight] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, args=(where,), name="weight-snapshots", daemon=True)
         self._waiter.start()
         self.doorbell, self.server_bell = socket.socketpair()
         self.doorbell.setblocking(False)
-        self.snapshots: deque[Snapshot] = deque(maxlen=MOST_SNAPSHOTS)
-        """Those that were reached lately, for whoever takes them out"""
+        self.snapshots: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
+        """The last snapshots whose fence was reached, until take_snapshots() removes them"""
 
     def snapshot(self, version: int, serial: int) -> None:
         """Queue the copy and cast of every shard into the reserved slot. The parameters must not change before fence().
@@ -224,14 +224,14 @@ class Publisher:
             self._under_way.put((self._fence, under_way))
 
     def fence(self) -> None:
-        """Right before parameters change: what the device is given from now on waits for the last snapshot.
+        """Call right before parameters change: device work queued from now on waits for the last snapshot.
 
         On the CPU this thread waits.
         """
         self._fence.hold()
 
     def _wait(self, where: torch.device) -> None:
-        """On a thread of its own: for the fences, one after the other."""
+        """Wait for the fences one after the other, on a thread of its own."""
         try:
             device.use(where)
             while (item := self._under_way.get()) is not None:
@@ -242,26 +242,26 @@ class Publisher:
             logger.exception("%s", self.failure)
 
     def _finish(self, index: int, version: int, begun: float) -> None:
-        # Host memory is read by another process as soon as the word says READY.
+        # Another process reads host memory as soon as the word says READY.
         self._writer.finish(index)
         self._ring()
         self.snapshots.append(Snapshot(version, begun, time.time()))
 
     def fail(self, version: int, serial: int) -> None:
-        """All ranks were told to snapshot, this one has no slot: the version must be dropped everywhere."""
+        """Report that this rank has no slot for a snapshot that all ranks take: it must be dropped everywhere."""
         self.slots.set_failed(serial, version)
         self._ring()
 
     def _ring(self) -> None:
         """Wake the shard server. It reads everything from the shared words, so a lost ring loses nothing."""
-        # Refused: a ring is pending, or the shard server is being started again and will look by itself.
+        # The send is refused if a ring is pending, or the shard server is restarting and will look by itself.
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             self.doorbell.send(b"!")
 
     def close(self, timeout: float = 1.0) -> None:
-        """Let go of files and sockets. Waits at most `timeout` seconds for a snapshot that is under way.
+        """Close files and sockets. Waits at most `timeout` seconds for a snapshot that is under way.
 
-        One that takes longer keeps its memory, which is still written, and the bell that it will ring.
+        A snapshot that takes longer keeps its memory, which is still being written, and the bell that it will ring.
         """
         self._under_way.put(None)
         self._waiter.join(timeout)

@@ -1,6 +1,6 @@
-"""An actor's part: hears of the newest version, pulls its buckets, verifies them, has the engine apply the whole.
+"""An actor's part: learns of the newest version, pulls its buckets, verifies them, has the engine apply the version.
 
-It decides for itself what to pull. One rule is shared by all: who found twice in a row that what it pulled had gone is
+Each actor decides for itself what to pull. One rule applies to all: an actor whose pull was gone twice in a row is
 slow, and waits until there is room for another lane.
 """
 
@@ -18,22 +18,22 @@ import xxhash
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.bucket_server import Relay
-from torchtitan.weight_sync.clients import RegistryClient, Source
+from torchtitan.weight_sync.clients import RegistryClient, ShardServerConnection
 from torchtitan.weight_sync.handshake import PEER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
 from torchtitan.weight_sync.transfer import Engine, Transfer
-from torchtitan.weight_sync.wire import Message, Place, ProtocolError, Runtime
+from torchtitan.weight_sync.wire import Message, PayloadTarget, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
-# Who found so often in a row that what it pulled had gone is slow.
+# An actor is slow after this many pulls in a row that ended as gone.
 SLOW_AFTER = 2
-# A bucket that arrived corrupt so often ends the pull; the next one begins after a pause that grows.
-MOST_CORRUPTIONS = 3
-# Another actor that has not begun to pass a version on by then is not waited for.
+# A bucket that arrives corrupt this often ends the pull; the next pull begins after a pause that grows.
+MAX_CORRUPTIONS = 3
+# If a relaying actor sends nothing for this long, the puller continues with the trainer.
 PEER_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 30.0
-# The registry may be out of reach for so long.
+MAX_PAUSE_SECONDS = 30.0
+# The puller gives up if the registry is unreachable for longer than this.
 GIVE_UP_SECONDS = 60.0
 
 
@@ -46,9 +46,8 @@ class Served(NamedTuple):
 
 
 class Puller:
-    """registry: `host:port`. served: what the engine holds already.
-    relay: passes versions on to other actors, which reach it at relay_address. puller: who it is to shard servers, if
-    somebody else."""
+    """Pulls versions. registry: `host:port`. served: what the engine already holds. relay: relays versions to other
+    actors, which reach it at relay_address. puller: the identity to show to shard servers, if it is another one."""
 
     def __init__(
         self,
@@ -66,32 +65,32 @@ class Puller:
         self._runtime, self.engine, self.name = runtime, engine, identity.name
         self._identity, self.epoch = puller or identity, epoch
         self._progress_s = math.inf
-        """A pull that moved no byte for so long asks again over new channels"""
+        """A pull that receives no byte for this long asks again over new channels"""
         self.serving = served
         self.poisoned = False
         fields = {"epoch": epoch, "instance": secrets.token_hex(8), "address": relay_address}
-        ways = self._joined, self._on_message, GIVE_UP_SECONDS, self._look
+        ways = self._joined, self._on_message, GIVE_UP_SECONDS, self._tick
         self.registry = RegistryClient(runtime, registry, identity, fields, *ways)
         self._tell = self.registry.tell
         self._layout: Layout | None = None
         self._layout_id = ""
         self._needs: Collection[BucketKey] = ()
-        self._sources: list[Source] = []
+        self._sources: list[ShardServerConnection] = []
         self._servers: list[str] = []
         self._relay = relay
         self.transfer: Transfer | None = None
-        """The one that buckets may arrive for"""
+        """The transfer that arriving buckets belong to"""
         self._base: int | None = None
-        """The snapshot that deltas may be taken against"""
+        """Serial of the snapshot that deltas may be taken against"""
         self._held: dict[BucketKey, int] = {}
-        """Serial of the snapshot that a bucket's staging memory holds, verified"""
+        """Bucket -> serial of the snapshot that its staging memory holds, verified"""
         self._writers = 0
-        """Pieces of work that may still write to staging memory"""
+        """How many threads' tasks may still write to staging memory"""
         self.corrupted = 0
         self._peer: Message | None = None
-        """The actor that this transfer comes from, None for the trainer"""
+        """The actor that relays this transfer; None: the trainer sends it"""
         self._newest: tuple[int, Manifest, Message | None] | None = None
-        """Serial, version, and the other actor that it may be pulled from"""
+        """Serial, version, and the actor to pull it from, if any"""
         self._lanes: set[int] = set()
         self._room = True
         self._pinned: int | None = None
@@ -102,17 +101,17 @@ class Puller:
         self._staged: tuple[Manifest, Message] | None = None
         self._applying = False
         self._torn: tuple[int, str] | None = None
-        """What was found of a version while one was being applied"""
+        """The version and the reason of a poison_version() call that came during an apply"""
         self._closed = False
 
     def start(self, listener: Any = None) -> None:
-        """Begin to look for the registry, and to pass versions on to those who connect to this listener."""
+        """Begin to look for the registry, and to relay versions to actors that connect to this listener."""
         if self._relay is not None:
             self._relay.start(listener)
         self.registry.start()
 
     def close(self) -> None:
-        """Close every connection. An apply that has begun goes on."""
+        """Close every connection. An apply that has begun continues."""
         self._closed = True
         self.transfer = None
         for source in self._sources:
@@ -123,21 +122,21 @@ class Puller:
 
     @property
     def state(self) -> str:
-        """For people."""
+        """Return the state by name, for display."""
         if self.poisoned:
             return "POISONED"
         if self._applying:
             return "APPLYING"
         return "PULLING" if self.transfer is not None else "READY" if self.serving is not None else "JOINING"
 
-    def found_torn(self, version: int, reason: str) -> None:
-        """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
+    def poison_version(self, version: int, reason: str) -> None:
+        """Poison the actor if it serves or applies `version`: it serves nothing until a version has been applied."""
         if self._applying:
-            # The look may be over before this thread has heard of the end of the apply.
+            # The engine's check may finish before this thread has heard that the apply has.
             self._torn = version, reason
         elif self.serving is not None and self.serving.version == version:
             self._poison(version, reason)
-            self._consider()
+            self._react()
 
     # Registry
 
@@ -158,13 +157,13 @@ class Puller:
     def _tell_serving(self, served: Served, figures: Message) -> None:
         self._tell({"type": "serving", "version": served.version, "digest": served.digest, "figures": figures})
 
-    def _look(self) -> Message:
-        """Every now and then: whether the pull gets on, or a pause is over. Returns what the registry is to be told."""
+    def _tick(self) -> Message:
+        """Periodically check whether the pull progresses or a pause has ended. Returns what to tell the registry."""
         pull = self.transfer
         if pull is None:
-            self._consider()
+            self._react()
             return {}
-        # A thread that fetches a bucket has deadlines of its own, and says only at the end what it has moved.
+        # A thread that fetches a bucket has its own deadlines, and reports the bytes only at the end.
         if self._is_quiet() and self._runtime.now() - pull.moved_at > self._progress_s:
             pull.moved_at, missing = self._runtime.now(), {rank for rank, _ in pull.missing}
             for source in self._sources:
@@ -185,7 +184,7 @@ class Puller:
             self._on_live(message)
         else:
             raise ProtocolError(f"a registry does not send {kind!r} to an actor")
-        self._consider()
+        self._react()
 
     def _on_model(self, message: Message) -> None:
         self._servers, self._progress_s = list(map(str, message["servers"])), message["progress_s"]
@@ -198,8 +197,8 @@ class Puller:
             raise ProtocolError("another layout than before, in the same epoch")
         self._move_sources()
 
-    def _new_sources(self, ranks: int) -> list[Source]:
-        return [Source(self._runtime, self._identity, self.epoch, rank, self) for rank in range(ranks)]
+    def _new_sources(self, ranks: int) -> list[ShardServerConnection]:
+        return [ShardServerConnection(self._runtime, self._identity, self.epoch, rank, self) for rank in range(ranks)]
 
     def _read_layout(self, data: Message) -> Layout:
         layout = Layout.from_json(data)
@@ -213,7 +212,8 @@ class Puller:
             source.move(address if peer is None else str(peer["address"]), identity)
 
     def leave_peer(self) -> bool:
-        """Another actor does not have it, or not in time: go on at the trainer. False where none is the source."""
+        """If another actor is the source, switch to the trainer. Returns False if the trainer was the source
+        already."""
         if self._peer is None:
             return False
         self._peer = None
@@ -236,14 +236,14 @@ class Puller:
 
     def _on_live(self, message: Message) -> None:
         self._pinned = message.get("pinned", self._pinned)
-        # A new registry has not heard yet of what was published before it.
+        # A new registry may not have heard yet of what was published before it started.
         if self._newest is None or message["newest"] >= self._newest[0]:
             self._lanes, self._room, self._base = set(message["lanes"]), message["room"], message.get("base")
 
     # Pulling
 
-    def _consider(self) -> None:
-        """Something has changed: end what has gone, begin what is due."""
+    def _react(self) -> None:
+        """React to a change: end a pull whose snapshot is gone, and begin what is due."""
         pull, newest = self.transfer, self._newest
         if pull is not None and newest is not None and pull.serial != newest[0] and pull.serial not in self._lanes:
             self._end_pull("gone", "superseded")
@@ -263,12 +263,12 @@ class Puller:
         return self._pinned is not None and self.serving is not None and self.serving.version == self._pinned
 
     def _is_quiet(self) -> bool:
-        """Whether nothing writes to staging memory for an older pull."""
+        """Return whether nothing still writes to staging memory for an older pull."""
         return self._writers == 0
 
     def _begin(self, serial: int, manifest: Manifest, peer: Message | None) -> None:
         assert self._layout is not None
-        if not self._survives("pull", manifest.version):
+        if not self._passes_faults("pull", manifest.version):
             return
         now, missing = self._runtime.now(), set(self._needs)
         transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
@@ -281,7 +281,7 @@ class Puller:
         self.transfer = transfer
         self._tell_pulling(transfer)
         if not missing:
-            self._staged_whole(transfer)
+            self._finish_transfer(transfer)
         for source in self._sources:
             source.ask()
 
@@ -293,41 +293,41 @@ class Puller:
         self._tell_ended(pull.manifest.version, outcome, reason)
         if self._relay is not None:
             self._relay.hold(self._layout, None)
-        # A bucket that is half here must not be written any further.
-        for rank in {rank for rank, _ in pull.placing}:
+        # Nothing may continue to write a half-arrived bucket.
+        for rank in {rank for rank, _ in pull.arriving}:
             self._sources[rank].drop("the pull is over")
 
     def _pause(self) -> None:
-        """After a version that could not be had: it is tried again later, something newer at once."""
-        self._paused_until = self._runtime.now() + min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
+        """After a failed version, wait before trying it again. A newer version is tried at once."""
+        self._paused_until = self._runtime.now() + min(2.0**self._pauses, MAX_PAUSE_SECONDS)
         self._pauses += 1
 
     # Buckets: what sources call
 
     def gone(self, message: Message) -> None:
-        """The registry says the same to all; a shard server may be the first."""
+        """Handle a shard server's "gone". The registry tells everybody the same, but may do so later."""
         if self.is_current(message) and not self.leave_peer():
             self._end_pull("gone", "the snapshot is gone")
-            # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
+            # The registry will announce the newer version; if the registry is away, asking at once would not help.
             self._pause()
 
     def requests(self, rank: int) -> list[Message]:
-        """What to ask this rank's shard server for."""
+        """Return what to request from this rank's shard server."""
         return [] if self.transfer is None else self.transfer.requests(rank, self._held, self._base)
 
     def is_current(self, message: Message) -> bool:
-        """Whether a message belongs to the transfer."""
+        """Return whether a message belongs to the current transfer."""
         return self.transfer is not None and message["pull"] == self.transfer.number
 
     def lost(self, rank: int) -> None:
-        """A channel is over: what was half here has to come again. What a thread writes is its own affair."""
-        placing = {} if self.transfer is None else self.transfer.placing
-        for key in [key for key, placed in placing.items() if key[0] == rank and placed is not None]:
-            del placing[key]
+        """Handle a closed channel: half-arrived buckets are requested again, except those that a thread writes."""
+        arriving = {} if self.transfer is None else self.transfer.arriving
+        for key in [key for key, placed in arriving.items() if key[0] == rank and placed is not None]:
+            del arriving[key]
 
-    def place(self, source: Source, message: Message) -> Place | None:
-        """Into staging memory, hashed while a piece is in the cache; a delta beside it; nowhere for a transfer that is
-        over. One that ends while bytes arrive for it closes their channel."""
+    def payload_target(self, source: ShardServerConnection, message: Message) -> PayloadTarget | None:
+        """Return where the bytes go: a bucket's into staging memory, hashed while in the cache; a delta's into a
+        buffer; None if the transfer has ended. A transfer that ends while a bucket arrives closes that channel."""
         transfer = self.transfer
         if transfer is None or not self.is_current(message):
             return None
@@ -337,11 +337,11 @@ class Puller:
             if base is None or message["base"] != base or message["bytes"] >= self._bucket_bytes(key):
                 raise ProtocolError(f"a delta of bucket {key[1]} of rank {key[0]} that was not asked for")
             delta = memoryview(bytearray(message["bytes"]))
-            transfer.placing[key] = delta
+            transfer.arriving[key] = delta
             return delta, lambda piece: transfer.count(len(piece), True, now())
-        # Of kind xxh3: checksums of another kind are those of memory that references lead to.
+        # The kind is xxh3: checksums of the other kind are only used for memory that references point to.
         hasher = xxhash.xxh3_128()
-        transfer.placing[key] = hasher
+        transfer.arriving[key] = hasher
         self._held.pop(key, None)
 
         def take(piece: memoryview) -> None:
@@ -350,21 +350,21 @@ class Puller:
 
         return self.engine.bucket(key), take
 
-    def _checked_key(self, source: Source, message: Message, transfer: Transfer) -> BucketKey:
+    def _checked_key(self, source: ShardServerConnection, message: Message, transfer: Transfer) -> BucketKey:
         key = message["rank"], message["bucket"]
         if message["rank"] != source.rank:
             raise ProtocolError(f"a bucket of rank {message['rank']} came from rank {source.rank}")
-        if key not in transfer.missing or key in transfer.placing:
-            # Verified bytes are never written again: what is applied is what was checked.
+        if key not in transfer.missing or key in transfer.arriving:
+            # Verified bytes are never overwritten: what is applied is what was verified.
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} was sent twice, or not asked for")
         return key
 
-    def bucket(self, source: Source, message: Message) -> None:
-        """Verify it, or what becomes of the reference or the delta."""
+    def bucket(self, source: ShardServerConnection, message: Message) -> None:
+        """Verify a bucket that has arrived, or start a thread for its reference or delta."""
         transfer = self.transfer
         if transfer is None or not self.is_current(message):
             if "link" in message.get("reference", ()):
-                # It is on its way all the same, and would be taken for the next one.
+                # The link delivers its bytes anyway, and they would be taken for the next bucket's.
                 source.drop("a bucket of a pull that is over")
                 source.ask()
             return
@@ -377,33 +377,34 @@ class Puller:
             self._checked_key(source, message, transfer)
             fetch = partial(self.engine.fetch, key, message["reference"])
             self._work(transfer, source, key, fetch, self._bucket_bytes(key), asked)
-        elif (placed := transfer.placing.get(key)) is None:
+        elif (placed := transfer.arriving.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
             self._work(transfer, source, key, partial(self.engine.patch, key, placed), 0, asked)
         else:
-            del transfer.placing[key]
-            self._judge(source, key, placed.hexdigest(), asked)
+            del transfer.arriving[key]
+            self._verify(source, key, placed.hexdigest(), asked)
 
     def _work(
-        self, transfer: Transfer, source: Source, key: BucketKey, function: Callable[[], str], count: int, asked: Any
-    ) -> None:
-        """Have a thread write the bucket, of which `count` bytes then have come."""
+        self, transfer: Transfer, source: ShardServerConnection, key: BucketKey,
+        function: Callable[[], str], count: int, asked: Any,
+    ) -> None:  # fmt: skip
+        """Have a thread write the bucket, and then count `count` bytes as received."""
         self._held.pop(key, None)
-        transfer.placing[key] = None
+        transfer.arriving[key] = None
         self._writers += 1
 
         def written(found: str, error: BaseException | None) -> None:
             self._writers -= 1
             if transfer is not self.transfer:
-                self._consider()
+                self._react()
                 return
-            del transfer.placing[key]
+            del transfer.arriving[key]
             if isinstance(error, ConnectionError):
-                source.tell(transfer.open([key[1]], again=True))
+                source.tell(transfer.request([key[1]], again=True))
                 return
             transfer.count(count, False, self._runtime.now())
-            self._judge(source, key, found if error is None else repr(error), asked)
+            self._verify(source, key, found if error is None else repr(error), asked)
 
         self._runtime.work("fetch", function, written)
 
@@ -412,7 +413,7 @@ class Puller:
         start, end = self._layout.bucket_range(*key)
         return end - start
 
-    def _judge(self, source: Source, key: BucketKey, found: str, asked: Any) -> None:
+    def _verify(self, source: ShardServerConnection, key: BucketKey, found: str, asked: Any) -> None:
         pull, (rank, bucket) = self.transfer, key
         assert pull is not None
         if "drop" in asked:
@@ -426,31 +427,31 @@ class Puller:
             if self._relay is not None:
                 self._relay.send_more()
             if not pull.missing:
-                self._staged_whole(pull)
+                self._finish_transfer(pull)
             return
         self.corrupted += 1
         pull.corruptions[key] += 1
         logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
-        if pull.corruptions[key] >= MOST_CORRUPTIONS:
-            self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
+        if pull.corruptions[key] >= MAX_CORRUPTIONS:
+            self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MAX_CORRUPTIONS} times")
             self._pause()
         elif not self.leave_peer():
-            source.tell(pull.open([bucket], again=True))
+            source.tell(pull.request([bucket], again=True))
 
     # Engine
 
-    def _staged_whole(self, pull: Transfer) -> None:
+    def _finish_transfer(self, pull: Transfer) -> None:
         self.transfer = None
         self._gone_in_a_row = self._pauses = 0
-        if not self._survives("staged", pull.manifest.version):
-            self._consider()
+        if not self._passes_faults("staged", pull.manifest.version):
+            self._react()
             return
         self._tell_ended(pull.manifest.version, "staged")
         self._staged = pull.manifest, pull.figures(self._runtime.now())
-        self._consider()
+        self._react()
 
-    def _survives(self, phase: str, version: int) -> bool:
-        """Whether fault injection lets this pass."""
+    def _passes_faults(self, phase: str, version: int) -> bool:
+        """Return whether fault injection lets this pass."""
         try:
             return "drop" not in faults.at(phase, version=version, actor=self.name)
         except ConnectionResetError as error:
@@ -478,18 +479,18 @@ class Puller:
             self._pause()
             self._tell_ended(manifest.version, "refused", str(error))
         elif error is not None:
-            # Half a version may be in the engine now: never served, and said so.
+            # The engine may hold half a version now: it must not be served, and the registry is told.
             logger.error("%s: applying version %d failed", self.name, manifest.version, exc_info=error)
             self._poison(manifest.version, repr(error))
             self._pause()
         else:
             self.poisoned = False
             self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
-            if self._survives("applied", manifest.version):
+            if self._passes_faults("applied", manifest.version):
                 self._tell_serving(self.serving, {**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
             if torn is not None and torn[0] == manifest.version:
                 self._poison(*torn)
-        self._consider()
+        self._react()
 
     def _poison(self, version: int, reason: str) -> None:
         self.poisoned, self.serving = True, None

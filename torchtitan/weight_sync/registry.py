@@ -1,7 +1,7 @@
-"""The registry, a process beside rank 0: publishes a version when all ranks have it, and says which ones live.
+"""The registry, a process beside rank 0: publishes a version when all ranks have it, and says which snapshots live.
 
-It orders nothing. Shard servers tell it what they hold, actors what they pull and serve; it tells all of them the
-newest version and the lanes. A new registry (term) hears the same again from everybody.
+It gives no orders. Shard servers report what they hold, actors what they pull and serve; the registry tells all of them
+the newest version and the lanes. A restarted registry (in a new term) hears all of this again.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.disk import Catalogue
-from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Gate, Identity
+from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Acceptor, Identity
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, merge_layouts
-from torchtitan.weight_sync.registry_state import Actor, Gathering, Lanes, Rank, Settings, relay_sources
+from torchtitan.weight_sync.registry_state import Actor, IncompleteVersion, Lanes, Rank, Settings, relay_sources
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.registry")
 
-# What happens within this time is one status.
+# Changes within this time go into one status message.
 STATUS_SECONDS = 0.01
-# Versions that will never be published, as shard servers and the trainer are told.
-MOST_DROPPED = 64
-# An actor that could not finish in so many lanes is given up.
-MOST_LOST_LANES = 3
-# An actor that has been away for so long is not listed any more.
+# How many versions that will never be published are remembered, for shard servers and the trainer.
+MAX_DROPPED = 64
+# An actor that does not finish in this many lanes in a row is given up.
+MAX_LOST_LANES = 3
+# An actor that has been away this long is no longer listed.
 FORGET_SECONDS = 300.0
 
 
 class Registry:
-    """write(event, fields): a line of the journal. beat(): a sign of life for the parent. catalogue: of the disk
-    transport's folder."""
+    """write(event, fields) writes a line of the journal. beat() is the sign of life for the parent. catalogue: of the
+    disk transport's folder."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Registry:
     ):
         self._catalogue = catalogue
         self._versions: dict[int, int] = {}
-        """For the catalogue: serial -> version of what lives"""
+        """For the catalogue: serial -> version of each live snapshot"""
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
-        self._gate = Gate(runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter)
+        self._acceptor = Acceptor(runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter)
         self._token = token
         self.lanes = Lanes(settings)
         self._ranks: dict[int, Rank] = {}
@@ -58,23 +58,23 @@ class Registry:
         self._trainer: Channel | None = None
         self._layouts: dict[int, Message] = {}
         self._model: Message = {}
-        """What actors are told of the layout, once it is known"""
-        self._gathering: dict[int, Gathering] = {}
+        """The message that tells actors the layout, once it is known"""
+        self._incomplete: dict[int, IncompleteVersion] = {}
         self._dropped: dict[int, int] = {}
         """Serial -> version"""
         self.newest: Manifest | None = None
         self._newest_message: Message = {}
         self._pin: Message = {}
-        """What actors are told of it, once the trainer has said: until then they keep what another registry said"""
+        """What actors are told of the pin. Until the trainer says, it is empty and they keep the old one."""
         self._evictions = 0
         self._failure = ""
         self._status_due = False
         self._told = self._live()
-        """What shard servers and actors have heard of what lives"""
+        """What shard servers and actors were last told of what lives"""
 
     def start(self, listener: Any) -> None:
         """Begin to accept connections."""
-        self._gate.listen(listener)
+        self._acceptor.listen(listener)
         self._tick()
 
     # Peers
@@ -118,12 +118,12 @@ class Registry:
                     del self.actors[name]
             elif now - actor.heard_at > SILENCE_SECONDS:
                 actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
-            elif actor.has_applied_for(now) > self.settings.apply_timeout_s:
+            elif actor.apply_elapsed_s(now) > self.settings.apply_timeout_s:
                 actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
-        for serial, gathering in list(self._gathering.items()):
-            if now - gathering.since > self.settings.snapshot_timeout_s:
-                missing = [rank for rank in range(self.settings.world_size) if rank not in gathering.snapped]
-                self._drop(serial, gathering.version, f"rank {missing} did not snapshot it in time")
+        for serial, incomplete in list(self._incomplete.items()):
+            if now - incomplete.since > self.settings.snapshot_timeout_s:
+                missing = [rank for rank in range(self.settings.world_size) if rank not in incomplete.snapped]
+                self._drop(serial, incomplete.version, f"rank {missing} did not snapshot it in time")
         for name in self.lanes.expire(now):
             self._lost_lane(name)
 
@@ -137,13 +137,13 @@ class Registry:
         channel.send(self._live())
 
     def _on_rank_lost(self, rank: int, _channel: Channel, reason: str) -> None:
-        # Its address remains: an actor that dials it sees for itself.
+        # Its address stays in use: an actor that dials it finds out for itself.
         logger.warning("shard server of rank %d lost: %s", rank, reason)
         self._write("server_lost", {"rank": rank, "reason": reason})
         self._ranks[rank].heard_at = float("inf")
-        for gathering in self._gathering.values():
-            # The next one computes anew, and what it reports counts.
-            gathering.snapped.pop(rank, None)
+        for incomplete in self._incomplete.values():
+            # The next shard server computes the checksums anew, and its report replaces this one.
+            incomplete.snapped.pop(rank, None)
         self._changed()
 
     def _on_rank_message(self, rank: int, channel: Channel, message: Message) -> None:
@@ -178,7 +178,7 @@ class Registry:
         self._model = {"type": "model", **about, "servers": servers, "progress_s": self.settings.progress_timeout_s}
         for channel in self._actor_channels():
             channel.send(self._model)
-        self._publish_what_is_whole()
+        self._publish_complete()
 
     def _merge(self, layouts: list[Message]) -> Layout:
         return merge_layouts(layouts)
@@ -187,32 +187,32 @@ class Registry:
         serial, version = message["serial"], message["version"]
         if serial in self._dropped or (self.lanes.newest is not None and serial <= self.lanes.newest):
             return
-        gathering = self._gathering.setdefault(serial, Gathering(version, self._runtime.now()))
-        if gathering.version != version:
-            raise ProtocolError(f"rank {rank} calls snapshot {serial} version {version}, not {gathering.version}")
-        gathering.snapped[rank] = message
-        self._publish_what_is_whole()
+        incomplete = self._incomplete.setdefault(serial, IncompleteVersion(version, self._runtime.now()))
+        if incomplete.version != version:
+            raise ProtocolError(f"rank {rank} calls snapshot {serial} version {version}, not {incomplete.version}")
+        incomplete.snapped[rank] = message
+        self._publish_complete()
 
-    def _publish_what_is_whole(self) -> None:
-        whole = [s for s, one in self._gathering.items() if len(one.snapped) == self.settings.world_size]
+    def _publish_complete(self) -> None:
+        whole = [s for s, one in self._incomplete.items() if len(one.snapped) == self.settings.world_size]
         if whole and self._model:
             self._publish(max(whole))
 
     def _publish(self, serial: int) -> None:
-        gathered = self._gathering[serial]
+        gathered = self._incomplete[serial]
         faults.at("publish", version=gathered.version)
         snapped = [gathered.snapped[rank] for rank in range(self.settings.world_size)]
         checksums = [message["checksums"] for message in snapped]
         self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], checksums)
         self._newest_message = {"type": "newest", **vars(self.newest), "checksums": Encoded(checksums)}
-        self._gathering = {later: one for later, one in self._gathering.items() if later > serial}
+        self._incomplete = {later: one for later, one in self._incomplete.items() if later > serial}
         self.lanes.publish(serial, self._runtime.now())
         if self._catalogue is not None:
             self._versions[serial] = gathered.version
             files = [message.get("file") or {} for message in snapped]
             self._catalogue.publish(self.newest, files, self._live_versions())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
-        # In one message: what an actor is pulling may live on as a lane.
+        # One message for both: the version that an actor is pulling may live on as a lane.
         self._told = live = self._live()
         sources = relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, self._token)
         for name, actor in self.actors.items():
@@ -223,11 +223,11 @@ class Registry:
         self._changed()
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
-        self._gathering.pop(serial, None)
+        self._incomplete.pop(serial, None)
         if serial in self._dropped or (self.lanes.newest is not None and serial <= self.lanes.newest):
             return
         self._dropped[serial] = version
-        while len(self._dropped) > MOST_DROPPED:
+        while len(self._dropped) > MAX_DROPPED:
             del self._dropped[min(self._dropped)]
         self._write("drop", {"version": version, "serial": serial, "reason": reason})
         if self._catalogue is not None:
@@ -259,7 +259,7 @@ class Registry:
         return [*(server.channel for server in self._ranks.values()), *self._actor_channels()]
 
     def _changed(self) -> None:
-        """Tell what lives, where that is something new, and the trainer soon of everything."""
+        """Announce what lives if it has changed, and schedule a status message to the trainer."""
         live = self._live()
         if live != self._told:
             self._told = live
@@ -303,7 +303,7 @@ class Registry:
     def _lost_lane(self, name: str) -> None:
         actor, count = self.actors[name], self.lanes.lost[name]
         self._write("lost_lane", {"actor": name, "version": actor.version, "times": count})
-        if count >= MOST_LOST_LANES and actor.channel is not None:
+        if count >= MAX_LOST_LANES and actor.channel is not None:
             actor.state = "GIVEN_UP"
             actor.reason = f"it could not finish a version within {self.settings.lease_s:g} s, {count} times in a row"
             actor.channel.close(actor.reason)
@@ -333,7 +333,7 @@ class Registry:
         self._changed()
 
     def _on_ended(self, name: str, actor: Actor, message: Message) -> None:
-        """Its pull is over; or, when it had staged everything, its engine has refused the version."""
+        """Handle the end of an actor's pull or, if everything was staged, its engine's refusal of the version."""
         outcome = message["outcome"]
         if outcome == "staged":
             self.lanes.finished(name)
@@ -353,7 +353,7 @@ class Registry:
         actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
         actor.version, actor.figures = message["version"], message["figures"]
         actor.pinned = actor.version == self._pinned
-        # Without figures it only says again what it has.
+        # Without figures the actor only repeats what it already served.
         event = "applied" if actor.figures else "serves"
         self._write(event, {"actor": name, "version": actor.version, "figures": actor.figures})
 
@@ -385,7 +385,7 @@ class Registry:
             self._trainer.send(self.status())
 
     def status(self) -> Message:
-        """What the trainer is told of everything."""
+        """Return the status message for the trainer."""
         return {
             "type": "status",
             "newest": None if self.newest is None else self.newest.version,
@@ -398,6 +398,6 @@ class Registry:
 
     def close(self) -> None:
         """Close every connection."""
-        self._gate.close()
+        self._acceptor.close()
         for channel in [*self._channels(), *filter(None, [self._trainer])]:
             channel.close("the registry ends")

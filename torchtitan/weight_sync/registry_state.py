@@ -1,6 +1,4 @@
-"""What the registry is told to do, and what it knows: ranks, actors, versions that are not whole yet, and which
-published snapshots live. Pure.
-"""
+"""The registry's settings and state: ranks, actors, incomplete versions, and which published snapshots live. No I/O."""
 
 from __future__ import annotations
 
@@ -19,26 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of [weight_sync]; times in seconds."""
+    """From [weight_sync]; times in seconds."""
 
     world_size: int
     lanes: int = 1
-    """At a time"""
+    """Most lanes at a time"""
     lease_s: float = 60.0
     """The longest life of a lane"""
     relay_fanout: int = 0
-    """Actors that pull from the trainer, and from each actor that passes versions on; 0: all pull from the trainer"""
+    """How many actors pull from the trainer, and from each actor that relays; 0: all pull from the trainer"""
     progress_timeout_s: float = 5.0
-    """A pull that moves nothing for so long does not keep its lane"""
+    """A pull that moves no byte for this long loses its lane"""
     apply_timeout_s: float = 10.0
     snapshot_timeout_s: float = 60.0
     delta: bool = False
-    """Whether a snapshot is kept for deltas, which takes a slot more"""
+    """Whether to keep a snapshot as the base of deltas, which takes one more slot"""
 
     @classmethod
     def of(cls, config: WeightSync, world_size: int, version_bytes: int, drain_s: float = 0.0) -> Settings:
-        """drain_s: how long an apply may wait for requests to end."""
-        # Not above: the processes of registry and shard server do without pydantic.
+        """Derive the settings from the configuration. drain_s: how long an apply may wait for requests to end."""
+        # Imported here because the registry and shard server processes run without pydantic.
         from torchtitan.config.derived import apply_timeout, lease
 
         return cls(
@@ -64,12 +62,12 @@ class Rank:
 
 @dataclass
 class Actor:
-    """An actor, connected or lately gone."""
+    """An actor that is connected, or was recently."""
 
     channel: Channel | None
     instance: str
     address: str
-    """Where it passes versions on, empty where it does not"""
+    """Where it relays versions; empty if it does not"""
     heard_at: float
     state: str = "JOINING"
     version: int = -1
@@ -78,47 +76,48 @@ class Actor:
     evictions: int = 0
     """How often it has been lost or given up"""
     failures: int = 0
-    """Versions in a row that it could not take: refused, or applied by half"""
+    """How many versions in a row it could not take: refused, or partly applied"""
     figures: Message = field(default_factory=dict)
     applies_since: float | None = None
 
     @property
     def serves(self) -> bool:
-        """Whether prompts may be sent to it."""
+        """Return whether prompts may be sent to it."""
         return self.channel is not None and self.version >= 0 and self.state != "POISONED"
 
     @property
     def speed_class(self) -> float:
-        """So coarse that actors of like speed keep their places from one version to the next, and their connections."""
+        """Return the rounded log of the transfer time, so coarse that similar actors keep their sources across
+        versions."""
         transfer_s = self.figures.get("transfer_s")
         return math.inf if transfer_s is None else round(math.log(max(transfer_s, 1e-3), 4))
 
-    def has_applied_for(self, now: float) -> float:
-        """Seconds since it had staged what it does not serve yet. A pinned one has to wait: 0."""
+    def apply_elapsed_s(self, now: float) -> float:
+        """Return for how many seconds a staged version has not been served. A pinned actor has to wait: 0."""
         return 0.0 if self.pinned or self.applies_since is None else now - self.applies_since
 
     def status(self) -> Message:
-        """What the trainer is told."""
+        """Return what the trainer is told."""
         shown = ("state", "version", "serves", "pinned", "reason", "figures", "evictions", "failures")
         return {name: getattr(self, name) for name in shown}
 
 
 @dataclass
-class Gathering:
+class IncompleteVersion:
     """A version that not all ranks have reported yet."""
 
     version: int
     since: float
     snapped: dict[int, Message] = field(default_factory=dict)
-    """What each rank has said of it"""
+    """What each rank has reported about it"""
 
 
 def relay_sources(actors: Mapping[str, Actor], slow: Container[str], fanout: int, token: str) -> dict[str, Message]:
-    """Actor -> the other actor that it pulls from, and by which key; those that pull from the trainer are left out. The
-    fast ones come first.
+    """Map each actor that pulls from another one to its source and the key for it. The fastest actors pull from the
+    trainer, and are left out.
 
-    fanout: how many pull from the trainer, and from each actor that passes versions on; 0: no actor does. token: from
-    which actors' own keys are derived, and from those the keys of who pulls from them (see bucket_server.Relay).
+    fanout: how many actors pull from the trainer, and from each actor that relays; 0: nobody relays. token: actors'
+    keys are derived from it, and from those the keys of their peers (see bucket_server.Relay).
     """
     able = [name for name, actor in actors.items() if actor.channel is not None and actor.address and name not in slow]
     able.sort(key=lambda name: (actors[name].speed_class, name))
@@ -132,40 +131,40 @@ def relay_sources(actors: Mapping[str, Actor], slow: Container[str], fanout: int
 
 @dataclass
 class Pull:
-    """What one actor is pulling."""
+    """The snapshot that one actor is pulling."""
 
     serial: int
     moved_at: float
-    """When its last byte was reported"""
+    """When it last reported progress"""
     bytes: int = 0
 
 
 @dataclass
 class Lanes:
-    """Of published snapshots: which live, who pulls them, and who has one that deltas may be taken against."""
+    """Which published snapshots live, who pulls them, and which one is the base of deltas."""
 
     settings: Settings
     newest: int | None = None
     lanes: dict[int, float] = field(default_factory=dict)
-    """Serial -> since when it is no longer the newest"""
+    """Serial -> when it ceased to be the newest"""
     pulls: dict[str, Pull] = field(default_factory=dict)
     base: int | None = None
     holds: dict[str, int] = field(default_factory=dict)
-    """Actor -> the last snapshot that it had as a whole"""
+    """Actor -> the last snapshot that it held completely"""
     lost: dict[str, int] = field(default_factory=dict)
-    """Actor -> lanes in a row in which it did not finish"""
+    """Actor -> lanes in a row that ended before it had finished"""
 
     @property
     def room(self) -> bool:
-        """Whether another lane may begin."""
+        """Return whether another lane may begin."""
         return len(self.lanes) < self.settings.lanes
 
     def lives(self, serial: int) -> bool:
-        """Whether this snapshot may be read."""
+        """Return whether this snapshot may be read."""
         return serial == self.newest or serial in self.lanes
 
     def publish(self, serial: int, now: float) -> None:
-        """`serial` is the newest from now on."""
+        """Make `serial` the newest snapshot."""
         old, self.newest = self.newest, serial
         if old is not None and self.room and any(pull.serial == old for pull in self.pulls.values()):
             self.lanes[old] = now
@@ -173,32 +172,32 @@ class Lanes:
         self.pulls = {actor: pull for actor, pull in self.pulls.items() if self.lives(pull.serial)}
 
     def begin(self, actor: str, serial: int, now: float) -> None:
-        """An actor says that it pulls this snapshot. What does not live any more it will find gone."""
+        """Record that an actor pulls this snapshot. If the snapshot no longer lives, the actor will find it gone."""
         self.end(actor)
-        # A new registry hears of pulls before it has published anything.
+        # A restarted registry hears of pulls before it has published anything.
         if self.newest is None or self.lives(serial):
             self.pulls[actor] = Pull(serial, now)
 
     def progress(self, actor: str, count: int, now: float) -> None:
-        """So many bytes of its pull have arrived."""
+        """Record that `count` bytes of its pull have arrived in total."""
         pull = self.pulls.get(actor)
         if pull is not None and count > pull.bytes:
             pull.bytes, pull.moved_at = count, now
 
     def end(self, actor: str) -> None:
-        """The actor pulls nothing (any more). A lane that nobody pulls ends."""
+        """Record that the actor pulls nothing (any more). A lane that nobody pulls ends."""
         if self.pulls.pop(actor, None) is not None:
             self._sweep()
 
     def finished(self, actor: str) -> None:
-        """The actor has a whole version."""
+        """Record that the actor has a complete version."""
         self.lost.pop(actor, None)
         if actor in self.pulls:
             self.holds[actor] = self.pulls[actor].serial
         self.end(actor)
 
     def expire(self, now: float) -> list[str]:
-        """End lanes that are too old, and pulls that stand still in one. Returns the actors that have lost a lane."""
+        """End lanes that are too old, and stalled pulls of a lane. Returns the actors that have lost their lane."""
         late = []
         for actor, pull in list(self.pulls.items()):
             since = self.lanes.get(pull.serial)
@@ -213,13 +212,13 @@ class Lanes:
         return late
 
     def leave(self, actor: str) -> None:
-        """The actor is out of reach."""
+        """Record that the actor is disconnected."""
         self.holds.pop(actor, None)
         self.pulls.pop(actor, None)
         self._sweep()
 
     def forget(self, actor: str) -> None:
-        """A new process of this name starts afresh."""
+        """Reset what is known of a name that a new process now uses."""
         self.leave(actor)
         self.lost.pop(actor, None)
 
@@ -229,7 +228,7 @@ class Lanes:
         self.lanes = {serial: since for serial, since in self.lanes.items() if serial in pulled}
 
     def _choose_base(self, there: Iterable[int | None]) -> None:
-        """Of these, the one that most actors hold; of equals the newest."""
+        """Choose the snapshot in `there` that most actors hold; the newest if there is a tie."""
         if self.settings.delta:
             held = Counter(self.holds.values())
             known = [serial for serial in there if serial is not None and serial != self.newest and held[serial]]

@@ -1,8 +1,8 @@
-"""Starts the registry (rank 0) and this rank's shard server, and starts them again when they die or freeze.
+"""Starts the registry (rank 0) and this rank's shard server, and restarts them when they die or freeze.
 
-Their listening sockets belong to the rank, so that ports outlive every restart. With a fixed `port` the registry has
-that one, and the shard servers of a machine the ones after it, in the order of their local ranks. Where slots are on a
-device (ipc, nccl) the shard server is a thread of the trainer.
+The rank owns their listening sockets, so that ports survive every restart. A fixed `port` is the registry's; the shard
+servers of a machine use the ports after it, in the order of their local ranks. If slots are on a device (ipc, nccl),
+the shard server is a thread of the trainer.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ from torchtitan.weight_sync.sockets import SocketRuntime
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 0.2
-# What lived for this long has earned its restarts back.
+# After this much uptime, the count of restarts in a row starts again.
 HEALTHY_SECONDS = 60.0
-# What shows no sign of life at this many looks in a row is frozen. Looks, not seconds: a pause of this process is a
-# single look.
+# A server without a sign of life at this many checks in a row is frozen. Checks, not seconds: a pause of this process
+# counts as one check.
 LOOK_SECONDS = 1.0
 FROZEN_LOOKS = 3
 MODULE = "torchtitan.weight_sync.main"
 BACKLOG = 1024
-Where = tuple[str, int, int]
-"""Host and port to listen at, and how often in a row a process is started again"""
-# A rank that has no connection to the registry by then has no way to it.
+ListenSpec = tuple[str, int, int]
+"""Host and port to listen at, and the most restarts in a row"""
+# A rank that cannot connect to the registry within this time has no route to it.
 REACH_SECONDS = 10.0
 
 
 class Supervised:
-    """Listens at `address`, and lives again up to a number of times in a row. A subclass says what a life is.
+    """Listens at `address`, and restarts a server up to a number of times in a row. A subclass defines one life of it.
 
-    pulse() is a number that changes while it works; where that stands still for long, _end_frozen() ends the life.
+    pulse() returns a number that changes while the server works. If it stops changing, _end_frozen() ends the life.
     """
 
     starting_looks = FROZEN_LOOKS
-    """What has shown no sign of life yet is frozen after so many looks"""
+    """How many checks without a sign of life a server may take to start"""
 
-    def __init__(self, name: str, where: Where, pulse: Callable[[], int]):
+    def __init__(self, name: str, where: ListenSpec, pulse: Callable[[], int]):
         host, port, self._max_restarts = where
         self.name, self._pulse = name, pulse
         self._listener = listen(host, port)
         self.address = wire.format_address(host, self._listener.getsockname()[1])
         self.failure = ""
-        """Why it does not live again, if so"""
+        """Why it is not restarted any more, else empty"""
         self.restarts = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._supervise, name=f"supervise-{name}", daemon=True)
 
     def supervise(self) -> None:
-        """Begin the first life, and to look after it."""
+        """Begin the first life and the supervision."""
         self._begin()
         self._thread.start()
         threading.Thread(target=self._watch, name=f"pulse-{self.name}", daemon=True).start()
 
     def close(self, deadline: float) -> None:
-        """End it; waits until `deadline` (time.monotonic())."""
+        """End the server. Waits until `deadline` (time.monotonic())."""
         self._closing.set()
         self._end(deadline)
         self._thread.join(max(0.1, deadline - time.monotonic()))
@@ -89,7 +89,7 @@ class Supervised:
         raise NotImplementedError
 
     def _live(self) -> str:
-        """Wait for the end of the life that has begun. Returns what is to be said of it."""
+        """Wait until the current life ends. Returns the reason, for messages."""
         raise NotImplementedError
 
     def _end_frozen(self) -> None:
@@ -133,10 +133,10 @@ class Supervised:
 
 
 class ServerProcess(Supervised):
-    """A process of main.py. part: which one; arguments: what it is told besides; descriptors: of open files that it is
-    given, by name."""
+    """A process of main.py. part: the part it runs; arguments: its other arguments; descriptors: the open files that it
+    inherits, by name."""
 
-    # It imports: from a cold network disk that takes a while.
+    # The process imports its modules first, which takes a while from a cold network disk.
     starting_looks = 60
 
     def __init__(
@@ -146,7 +146,7 @@ class ServerProcess(Supervised):
         descriptors: dict[str, int],
         token: str,
         log_file: Path,
-        where: Where,
+        where: ListenSpec,
         pulse: Callable[[], int],
     ):
         super().__init__(f"weight {log_file.stem.replace('-', ' ')}", where, pulse)
@@ -165,7 +165,7 @@ class ServerProcess(Supervised):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # A signal to the trainer's group is the trainer's to answer; this process ends when its parent does.
+                # The trainer handles signals to its process group; this process ends when its parent does.
                 start_new_session=True,
             )
         if self._closing.is_set():
@@ -179,7 +179,7 @@ class ServerProcess(Supervised):
         self.process.kill()
 
     def _end(self, deadline: float) -> None:
-        """Terminate, and kill what has not ended by then."""
+        """Terminate the process, and kill it if it has not ended by `deadline`."""
         self.process.terminate()
         try:
             self.process.wait(max(0.1, deadline - time.monotonic()))
@@ -188,8 +188,8 @@ class ServerProcess(Supervised):
             self.process.wait(1.0)
 
 
-def numeric(host: str) -> str:
-    """The address that this machine resolves weight_sync.host to: what others are told, and bind to, is never a name.
+def resolve_host(host: str) -> str:
+    """Return the address that weight_sync.host resolves to here. Others are told this address, never a name.
 
     Raises UserError.
     """
@@ -206,9 +206,9 @@ def numeric(host: str) -> str:
     return address
 
 
-def towards(registry: str) -> str:
-    """The address of this machine at which rank 0's reaches it. Raises UserError where `registry` (host:port) cannot be
-    reached from here."""
+def local_address_towards(registry: str) -> str:
+    """Return the address of this machine that rank 0's machine reaches. Raises UserError if `registry` (host:port)
+    cannot be reached from here."""
     try:
         with socket.create_connection(wire.parse_address(registry), REACH_SECONDS) as way:
             return str(way.getsockname()[0])
@@ -220,7 +220,7 @@ def towards(registry: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any. Raises UserError."""
+    """Return a listening socket; port 0: any free port. Raises UserError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -233,10 +233,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class RegistryServer(ServerProcess):
-    """The registry beside rank 0. where: host, port and max_restarts; disk_folder: of the disk transport, empty for
-    others."""
+    """The registry beside rank 0. where: host, port and max_restarts; disk_folder: the disk transport's, else empty."""
 
-    def __init__(self, epoch: str, token: str, settings: Settings, folder: Path, where: Where, disk_folder: str = ""):
+    def __init__(
+        self, epoch: str, token: str, settings: Settings, folder: Path, where: ListenSpec, disk_folder: str = ""
+    ):
         self._words = SlotWords(SlotWords.new_file(0), 0, 0)
         journal = str(folder / "registry.jsonl")
         told = {"epoch": epoch, "settings": asdict(settings), "journal": journal, "disk_folder": disk_folder}
@@ -249,10 +250,10 @@ class RegistryServer(ServerProcess):
 
 
 class ShardServerProcess(ServerProcess):
-    """The shard server of one rank, over the publisher's slots in host memory. facts: what the process is told as it
-    is given here."""
+    """The shard server of one rank, over the publisher's slots in host memory. facts: further arguments of the
+    process."""
 
-    def __init__(self, publisher: Publisher, token: str, folder: Path, where: Where, **facts: Any):
+    def __init__(self, publisher: Publisher, token: str, folder: Path, where: ListenSpec, **facts: Any):
         slots, rank = publisher.slots, publisher.rank
         assert isinstance(slots, SharedSlots)
         layout_file = folder / f"layout-rank{rank}.json"
@@ -264,15 +265,14 @@ class ShardServerProcess(ServerProcess):
 
 
 class ShardServerThread(Supervised):
-    """The shard server of one rank. chunks: for nccl, None for ipc; facts: of ShardServer; where: see servers.py."""
+    """The shard server of one rank as a thread. chunks: None for ipc; where: a ListenSpec; facts: of ShardServer."""
 
     def __init__(
-        self, publisher: Publisher, token: str, chunks: tuple[int, float] | None, where_listens: Where, **facts: Any
+        self, publisher: Publisher, token: str, chunks: tuple[int, float] | None, where: ListenSpec, **facts: Any
     ):
-        super().__init__(f"weight shard server of rank {publisher.rank}", where_listens, lambda: publisher.slots.pulse)
+        super().__init__(f"weight shard server of rank {publisher.rank}", where, lambda: publisher.slots.pulse)
         self._publisher, self._facts = publisher, {"rank": publisher.rank, "token": token, **facts}
-        where = publisher.memory[0].device
-        self._chunks = None if chunks is None else Chunks(*chunks, where)
+        self._chunks = None if chunks is None else Chunks(*chunks, publisher.memory[0].device)
         if chunks is None:
             assert isinstance(publisher.slots, DeviceSlots)
             self._facts["refer"] = device_references(publisher.slots)
@@ -287,7 +287,7 @@ class ShardServerThread(Supervised):
         make_link = None if self._chunks is None else partial(SendingLink, runtime, self._chunks)
         about = {"address": self.address, "make_link": make_link, **self._facts}
         try:
-            # Copies: the rank's own ones outlive every life of the server.
+            # Duplicates: the rank's own sockets survive every life of the server.
             with (
                 publisher.server_bell.dup() as bell,
                 self._listener.dup() as listener,

@@ -1,6 +1,6 @@
 """A rank's shard server: computes the checksums of its slots, tells the registry, and answers pulls.
 
-It decides nothing. It runs as a process per rank, or as a thread of the trainer where slots are on a device.
+It decides nothing. It runs as a process per rank, or as a thread of the trainer if slots are on a device.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 
-# One bucket takes a fraction of a second: a thread that is at one for longer hangs. So long, and so long per byte.
-LONGEST_BUCKET_SECONDS, LONGEST_SECONDS_PER_BYTE = 5.0, 50e-9
-# Writing one bucket, or bringing a file to the disk: a network's may take minutes.
-LONGEST_WRITE_SECONDS = 600.0
+# One bucket takes a fraction of a second. A thread that takes longer than this, plus this per byte, hangs.
+MAX_BUCKET_SECONDS, MAX_SECONDS_PER_BYTE = 5.0, 50e-9
+# For writing one bucket or flushing a file: on a network disk this may take minutes.
+MAX_WRITE_SECONDS = 600.0
 
 
 class ShardServer(BucketServer):
-    """refer(slot, start, end): where transports that do not send bytes say that a bucket is; make_link(channel, actor):
-    the way that they take, where they do not take the channel. None of both for tcp.
-    persist(slot, version, memory, moved): on a thread, what is done with a snapshot before it may be published; what it
-    returns is told to the registry. Where it raises OSError the version is dropped. moved(): it gets on."""
+    """Serves one rank's slots. refer(slot, start, end): makes references, for transports that send no bytes over a
+    channel or link. make_link(channel, actor): makes the link, for transports that send bytes over one. tcp uses
+    neither. persist(slot, version, memory, moved): called on a thread before a snapshot may be published; its result is
+    sent to the registry. It calls moved() whenever it progresses; if it raises OSError, the version is dropped."""
 
     phase = "send"
 
@@ -58,7 +58,7 @@ class ShardServer(BucketServer):
         super().__init__(runtime, epoch, ACTOR, token, make_link)
         self.rank, self._slots, self._layout = rank, slots, layout
         self._lease_s, self._refer, self._persist = lease_s, refer, persist
-        self._bucket_seconds = LONGEST_BUCKET_SECONDS + LONGEST_SECONDS_PER_BYTE * layout.bucket_bytes
+        self._bucket_seconds = MAX_BUCKET_SECONDS + MAX_SECONDS_PER_BYTE * layout.bucket_bytes
         self.live = LiveSlots(slots.state_words)
         make = partial(encode, size=element_bytes(layout))
         self.deltas = Deltas(runtime, self.live, self._bucket, make, self.send_more)
@@ -66,34 +66,34 @@ class ShardServer(BucketServer):
         self._snapped: dict[int, Message] = {}
         """Serial -> what the registry is told of a snapshot"""
         self._due: float | None = None
-        """When the thread that is at a snapshot must have got on; None where it has nothing to do"""
+        """When the thread that processes a snapshot must next have progressed; None if it is idle"""
         self._told_failed = 0
         fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_registry_message)
 
     def start(self, listener: Any) -> None:
-        """Begin to work: look at the slots, accept actors, find the registry."""
+        """Begin to watch the slots, accept actors, and dial the registry."""
         super().start(listener)
         self.registry.start()
 
     def close(self, reason: str = "the shard server ends") -> None:
-        """Close every connection; nothing reads the slots any more but a checksum that is being computed."""
+        """Close every connection. After that, only work in progress on threads reads the slots."""
         super().close(reason)
         self.registry.close(reason)
 
-    def look_after(self) -> None:
-        """Every now and then."""
+    def tick(self) -> None:
+        """Periodically beat, and end what is too old."""
         if self._works():
             self._slots.beat()
-        # Leases have an absolute life, whether or not a registry is there.
+        # A lane's life is bounded even if no registry is there.
         self.live.expire(self._runtime.now(), self._lease_s)
-        self.end_what_is_gone()
-        super().look_after()
+        self.close_stale_readers()
+        super().tick()
         self.look()
 
     def _works(self) -> bool:
-        """Without a beat the parent ends this process and starts another one."""
-        now, encoding = self._runtime.now(), self.deltas.began
+        """Return whether all threads progress. Otherwise there is no beat, and the parent restarts this server."""
+        now, encoding = self._runtime.now(), self.deltas.oldest_start
         return (self._due is None or now < self._due) and (encoding is None or now - encoding < self._bucket_seconds)
 
     # Snapshots
@@ -115,14 +115,14 @@ class ShardServer(BucketServer):
             self._runtime.work("checksums", partial(self._take, index, serial, version), partial(self._taken, serial))
 
     def _next_to_hash(self, serials: list[int]) -> int:
-        # The newest first: after a restart, what was published of the others is known to be older then.
+        # The newest first: by the time the others are due, the registry has said which of them are outdated.
         return max(serials)
 
     def _moved(self, seconds: float) -> None:
         self._due = self._runtime.now() + seconds
 
     def _take(self, index: int, serial: int, version: int) -> Message:
-        """What the registry is to be told of a snapshot."""
+        """Return what the registry is to be told of a snapshot."""
         faults.at("checksum", version=version, rank=self.rank)
         memory: Any = self._slots.slot(index)
         sums = []
@@ -132,7 +132,7 @@ class ShardServer(BucketServer):
         about = {"serial": serial, "version": version}
         if self._persist is None:
             return {"type": "snapped", **about, "checksums": sums}
-        moved = partial(self._moved, LONGEST_WRITE_SECONDS)
+        moved = partial(self._moved, MAX_WRITE_SECONDS)
         moved()
         try:
             return {"type": "snapped", **about, "checksums": sums, "file": self._persist(index, version, memory, moved)}
@@ -142,7 +142,7 @@ class ShardServer(BucketServer):
 
     def _taken(self, serial: int, message: Message, error: BaseException | None) -> None:
         if error is not None:
-            # Ends the process: a new one computes everything anew, this one would hold the slot for ever.
+            # This ends the server: a new one computes everything anew, while this one would hold the slot for ever.
             raise RuntimeError("the checksums of a snapshot could not be computed") from error
         self._due = None
         self._snapped[serial] = message
@@ -168,26 +168,26 @@ class ShardServer(BucketServer):
             raise ProtocolError(f"a registry does not send {message['type']!r} to a shard server")
         told = (message["newest"], message["lanes"], message["dropped"])
         self.live.live(*told, self._runtime.now(), message.get("base"))
-        self.deltas.forget_what_is_gone()
-        self.end_what_is_gone()
+        self.deltas.forget_stale()
+        self.close_stale_readers()
 
     # Actors (see BucketServer)
 
     def buckets(self, rank: int) -> int | None:
-        """Of its own rank alone."""
+        """Only its own rank is served."""
         return self._layout.bucket_count(0) if rank == self.rank else None
 
     def version(self, serial: int) -> int | None:
-        """What the registry says, and what it does not know of yet."""
+        """Return the version of a snapshot that the registry says lives, or does not know of yet."""
         found = self.live.readable(serial)
         return None if found is None else found[1]
 
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
-        """A snapshot is there as a whole; a delta is made when it is asked for."""
+        """Snapshots are complete, so a bucket is always there; a delta is made on request."""
         return base is None or self.deltas.is_made(serial, base, bucket)
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
-        """From the slot, or a delta; or the actor is told where it is: in the slot, in a file, or on its link."""
+        """Return a bucket's bytes or a delta, or where they are: in the slot, in a file, or on the link."""
         serial, index = reader.serial, self.live.filled()[reader.serial][0]
         if reader.link is not None:
             return {"reference": self._send_over(reader.link, reader, bucket)}, None

@@ -1,12 +1,12 @@
-"""A rank's slots: whose each is, the memory that the trainer and its shard server share, and the vote. No torch.
+"""A rank's slots: their states, the memory that the trainer and its shard server share, and the vote. No torch.
 
-A slot's state is one 64-bit word that two processes share: FREE → RESERVED → WRITING → READY → FREE. Every transition
-belongs to exactly one of them: from FREE to READY to the trainer's SlotWriter, from READY on to the shard server's
-LiveSlots. Words are aligned, one store each: neither needs a lock. The doorbell after a store is a system call, which
-also orders the slot's bytes before it.
+A slot's state is one 64-bit word that two processes share: FREE → RESERVED → WRITING → READY → FREE. Each transition
+belongs to one of them: those up to READY to the trainer's SlotWriter, the one back to FREE to the shard server's
+LiveSlots. A word is aligned and written in one store, so neither needs a lock. The doorbell after a store is a system
+call, which also orders the slot's bytes before it.
 
 The memory has no name (memfd), so nothing is left behind however a process dies. Processes of the same user reach it
-through /proc: so actors of this machine copy buckets out of it themselves (ipc on a CPU), and verify their copies.
+through /proc: actors on this machine copy buckets from it themselves (ipc on a CPU), and verify their copies.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _READY_WORD = SlotState.READY << 2 * _NUMBER_BITS
 
 
 class SlotView(NamedTuple):
-    """What a word says. `serial` numbers the snapshots of an epoch: a version that was dropped may be taken again."""
+    """The fields of a word. `serial` numbers the snapshots of an epoch: a dropped version may get a second snapshot."""
 
     state: SlotState
     version: int
     serial: int
 
     def pack(self) -> int:
-        """The word."""
+        """Return the word."""
         return (self.state << 2 * _NUMBER_BITS) | (self.version << _NUMBER_BITS) | self.serial
 
     @classmethod
     def unpack(cls, word: int) -> SlotView:
-        """The view of a word."""
+        """Return the fields of a word."""
         state = _STATES[word >> 2 * _NUMBER_BITS]
         return cls(state, (word >> _NUMBER_BITS) & _NUMBER_MASK, word & _NUMBER_MASK)
 
@@ -72,20 +72,20 @@ class SlotWriter:
         return next((i for i in range(len(self._words)) if self.view(i).state is SlotState.FREE), None)
 
     def reserve(self) -> bool:
-        """FREE → RESERVED for the first free slot, where none is reserved already. False when there is none."""
+        """FREE → RESERVED for the first free slot, unless one is reserved already. Returns False if none is free."""
         if self._reserved is None and (index := self._free()) is not None:
             self._move(index, SlotState.FREE, SlotView(SlotState.RESERVED, 0, 0))
             self._reserved = index
         return self._reserved is not None
 
     def release(self) -> None:
-        """RESERVED → FREE: the step was dropped, or another rank voted no. Without a reservation a no-op."""
+        """RESERVED → FREE: the step was dropped, or another rank voted no. Does nothing without a reservation."""
         if self._reserved is not None:
             self._move(self._reserved, SlotState.RESERVED, SlotView(SlotState.FREE, 0, 0))
             self._reserved = None
 
     def begin(self, version: int, serial: int) -> int:
-        """RESERVED → WRITING; the slot. Raises RuntimeError without a reservation."""
+        """RESERVED → WRITING. Returns the slot. Raises RuntimeError without a reservation."""
         if self._reserved is None:
             raise RuntimeError("snapshot without a reserved slot")
         index, self._reserved = self._reserved, None
@@ -93,7 +93,7 @@ class SlotWriter:
         return index
 
     def finish(self, index: int) -> None:
-        """WRITING → READY: the fence has fired. From here on the slot is the shard server's."""
+        """WRITING → READY: the fence has been reached. From here on the slot belongs to the shard server."""
         view = self.view(index)
         self._move(index, SlotState.WRITING, SlotView(SlotState.READY, view.version, view.serial))
 
@@ -105,25 +105,25 @@ class SlotWriter:
 
 
 class LiveSlots:
-    """A snapshot is kept while it lives, while it may still come to live, and while a thread reads its memory.
+    """Keeps a snapshot while it lives, while it may still be published, and while a thread reads its memory.
 
-    Sockets read only what lives: who changes that closes them before anything else happens.
+    Sockets read only live snapshots: whatever ends one then closes the connections that read it, before anything else.
     """
 
     def __init__(self, words: Words):
         self._words = words
         self._holds: Counter[int] = Counter()
         self.newest = -1
-        """Serial that was published last, as far as is known"""
+        """Serial of the last published snapshot, as far as is known"""
         self.lanes: dict[int, float] = {}
-        """Older serials that live -> since when"""
+        """Serial of each older live snapshot -> since when it is older"""
         self.base: int | None = None
-        """An older one that is kept for deltas"""
+        """Serial of an older snapshot that is kept for deltas"""
         self._dropped: frozenset[int] = frozenset()
 
     def filled(self) -> dict[int, tuple[int, int]]:
-        """Serial -> (slot, version) of every snapshot that is there."""
-        # Read often: without a view of each word.
+        """Return serial -> (slot, version) of every READY snapshot."""
+        # Called often, so it does not build a view of each word.
         return {
             word & _NUMBER_MASK: (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
             for index, word in enumerate(self._words)
@@ -131,26 +131,27 @@ class LiveSlots:
         }
 
     def lives(self, serial: int) -> bool:
-        """Whether this snapshot may be read."""
+        """Return whether this snapshot may be read."""
         return serial == self.newest or serial in self.lanes
 
     def readable(self, serial: int) -> tuple[int, int] | None:
-        """(slot, version) of a snapshot that lives, None where there is none.
+        """Return (slot, version) of a snapshot that may be read, else None.
 
-        An actor may hear of a version before this process does: what is newer than all that is known may be read too.
+        That includes snapshots newer than all known ones, because an actor may hear of a version before this process
+        does.
         """
         lives = self.lives(serial) or (serial > self.newest and serial not in self._dropped)
         return self.filled().get(serial) if lives else None
 
     def base_slot(self, serial: int) -> int | None:
-        """The slot of a snapshot that a delta may be taken against, None where there is none."""
+        """Return the slot of a snapshot that a delta may be taken against, else None."""
         found = self.filled().get(serial)
         return found[0] if found is not None and (serial == self.base or self.lives(serial)) else None
 
     def live(
         self, newest: int, lanes: Collection[int], dropped: Collection[int], now: float, base: int | None = None
     ) -> None:
-        """What the registry says. A lane keeps the time of its beginning."""
+        """Adopt what the registry says. Lanes that continue keep their start time."""
         if newest >= self.newest:
             self.newest = newest
             self.base = base
@@ -159,7 +160,7 @@ class LiveSlots:
             self.sweep()
 
     def expire(self, now: float, lease_s: float) -> None:
-        """End lanes that are too old, also where no registry says so."""
+        """End lanes that are too old, even if no registry says so."""
         old = [serial for serial, since in self.lanes.items() if now - since > lease_s]
         for serial in old:
             del self.lanes[serial]
@@ -167,16 +168,16 @@ class LiveSlots:
             self.sweep()
 
     def hold(self, *serials: int) -> None:
-        """A thread is about to read their memory."""
+        """Keep these snapshots: a thread is about to read their memory."""
         self._holds.update(serials)
 
     def let_go(self, *serials: int) -> None:
-        """It does not read it any more."""
+        """End a hold(): the thread no longer reads them."""
         self._holds.subtract(serials)
         self.sweep()
 
     def sweep(self) -> None:
-        """Free what is over."""
+        """Free the slots of snapshots that are no longer needed."""
         for serial, (index, _version) in self.filled().items():
             over = serial < self.newest or serial in self._dropped
             if over and serial != self.base and not self.lives(serial) and not self._holds[serial]:
@@ -188,73 +189,73 @@ class SlotPort(Protocol):
     """This rank's slots, as the boundary uses them."""
 
     def reserve(self) -> bool:
-        """Take a slot for the next snapshot. False when none is free; a reservation that is there already is kept."""
+        """Take a slot for the next snapshot, or keep the existing reservation. Returns False if no slot is free."""
 
     def release(self) -> None:
-        """Give the reservation back, if there is one."""
+        """Give up the reservation, if there is one."""
 
     def snapshot(self, version: int, serial: int) -> None:
         """Fill the reserved slot."""
 
     def fail(self, version: int, serial: int) -> None:
-        """This rank cannot take a snapshot that all were told to take."""
+        """Report that this rank cannot take a snapshot that all ranks were told to take."""
 
 
 class Boundary:
-    """One rank's side of the vote, and what it owes. All ranks call it in the same order with the same arguments."""
+    """A rank's vote and pending version. All ranks call it in the same order, with the same arguments."""
 
     def __init__(self, slots: SlotPort):
         self._slots = slots
         self.serial = 0
         self.published = self.skipped = 0
-        self._owed: int | None = None
+        self._pending_version: int | None = None
         self._last_snapshot = (0, -1)
 
     def reserve(self) -> bool:
-        """False is this rank's no to the coming version."""
+        """Reserve a slot. False is this rank's vote against the coming version."""
         return self._slots.reserve()
 
-    def commit(self, version: int, noes: int) -> bool:
-        """Snapshot `version`, or, if any rank voted no, skip it: then it is owed. Whether it was snapshotted."""
+    def commit(self, version: int, votes_against: int) -> bool:
+        """Snapshot `version`, or skip it if any rank voted no: then it is pending. Returns whether it was taken."""
         self.serial += 1
-        if noes:
+        if votes_against:
             self._slots.release()
             self.skipped += 1
-            self._owed = version
+            self._pending_version = version
             return False
         self._snapshot(version)
         return True
 
-    def snapshot_owed(self, version: int) -> bool:
-        """Snapshot the owed version. Without a slot here it is dropped on all ranks, and stays owed: False."""
+    def snapshot_pending(self, version: int) -> bool:
+        """Snapshot the pending version. Returns False if there is no slot here: all ranks drop it, it stays pending."""
         self.serial += 1
         if self._slots.reserve():
             self._snapshot(version)
             return True
         self._slots.fail(version, self.serial)
-        self._owed = version
+        self._pending_version = version
         return False
 
     def _snapshot(self, version: int) -> None:
         self._slots.snapshot(version, self.serial)
         self.published += 1
-        self._owed = None
+        self._pending_version = None
         self._last_snapshot = (self.serial, version)
 
-    def owed(self, newest: int | None, dropped: Collection[Sequence[int]]) -> int | None:
-        """The version that was skipped, or dropped because another rank could not snapshot it.
+    def pending_version(self, newest: int | None, dropped: Collection[Sequence[int]]) -> int | None:
+        """Return the version that was skipped, or dropped because another rank could not snapshot it.
 
         newest: the newest published version; dropped: (serial, version) of the last dropped snapshots.
         """
-        if self._owed is None and any(tuple(pair) == self._last_snapshot for pair in dropped):
+        if self._pending_version is None and any(tuple(pair) == self._last_snapshot for pair in dropped):
             version = self._last_snapshot[1]
             return version if newest is None or newest < version else None
-        return self._owed
+        return self._pending_version
 
 
 _PAGE = mmap.PAGESIZE
 _WORD_BYTES = 8
-# After the slots' words: the last snapshots that this rank could not take (a shard server that was away reads all
+# After the slots' words come the last snapshots that this rank could not take (a shard server that was away reads all
 # of them), and the shard server's sign of life.
 _FAILURES = 64
 _EXTRA_WORDS = _FAILURES + 1
@@ -263,14 +264,14 @@ NAMES = ("process", "descriptor", "device", "inode")
 
 
 def anonymous_file(name: str, size: int) -> int:
-    """A descriptor of `size` zero bytes."""
+    """Return a descriptor of `size` zero bytes."""
     descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, size)
     return descriptor
 
 
 class SlotWords:
-    """The words of `count` slots of `slot_bytes` each, wherever the slots are. Without slots: a sign of life alone."""
+    """The words of `count` slots of `slot_bytes` each, wherever the slots are. With count 0, only a sign of life."""
 
     def __init__(self, words_fd: int, count: int, slot_bytes: int):
         self.words_fd, self.count, self.slot_bytes = words_fd, count, slot_bytes
@@ -279,7 +280,7 @@ class SlotWords:
 
     @staticmethod
     def new_file(count: int) -> int:
-        """Descriptor of words that are all FREE."""
+        """Return a descriptor of words that are all FREE."""
         return anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES)
 
     @property
@@ -289,7 +290,7 @@ class SlotWords:
 
     @property
     def failed(self) -> list[tuple[int, int]]:
-        """(serial, version) of the last snapshots that this rank could not take, the oldest first."""
+        """(serial, version) of the last snapshots that this rank could not take, oldest first."""
         views = [SlotView.unpack(word) for word in self._words[self.count : self.count + _FAILURES] if word]
         return sorted((view.serial, view.version) for view in views)
 
@@ -298,14 +299,14 @@ class SlotWords:
 
     @property
     def pulse(self) -> int:
-        """Changes for as long as the shard server works."""
+        """A number that changes while the shard server works."""
         return self._words[self.count + _FAILURES]
 
     def beat(self) -> None:
         self._words[self.count + _FAILURES] += 1
 
     def close_files(self) -> None:
-        """Close the descriptors; the mapping lives as long as somebody uses it."""
+        """Close the descriptors. The mapping stays while it is used."""
         os.close(self.words_fd)
 
 
@@ -321,7 +322,7 @@ class SharedSlots(SlotWords):
 
     @classmethod
     def create(cls, count: int, slot_bytes: int) -> SharedSlots:
-        """New slots, all free and zero."""
+        """Create slots that are all free and zero."""
         data_fd = anonymous_file("weight-sync-slots", count * _stride(slot_bytes))
         return cls(cls.new_file(count), data_fd, count, slot_bytes)
 
@@ -330,8 +331,8 @@ class SharedSlots(SlotWords):
         return self._memory[index * self.stride :][: self.slot_bytes]
 
     def refer(self, slot: int, start: int, _end: int) -> Message:
-        """What names bytes [start, end) of a slot to other processes."""
-        return {"memory": named(self.data_fd), "offset": slot * self.stride + start}
+        """Return the reference to bytes [start, end) of a slot, for other processes."""
+        return {"memory": file_reference(self.data_fd), "offset": slot * self.stride + start}
 
     def close_files(self) -> None:
         super().close_files()
@@ -342,18 +343,19 @@ def _stride(slot_bytes: int) -> int:
     return max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
 
 
-class NamedMemory:
-    """Memory of shard servers, opened when it is first named: open_memory() makes something to be cut with [start:end]
-    of what a reference says of it."""
+class ReferencedMemory:
+    """Memory of shard servers, opened when a reference first names it. open_memory() gets what the reference says of
+    the memory, and returns an object to be sliced as [start:end]."""
 
     def __init__(self, open_memory: Callable[[Message], Any]):
         self._open = open_memory
         self._opened: dict[str, Any] = {}
 
     def part(self, reference: Any, size: int) -> Any:
-        """So many bytes. Raises ProtocolError for what names none, and whatever open_memory() raises."""
+        """Return `size` bytes at a reference. Raises ProtocolError for an invalid one, and what open_memory()
+        raises."""
         memory, offset = field_of(reference, "memory", dict), field_of(reference, "offset", int)
-        # Another shard server of the same rank may name the same memory otherwise.
+        # The whole name is the key, because another shard server of the same rank may name the same memory differently.
         name = json.dumps(memory, sort_keys=True)
         if name not in self._opened:
             self._opened[name] = self._open(memory)
@@ -363,21 +365,21 @@ class NamedMemory:
         return opened[offset : offset + size]
 
 
-def named(descriptor: int) -> Message:
-    """What names an open file of this process to others of the same user, see open_shared."""
+def file_reference(descriptor: int) -> Message:
+    """Return a message that names an open file of this process to others of the same user, see open_shared."""
     status = os.fstat(descriptor)
     return {"process": os.getpid(), "descriptor": descriptor, "device": status.st_dev, "inode": status.st_ino}
 
 
 def open_shared(memory: Message, writable: bool = False) -> mmap.mmap:
-    """A file that another process has named. Raises ProtocolError for what names none, OSError for one that does not
+    """Map a file that another process has named. Raises ProtocolError for an invalid name, OSError if it does not
     open."""
     process, descriptor, device, inode = (field_of(memory, name, int) for name in NAMES)
     access = os.O_RDWR if writable else os.O_RDONLY
     opened = os.open(f"/proc/{process}/fd/{descriptor}", access | os.O_CLOEXEC)
     try:
         status = os.fstat(opened)
-        # Numbers of processes and descriptors are used again: it must still be the file that was meant.
+        # Process and descriptor numbers are reused: it must still be the same file.
         if (status.st_dev, status.st_ino, status.st_uid) != (device, inode, os.geteuid()):
             raise ProtocolError("the slots that were named are not there any more, or another user's")
         return mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))

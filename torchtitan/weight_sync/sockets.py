@@ -1,4 +1,4 @@
-"""The runtime of production: sockets on an event loop of asyncio's, and a thread per kind of long work."""
+"""The production runtime: sockets on an asyncio event loop, and one thread per kind of long work."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.wire import Channel, Done, Message, Place, ProtocolError, payload_bytes, validate
+from torchtitan.weight_sync.wire import Channel, Message, OnDone, PayloadTarget, ProtocolError, payload_bytes, validate
 
 logger = logging.getLogger(__name__)
 
-# One channel gives the loop back after this much, so that the others are served too.
+# A channel yields to the event loop after this many bytes, so that the others are served too.
 READ_BYTES = 8 << 20
 SEND_BYTES = 4 << 20
-# So much is read and looked at while it is still in a core's cache.
+# This many bytes are read and processed at a time, while they are still in a core's cache.
 PIECE_BYTES = 256 << 10
-# Of messages. What is read too much of is the beginning of a payload, which has to be copied.
+# For messages. Bytes read beyond a message are the beginning of its payload, and have to be copied.
 MESSAGE_BYTES = 16 << 10
-# A peer that reads nothing must not grow our memory: beyond this many bytes of unsent messages it is cut off.
-MOST_UNSENT_BYTES = 1 << 30
-# No descriptor is left for another connection: the listener waits for so long.
+# A peer that reads nothing must not grow our memory: beyond this many bytes of unsent messages it is disconnected.
+MAX_UNSENT_BYTES = 1 << 30
+# How long a listener waits when no descriptor is left for another connection.
 ACCEPT_PAUSE_SECONDS = 1.0
-# A throttled channel (fault injection) sends its share so often.
+# How often a throttled channel (fault injection) sends its share.
 THROTTLE_SLICES_PER_SECOND = 50
 
 
 class SocketChannel(Channel):
-    """A channel over one connected socket: a length, a JSON object, and the bytes that it carries."""
+    """A channel over one connected socket. Each message is a length, a JSON object, and possibly a payload."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket):
         sock.setblocking(False)
@@ -49,11 +49,11 @@ class SocketChannel(Channel):
         self._limit = wire.MAXIMUM_HELLO_BYTES
         self._buffer = bytearray()
         self._payload: Message | None = None
-        """The message whose bytes are arriving"""
-        self._place: Place | None = None
+        """The message whose payload is arriving"""
+        self._target: PayloadTarget | None = None
         self._filled = self._size = 0
         self._unsent: deque[tuple[memoryview, Callable[[], None] | None, bool]] = deque()
-        """(bytes, what to call when they have left, whether they are a payload)"""
+        """(bytes, callback for when they have been sent, whether they are a payload)"""
         self._unsent_bytes = 0
         self._waits_to_send = False
         self._pause: asyncio.TimerHandle | None = None
@@ -74,7 +74,7 @@ class SocketChannel(Channel):
         self._unsent_bytes += len(data)
         if payload is not None:
             self._unsent.append((payload, on_sent, True))
-        if self._unsent_bytes > MOST_UNSENT_BYTES:
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
             self._close_soon("the peer does not read its messages")
         elif self._pause is None:
             self._watch()
@@ -91,11 +91,11 @@ class SocketChannel(Channel):
         self._loop.remove_writer(self._socket)
         self._socket.close()
         self._unsent.clear()
-        self._place = None
+        self._target = None
         self.on_close(self, reason)
 
     def _close_soon(self, reason: str) -> None:
-        # Not now: who is sending does not expect to be told from within send().
+        # Not immediately, because callers of send() do not expect on_close() from within it.
         self._unsent.clear()
         self._loop.call_soon(self.close, reason)
 
@@ -110,7 +110,7 @@ class SocketChannel(Channel):
             logger.warning("closing a connection: %s", error)
             self.close(f"protocol error: {error}")
         except Exception as error:
-            # Something of an unforeseen shape: it ends its sender's connection, not the loop that serves all.
+            # A message of an unforeseen shape ends its sender's connection, not the loop that serves all.
             logger.exception("closing a connection: its message could not be understood")
             self.close(f"protocol error: {error!r}")
 
@@ -157,8 +157,8 @@ class SocketChannel(Channel):
     def _read(self) -> None:
         budget = READ_BYTES
         while budget > 0 and not self.closed:
-            if self._payload is not None and self._place is not None:
-                count = self._socket.recv_into(self._place[0][self._filled : self._filled + PIECE_BYTES])
+            if self._payload is not None and self._target is not None:
+                count = self._socket.recv_into(self._target[0][self._filled : self._filled + PIECE_BYTES])
                 if count:
                     self._arrived(count)
             else:
@@ -174,8 +174,8 @@ class SocketChannel(Channel):
         while self._buffer and not self.closed:
             if self._payload is not None:
                 count = min(len(self._buffer), self._size - self._filled)
-                if self._place is not None:
-                    self._place[0][self._filled : self._filled + count] = self._buffer[:count]
+                if self._target is not None:
+                    self._target[0][self._filled : self._filled + count] = self._buffer[:count]
                 del self._buffer[:count]
                 self._arrived(count)
             elif (message := self._next_message()) is None:
@@ -183,22 +183,22 @@ class SocketChannel(Channel):
             elif size := payload_bytes(message):
                 if self._limit == wire.MAXIMUM_HELLO_BYTES:
                     raise ProtocolError("bytes came before the handshake was over")
-                place = self.place(self, message)
-                if place is not None and len(place[0]) != size:
-                    raise ProtocolError(f"{size} bytes arrive where {len(place[0])} belong")
-                self._payload, self._place, self._filled, self._size = message, place, 0, size
+                target = self.payload_target(self, message)
+                if target is not None and len(target[0]) != size:
+                    raise ProtocolError(f"{size} bytes arrive where {len(target[0])} belong")
+                self._payload, self._target, self._filled, self._size = message, target, 0, size
             else:
                 self.on_message(self, message)
 
     def _arrived(self, count: int) -> None:
-        message, place, begin = self._payload, self._place, self._filled
+        message, target, begin = self._payload, self._target, self._filled
         assert message is not None
         self._filled = end = begin + count
-        if place is not None:
-            place[1](place[0][begin:end])
+        if target is not None:
+            target[1](target[0][begin:end])
         if end == self._size and not self.closed:
-            self._payload = self._place = None
-            if place is not None:
+            self._payload = self._target = None
+            if target is not None:
                 self.on_message(self, message)
 
     def _next_message(self) -> Message | None:
@@ -218,18 +218,18 @@ class SocketChannel(Channel):
             raise ProtocolError(f"a message is not JSON: {error}") from error
 
 
-Work = queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]
-"""Functions and what is called with what became of them; None: there will be no more"""
+Work = queue.SimpleQueue[tuple[Callable[[], Any], OnDone] | None]
+"""Functions and the callbacks for their outcomes; None: there will be no more"""
 
 
 class SocketRuntime:
     """Runs on the thread that calls run(). `stop` and `post` may be called from any thread.
 
-    begin_thread(): what that thread and each of its threads for long work do first.
+    begin_thread(): called first on that thread, and on each thread for long work.
     """
 
     def __init__(self, begin_thread: Callable[[], None] = lambda: None) -> None:
-        # Not what a policy says: the engine's process may have another kind for its own work.
+        # Independent of asyncio's policy: the engine's process may use another kind of loop for its own work.
         self.loop = asyncio.SelectorEventLoop()
         self.loop.set_exception_handler(self._failed)
         self._error: BaseException | None = None
@@ -243,7 +243,7 @@ class SocketRuntime:
         return time.monotonic()
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        if self.loop.is_closed():  # who is closed after the end may still ask for it
+        if self.loop.is_closed():  # code that closes channels after the end may still call this
             return asyncio.TimerHandle(0.0, callback, (), self.loop)
         return self.loop.call_later(seconds, callback)
 
@@ -256,7 +256,7 @@ class SocketRuntime:
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.loop.stop()
-            self.loop.run_forever()  # once more, so that who dials closes its socket
+            self.loop.run_forever()  # once more, so that cancelled dials close their sockets
             self.loop.close()
             for _thread, waiting in self._lanes.values():
                 waiting.put(None)
@@ -264,7 +264,7 @@ class SocketRuntime:
             raise self._error
 
     def start(self, name: str, begin: Callable[[], None]) -> None:
-        """Run on a thread of its own, after begin(). Where that fails, `failure` says why."""
+        """Call begin() and run() on a new thread. If that fails, `failure` says why."""
 
         def run() -> None:
             try:
@@ -279,11 +279,11 @@ class SocketRuntime:
 
     @property
     def runs(self) -> bool:
-        """Whether that thread does."""
+        """Whether that thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def end(self, timeout: float) -> bool:
-        """Stop, and wait for that thread for so many seconds at most. Returns whether it has ended."""
+        """Stop, and wait at most `timeout` seconds for that thread. Returns whether it has ended."""
         self.stop()
         if self._thread is not None:
             self._thread.join(timeout)
@@ -291,7 +291,7 @@ class SocketRuntime:
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if "handle" not in context:
-            # No callback of ours. Clients of other libraries that are collected on this thread leave it tasks.
+            # Not a callback of ours: garbage-collected clients of other libraries may leave tasks on this thread.
             loop.default_exception_handler(context)
             return
         self._error = self._error or context.get("exception") or RuntimeError(context["message"])
@@ -301,12 +301,12 @@ class SocketRuntime:
         self.post(self.loop.stop)
 
     def post(self, callback: Callable[[], None]) -> None:
-        """Run `callback` on the loop's thread soon; after its end finish_work() does."""
+        """Run `callback` on the loop's thread soon, or in finish_work() if the loop has ended."""
         self._calls.append(callback)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(lambda: self._calls.popleft()())
 
-    def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
+    def work(self, lane: str, function: Callable[[], Any], done: OnDone) -> None:
         if lane not in self._lanes:
             waiting: Work = queue.SimpleQueue()
             self._lanes[lane] = threading.Thread(target=self._work, args=(waiting,), name=lane, daemon=True), waiting
@@ -320,12 +320,12 @@ class SocketRuntime:
             result, error = None, None
             try:
                 result = function()
-            except BaseException as raised:  # Whatever was raised: somebody waits for the word of this thread.
+            except BaseException as raised:  # Whatever it is: another thread waits for the outcome.
                 error = raised
             self.post(partial(done, result, error))
 
     def finish_work(self, lane: str, deadline: float) -> None:
-        """After run(): wait until `deadline` (time.monotonic()) for what has begun there, and say what came of it."""
+        """After run(): wait until `deadline` (time.monotonic()) for the lane's work, and run all pending callbacks."""
         if lane in self._lanes and self._lanes[lane][0] is not threading.current_thread():
             self._lanes[lane][0].join(max(0.0, deadline - time.monotonic()))
         while self._calls:
@@ -344,7 +344,7 @@ class SocketRuntime:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                # Those who wait in the backlog stay there, and would wake the loop without end.
+                # Connections stay in the backlog, and would wake the loop endlessly.
                 logger.warning("cannot accept a connection, trying again in %g s: %s", ACCEPT_PAUSE_SECONDS, error)
                 self.loop.remove_reader(where)
                 self.loop.call_later(ACCEPT_PAUSE_SECONDS, watch)
@@ -384,6 +384,6 @@ class SocketRuntime:
             on_open(channel)
 
         task = self.loop.create_task(connect())
-        # What a callback raises ends the loop here, too.
+        # An exception in a callback must end the loop here, too.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.result())
         return task.cancel

@@ -1,7 +1,7 @@
 """An actor's staging memory: the senders' bytes as they are, and tensors over them.
 
-A parameter may lie in several pieces. An engine's loader narrows it to what its worker computes with, and copies that:
-nothing is put together before. Whatever else is done to it is done to an ordinary tensor, put together for that.
+A parameter may lie in several pieces. An engine's loader narrows it to its worker's part and copies that, so nothing
+needs to be assembled first. Any other operation gets an ordinary tensor, assembled for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 
 Area = memoryview | torch.Tensor
-"""Bytes: on the host, or a one-dimensional uint8 tensor on a device"""
+"""Bytes: in host memory, or a one-dimensional uint8 tensor on a device"""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,10 +31,10 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Proof:
-    """By what an engine's own tensors can be held to a version once it is applied; see digest.py.
+    """What is needed to verify an engine's own tensors against a version after it is applied; see digest.py.
 
-    checksums: of every bucket of every sender rank, from the version's manifest. still_staged: whether staging memory
-    has not been given to a later version yet.
+    checksums: of every bucket of every sender rank, from the version's manifest. still_staged: returns whether staging
+    memory still holds this version.
     """
 
     layout: Layout
@@ -44,11 +44,11 @@ class Proof:
 
 @dataclass
 class StagedVersion:
-    """A whole, verified version. The tensors live in staging memory: copy them, they change after apply returns.
+    """A whole, verified version. The tensors live in staging memory, which changes after apply returns: copy them.
 
     tensors: parameter name -> full tensor in the inference dtype. Tied parameters appear once, under their first name.
-    apply_on_workers: for an actor of several workers, which hold the tensors: has every worker apply its part, and
-    returns when all have; see group.py. proof: where all of the version is here.
+    apply_on_workers: if the actor's workers hold the tensors, has every worker apply its part and returns when all
+    have; see group.py. proof: set if the whole version is in this process.
     """
 
     epoch: str
@@ -60,10 +60,10 @@ class StagedVersion:
 
 
 class StagedTensors(Mapping[str, torch.Tensor]):
-    """Parameter name -> its tensor, in the order of the layout. One that lies in one piece is a view of staging memory;
-    another is put together anew whenever it is asked for, and without need where it is only copied.
+    """Parameter name -> its tensor, in the order of the layout. A parameter in one piece is a view of staging memory;
+    one in several pieces is assembled anew at each access, which to_copy() avoids.
 
-    pieces: by name what the parameter is, and (part of it, where it lies) of each piece.
+    pieces: name -> (the parameter's entry, and for each piece the part that it is and its memory).
     """
 
     def __init__(self, pieces: Mapping[str, tuple[ParameterEntry, list[tuple[Box, torch.Tensor]]]]):
@@ -80,14 +80,14 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         return tensor.assembled() if isinstance(tensor, PiecedTensor) else tensor
 
     def to_copy(self, name: str) -> torch.Tensor:
-        """For who narrows it, and copies that: nothing is put together (PiecedTensor)."""
+        """Return a tensor for code that narrows it and copies the result; it is not assembled (PiecedTensor)."""
         entry, pieces = self._pieces[name]
         if not pieces:
             return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         return pieces[0][1] if len(pieces) == 1 else PiecedTensor(Box((0,) * len(entry.shape), entry.shape), pieces)
 
     def outlines(self) -> dict[str, torch.Tensor]:
-        """Their shapes and types, as tensors without memory."""
+        """Return the shapes and dtypes as meta tensors."""
         return {
             name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
             for name, (entry, _) in self._pieces.items()
@@ -95,19 +95,19 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 
 
 def to_copy(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of them by name, for who narrows and copies them."""
+    """Yield all tensors by name, for code that narrows and copies them."""
     for name in tensors:
         yield name, tensors.to_copy(name) if isinstance(tensors, StagedTensors) else tensors[name]
 
 
 class Staging:
-    """Memory for one incoming version of one layout, at the device `where`. memory: instead of new memory, for all of
+    """Memory for one incoming version of one layout, on the device `where`. memory: existing memory to use for all of
     the layout's slots (see Layout.slot_starts)."""
 
     def __init__(self, layout: Layout, where: str = "cpu", memory: mmap.mmap | None = None):
         self.layout = layout
         self.memory: list[Area] = []
-        """Per rank the bytes of its slot: memoryviews on the host, one-dimensional uint8 tensors elsewhere"""
+        """Bytes of each rank's slot: memoryviews on the host, one-dimensional uint8 tensors elsewhere"""
         starts, names = layout.slot_starts(), layout.parameters.names
         if where == "cpu" and memory is None:
             memory = _new_memory(starts[-1])
@@ -124,13 +124,13 @@ class Staging:
         self.tensors = StagedTensors(pieces)
 
     def bucket(self, key: tuple[int, int]) -> Area:
-        """The bytes of bucket (rank, number)."""
+        """Return the bytes of bucket (rank, number)."""
         start, end = self.layout.bucket_range(*key)
         return self.memory[key[0]][start:end]
 
 
 def _new_memory(size: int) -> mmap.mmap:
-    """On the host. Pages that are never written take no memory; a map may not be empty."""
+    """Allocate host memory. Pages that are never written take none; a map must not be empty."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults for the first version, 5 to 10 % less work for the others
@@ -138,7 +138,7 @@ def _new_memory(size: int) -> mmap.mmap:
 
 
 class PiecedTensor(torch.Tensor):
-    """The elements `box` of a parameter. pieces: (which elements of it, where they lie)."""
+    """The elements `box` of a parameter. pieces: (which elements of the parameter, their memory)."""
 
     box: Box
     pieces: Sequence[tuple[Box, torch.Tensor]]
@@ -151,7 +151,7 @@ class PiecedTensor(torch.Tensor):
         return made
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Into a tensor of this shape, or one that it is broadcast to."""
+        """Copy into a tensor of this shape, or one that this tensor broadcasts to."""
         if target.shape != self.shape:
             target.copy_(self.assembled())
             return
@@ -161,7 +161,7 @@ class PiecedTensor(torch.Tensor):
                 within(target, self.box, part).copy_(within(piece, held, part))
 
     def assembled(self) -> torch.Tensor:
-        """An ordinary tensor of the same elements."""
+        """Return an ordinary tensor of the same elements."""
         whole = torch.empty(self.box.shape, dtype=self.dtype, device=self.device)
         self.copy_to(whole)
         return whole
@@ -189,7 +189,7 @@ def _say(operation: str) -> None:
 
 
 def _narrowed(box: Box, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Box | None:
-    """As torch slices a tensor; None where that leaves gaps."""
+    """Slice a box as torch slices a tensor; None if that leaves gaps."""
     if step != 1:
         return None
     size = box.shape[dim]
@@ -200,7 +200,7 @@ def _narrowed(box: Box, dim: int = 0, start: int | None = None, end: int | None 
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """The elements that two boxes of one tensor share, None without any."""
+    """Return the elements that two boxes of one tensor share; None if there are none."""
     offset, shape = [], []
     for low, size, other_low, other_size in zip(first.offset, first.shape, second.offset, second.shape, strict=True):
         start, end = max(low, other_low), min(low + size, other_low + other_size)
@@ -212,6 +212,6 @@ def intersection(first: Box, second: Box) -> Box | None:
 
 
 def within(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """The view of `part` in a tensor that is `box`."""
+    """Return the view of `part` in a tensor that covers `box`."""
     bounds = zip(box.offset, part.offset, part.shape, strict=True)
     return tensor[tuple(slice(start - origin, start - origin + size) for origin, start, size in bounds)]

@@ -1,4 +1,4 @@
-"""One version on its way to an actor: what is missing, what has come, and the engine that it is for."""
+"""One version in transit to an actor: what is missing, what has arrived, and the engine that receives it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest
 from torchtitan.weight_sync.wire import Channel, Message
 
-# Of the bytes of a version: as they are, as deltas, and from another actor.
+# How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 
 
 @dataclass
 class Transfer:
-    """number: tells an actor's transfers apart; serial: of the snapshot. Times are the runtime's."""
+    """One pull of a version. number: unique per actor; serial: the snapshot's. Times are the runtime's."""
 
     number: int
     serial: int
@@ -25,76 +25,75 @@ class Transfer:
     missing: set[BucketKey]
     begun: float
     moved_at: float
-    """When the last byte came"""
+    """When the last byte arrived"""
     source: str = ""
-    """The other actor that sends it; empty: the trainer"""
-    placing: dict[BucketKey, Any] = field(default_factory=dict)
-    """Buckets that are arriving -> what hashes them, or a delta's bytes; None for those that a thread writes"""
+    """Name of the actor that relays it; empty: the trainer sends it"""
+    arriving: dict[BucketKey, Any] = field(default_factory=dict)
+    """Arriving bucket -> its hasher, or a delta's bytes; None if a thread writes the bucket"""
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
-    """Bytes, by the figure that they count for"""
+    """Bytes by figure (see BYTES)"""
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
-        """So many bytes have come."""
+        """Record that `count` bytes have arrived."""
         self.received["bytes_relayed" if self.source else "bytes_delta" if is_delta else "bytes_full"] += count
         self.moved_at = now
 
     def figures(self, now: float) -> Message:
-        """What the registry is told when all is there."""
+        """Return what the registry is told when everything has arrived."""
         received = {name: self.received[name] for name in BYTES}
         return {"transfer_s": now - self.begun, **received, "source": self.source or "trainer"}
 
     def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
-        """What to ask this rank's shard server for: what is missing and does not arrive already.
+        """Return the requests to this rank's shard server for buckets that are missing and not arriving already.
 
-        held: serial of the snapshot that a bucket's staging memory holds. Deltas are asked for where that is `base`.
+        held: bucket -> serial of the snapshot in staging memory; where that is `base`, a delta is requested.
         """
         again: list[int] = []
         deltas: list[int] = []
         whole: list[int] = []
-        for key in sorted(key for key in self.missing if key[0] == rank and key not in self.placing):
+        for key in sorted(key for key in self.missing if key[0] == rank and key not in self.arriving):
             is_delta = base is not None and held.get(key) == base
             (again if self.corruptions[key] else deltas if is_delta else whole).append(key[1])
         asked: list[tuple[list[int], Message]] = [(again, {"again": True}), (deltas, {"base": base}), (whole, {})]
-        return [self.open(buckets, **how) for buckets, how in asked if buckets]
+        return [self.request(buckets, **how) for buckets, how in asked if buckets]
 
-    def open(self, buckets: list[int], **how: Any) -> Message:
-        """Asks for these buckets of a rank, in ascending order."""
+    def request(self, buckets: list[int], **how: Any) -> Message:
+        """Return a request for these buckets of a rank, in ascending order."""
         return {"type": "open", "pull": self.number, "serial": self.serial, "buckets": _ranges(buckets), **how}
 
 
 def _ranges(numbers: list[int]) -> list[list[int]]:
-    """[first, end) of each run in ascending numbers."""
+    """Return [first, end) of each run of consecutive numbers in an ascending list."""
     place = itertools.count()
-    # Numbers of one run are all as far from their places.
+    # Within one run, the difference between a number and its position is constant.
     runs = [list(run) for _, run in itertools.groupby(numbers, lambda number: number - next(place))]
     return [[run[0], run[-1] + 1] for run in runs]
 
 
 class Engine(Protocol):
-    """Where versions end up. `apply`, `fetch` and `patch` are called on threads, one call of each at a time."""
+    """Where versions end up. `apply`, `fetch` and `patch` run on threads, at most one call of each at a time."""
 
     def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
-        """Make staging memory for this layout, which has come in this message. Returns the buckets that are needed.
-        Raises LayoutError."""
+        """Allocate staging memory for the layout in `message`. Returns the needed buckets. Raises LayoutError."""
 
     def bucket(self, key: BucketKey) -> memoryview:
-        """The staging memory of a bucket."""
+        """Return the staging memory of a bucket, for writing."""
 
     def linked(self, channel: Channel, message: Message) -> None:
-        """An entry of a link has come. Called on the loop's thread. Raises ProtocolError where it makes no sense."""
+        """Handle an entry of a link, on the loop's thread. Raises ProtocolError for an invalid one."""
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
-        """Copy what a reference points to into the bucket's staging memory; the checksum of the copy.
+        """Copy the bytes that a reference points to into the bucket's staging memory. Returns the copy's checksum.
 
-        Raises ConnectionError where only the way was broken, and its channel is closed.
+        Raises ConnectionError if only the link was broken; its channel is then closed.
         """
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:
-        """Make the bucket that staging memory holds the newer one; the checksum of the result."""
+        """Apply a delta to a bucket in staging memory. Returns the checksum of the result."""
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """Serve what is staged, from between two steps on. Returns figures.
+        """Switch to the staged version between two decode steps. Returns figures.
 
-        Raises WeightsRefused where the engine is as it was; after anything else it may hold half a version.
+        Raises WeightsRefused if the engine is unchanged. After any other exception it may hold half a version.
         """

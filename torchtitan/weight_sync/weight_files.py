@@ -1,14 +1,14 @@
-"""A version as safetensors files in a folder: what the disk transport writes, and how anybody reads it.
+"""A version as safetensors files in a folder: what the disk transport writes, and how other programs read it.
 
-    weights/latest                    -> the newest version's folder (a symbolic link, replaced in one step)
+    weights/latest                    -> the newest version's folder (a symbolic link, replaced atomically)
     weights/<epoch>/version-00000012/
-        model.safetensors             one rank: plain full tensors, by their Hugging Face names
-        rank-00003.safetensors        several ranks: each one's shards; where they belong is in the file's metadata
-        manifest.json                 written last: epoch, version, checksums, digest, and what the files are
+        model.safetensors             one rank: plain full tensors under their Hugging Face names
+        rank-00003.safetensors        several ranks: the shards of one; its metadata says where they belong
+        manifest.json                 written last: epoch, version, checksums, digest, and a description of each file
 
-    read_weights("weights/latest")    all ranks' files, checked and put together (needs torch)
+    read_weights("weights/latest")    verifies and assembles all ranks' files (needs torch)
 
-The data of a rank's file are the bytes of its slot. No torch is imported but by read_weights.
+The data in a rank's file are the bytes of its slot. Only read_weights imports torch.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 FORMAT = 2
 _DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# How often a version that is deleted while it is read is looked up anew.
+# How often to resolve the folder again if its version is deleted while it is read.
 _READ_ATTEMPTS = 5
 _HASH_BYTES = 1 << 24
 
 
 def file_name(rank: int, ranks: int) -> str:
-    """Of a rank's tensors. A single rank's file is what Hugging Face calls it."""
+    """Return the name of a rank's file. A single rank's file has the usual name of Hugging Face checkpoints."""
     return "model.safetensors" if ranks == 1 else f"rank-{rank:05d}.safetensors"
 
 
 def version_folder(epoch: str, version: int) -> str:
-    """Of a version, in the weights folder."""
+    """Return a version's folder inside the weights folder."""
     return f"{epoch}/version-{version:08d}"
 
 
 def version_of(folder: Path) -> int | None:
-    """The version of such a folder, of any epoch (run_dir.mint_epoch); None for what a job has not made."""
+    """Return the version of such a folder of any epoch (run_dir.mint_epoch); None if no job has made it."""
     found = re.fullmatch(r"e\d+-\w+/version-(\d{8,})", f"{folder.parent.name}/{folder.name}")
     return None if found is None else int(found[1])
 
 
 def file_header(layout: Layout, metadata: dict[str, str]) -> bytes:
-    """The beginning of a rank's file, behind which its slot follows. layout: this rank's alone; `metadata` joins what
-    says where the shards belong."""
+    """Return the start of a rank's file, which the slot follows. layout: this rank's only; metadata: extra entries
+    beside those that say where the shards belong."""
     tensors: dict[str, Any] = {}
     offsets, shapes = {}, {}
     for shard in layout.ranks[0]:
@@ -73,7 +73,7 @@ def file_header(layout: Layout, metadata: dict[str, str]) -> bytes:
 
 @dataclass
 class Weights:
-    """A version as read_weights found it. tensors: name -> full tensor, in the dtype of the actors."""
+    """A version as read by read_weights. tensors: name -> full tensor, in the actors' dtype."""
 
     epoch: str
     version: int
@@ -82,15 +82,15 @@ class Weights:
 
 
 def read_weights(folder: str | Path) -> Weights:
-    """Read a version's folder, or `latest`: all ranks' shards, put together.
+    """Read a version's folder, or `latest`, and assemble all ranks' shards.
 
-    Every file's size and checksum is compared with the manifest, and that every element is there exactly once. Raises
-    UserError where something does not fit, or there is no version.
+    Checks every file's size and checksum against the manifest, and that every element occurs exactly once. Raises
+    UserError if a check fails or there is no version.
     """
     gone: OSError | None = None
     for _ in range(_READ_ATTEMPTS):
         try:
-            # Resolved once, so that all files are of one version; a newer one may delete it meanwhile.
+            # Resolved once, so that all files are of one version; a newer version may delete that one meanwhile.
             return _read(Path(folder).resolve(strict=True))
         except FileNotFoundError as error:
             gone = error
@@ -116,7 +116,7 @@ def _read(folder: Path) -> Weights:
                 places.append(_places(contents[-1], parameters))
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
                 raise UserError(f"{path}: {error!r}") from error
-        # Before anything is allocated or put together.
+        # Check before anything is allocated or assembled.
         try:
             check_coverage(_layout(parameters, places))
         except LayoutError as error:
@@ -132,7 +132,7 @@ def _read(folder: Path) -> Weights:
 
 
 def _places(content: Any, parameters: dict[str, ParameterEntry]) -> dict[str, Box]:
-    """Where the shards of an open file belong, by name; adds their parameters to those of other files."""
+    """Return by name where the shards of an open file belong. Adds their parameters to `parameters`."""
     about = content.metadata()
     if about is None or not {"offsets", "shapes"} <= about.keys():
         raise ValueError("its metadata does not say where its tensors belong")
@@ -149,14 +149,14 @@ def _places(content: Any, parameters: dict[str, ParameterEntry]) -> dict[str, Bo
 
 
 def _layout(parameters: dict[str, ParameterEntry], places: list[dict[str, Box]]) -> Layout:
-    """What the files hold, as a layout of as many ranks."""
+    """Return what the files hold, as a layout with one rank per file."""
     numbers, table = {name: number for number, name in enumerate(parameters)}, ParameterTable.of(parameters.values())
     ranks = [ShardTable.of(table, ((numbers[name], box) for name, box in boxes.items())) for boxes in places]
     return Layout(max(1, *(rank.slot_bytes for rank in ranks)), table, tuple(ranks))
 
 
 def _manifest(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
-    """What it says of the version and of its files."""
+    """Return the manifest, and its description of the files."""
     try:
         data = json.loads((folder / MANIFEST).read_text())
         manifest, files = Manifest.from_json(data), data["files"]
@@ -173,7 +173,7 @@ def _manifest(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
 
 
 def file_checksum(path: Path) -> str:
-    """xxh3-128 of a whole file."""
+    """Return the xxh3-128 of a whole file."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_HASH_BYTES):

@@ -122,7 +122,7 @@ def test_cancelled_requests_are_dropped() -> None:
 
 def test_no_token_with_other_weights_than_the_order_names() -> None:
     made, _ = replica()
-    with pytest.raises(RuntimeError, match=r"holds weights e1-x/3, e1-x/4 was to generate"):
+    with pytest.raises(RuntimeError, match="holds weights e1-x/3 instead of e1-x/4"):
         made.run(Round("e1-x/4", 1, [[request()]]))
 
 

@@ -330,7 +330,7 @@ def test_an_sglang_that_overlaps_its_steps_may_not_keep_caches_over_a_pause(
         for kv in ("keep", "recompute")
     )
     keeps.client = recomputes.client = recorder  # type: ignore[assignment]
-    with pytest.raises(EngineError, match="--disable-overlap-schedule, or take .*recompute"):
+    with pytest.raises(EngineError, match="--disable-overlap-schedule, or set .*recompute"):
         keeps.describe()
     assert recomputes.describe().capabilities.version == version
 

@@ -107,7 +107,7 @@ def test_communicators_need_one_version_of_nccl(
     config.inference.backend, config.inference.engine_python = "vllm", engine
     config.model.name, config.model.flavor = "qwen3", "0.6B"
     differs = theirs != "2.29.7"
-    assert ("# WARNING: the trainer's NCCL is 2.29.7 and vllm's 2.30.7" in describe_plan(config, 1)) is differs
+    assert ("# WARNING: the trainer has NCCL 2.29.7 and vllm has 2.30.7" in describe_plan(config, 1)) is differs
     for transport in ("tcp", "disk", "nccl"):
         config.weight_sync.transport = transport
         check = Check(config, 1, planning=True)
@@ -124,4 +124,4 @@ def test_ipc_needs_engines_that_see_the_ranks_gpus(monkeypatch: pytest.MonkeyPat
         config.inference.sleep_level, config.grpo.async_weight_update = (0, True) if apart else (1, False)
         check = Check(config, 1, planning=True)
         check_inference(check)
-        assert any("see their own GPUs" in one.text for one in check.problems) is (device == "cuda" and apart)
+        assert any("see only their own GPUs" in one.text for one in check.problems) is (device == "cuda" and apart)

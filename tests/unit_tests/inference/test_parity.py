@@ -177,7 +177,7 @@ def test_an_actor_that_cannot_be_looked_at_is_given_up(tmp_path: Path) -> None:
 def test_nothing_is_sampled_without_a_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(pool: InferencePool, honest: Liar, other: Liar) -> None:
         await eventually(lambda: pool._guard is not None and pool._guard.done())
-        with pytest.raises(UserError, match="the actors. weights are not compared"):
+        with pytest.raises(UserError, match="the actors. weights are no longer compared"):
             await pool.generate(GenerateRequest("r", IDS, SamplingParameters(4)))
 
     monkeypatch.setattr("torchtitan.inference.parity.POLL_S", "soon")

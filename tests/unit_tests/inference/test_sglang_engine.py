@@ -17,7 +17,7 @@ from torchtitan.inference.agent.engine import EngineOptions, Malformed, NoVersio
 from torchtitan.inference.client import ActorError
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
-from torchtitan.inference.sglang.engine import MOST_KEPT, SGLangControl
+from torchtitan.inference.sglang.engine import MAX_KEPT, SGLangControl
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan, make_label, parse_label
 from torchtitan.weight_sync.staging import StagedVersion
 
@@ -75,7 +75,7 @@ def test_sglang_gets_each_sample_with_its_seed() -> None:
     assert call.body["sampling_params"][0]["ignore_eos"] is False and again[0]["ignore_eos"] is True
     assert call.body["sampling_params"][0]["top_k"] == -1 and call.body["return_sampling_mask"] is False
     truncated = SGLANG.generate(request(top_p=0.9, top_k=10**6)).body
-    assert truncated["return_sampling_mask"] and truncated["sampling_params"][0]["top_k"] == MOST_KEPT
+    assert truncated["return_sampling_mask"] and truncated["sampling_params"][0]["top_k"] == MAX_KEPT
 
 
 def test_sglang_completions_have_spans_and_log_probs() -> None:
@@ -125,7 +125,7 @@ def test_an_engine_of_somebody_else_never_gets_our_token(monkeypatch: pytest.Mon
     handler = AgentClient(SGLANG, "http://127.0.0.1:1", "ours")
     monkeypatch.setenv("ENGINES", "theirs")
     assert [handler._engine_token(variable) for variable in (None, "", "ENGINES")] == ["ours", "", "theirs"]
-    with pytest.raises(ActorError, match="NOWHERE, its agent says: it is not set here"):
+    with pytest.raises(ActorError, match="token is in NOWHERE: set it here too"):
         handler._engine_token("NOWHERE")
 
 

@@ -208,7 +208,7 @@ def test_an_actor_that_cannot_sleep_now_or_ever_stays_as_it_is(tmp_path: Path, b
     events = run(tmp_path, scenario)
     stays = of(events, "actor_stays_awake")
     assert [event["actor"] for event in stays] == ["actor-0"] * (2 if busy else 1)
-    assert ("still works" if busy else "was not started so that it can sleep") in stays[0]["reason"]
+    assert ("still busy" if busy else "was started unable to sleep") in stays[0]["reason"]
     assert not of(events, "actor_evicted")
 
 

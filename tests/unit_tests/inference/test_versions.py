@@ -160,7 +160,7 @@ def test_whole_versions_pass_and_what_does_not_fit_is_refused(untied: Path, tmp_
     plain = StagedVersion("epoch", 1, "digest", dict(load_policy(untied).named_parameters()))
     assert base.whole(plain) is plain
     version = staged(adapted(untied, ["q_proj"]))
-    with pytest.raises(WeightsRefused, match="base weights cannot be read: .*nowhere"):
+    with pytest.raises(WeightsRefused, match="base weights of the adapters cannot be read: .*nowhere"):
         base.whole(version)
     base = BaseWeights(untied)
     tensors = dict(version.tensors)

@@ -64,7 +64,7 @@ def test_an_update_that_was_left_open_is_ended_first(control: Control) -> None:
 
 def test_an_engine_that_begins_no_update_is_as_it_was(control: Control) -> None:
     control.refuses = {START}
-    with pytest.raises(WeightsRefused, match="begins no update: /start_weight_update answered 500"):
+    with pytest.raises(WeightsRefused, match="did not begin the update: /start_weight_update answered 500"):
         load(control)
     assert UPDATE not in control.orders
 

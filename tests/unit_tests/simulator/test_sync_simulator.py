@@ -22,11 +22,11 @@ from deterministic.network import Network, fair_rates
 from simulator import __main__ as sync_simulator
 from simulator.__main__ import figures_of, simulate
 from simulator.measured import values_from_run
-from simulator.rollouts import Engine, Work
+from simulator.rollouts import Engine, Group
 from simulator.scenario import Scenario, slowest_of
 from simulator.world import World
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.clients import Source
+from torchtitan.weight_sync.clients import ShardServerConnection
 from torchtitan.weight_sync.manifest import BucketKey
 from torchtitan.weight_sync.puller import Puller
 from torchtitan.weight_sync.registry import STATUS_SECONDS
@@ -107,14 +107,14 @@ def test_a_frozen_link_leaves_its_share_to_others() -> None:
 
 def test_sequences_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 and 40 tokens at 10/s together: 4 s for the first (5/s each), then 20 left at 8/s; a pause comes on top."""
-    monkeypatch.setattr("simulator.rollouts.TOGETHER", 0.0)
+    monkeypatch.setattr("simulator.rollouts.END_MERGE_SHARE", 0.0)
     clock = Machine(0)
     done: list[tuple[int, float, int]] = []
     scenario = Scenario(tokens_per_s=10.0, sequence_tokens_per_s=8.0, max_sequences=2)
     engine = Engine(clock, scenario, 1.0, lambda work: done.append((work.index, clock.now, work.oldest)))
     engine.version = 3
     for index, length in ((0, 20), (1, 40), (2, 8)):
-        engine.add(Work(index, [length], True, 0))
+        engine.add(Group(index, [length], True, 0))
     assert engine.load == 3
 
     def serve_4() -> None:
@@ -270,13 +270,13 @@ def test_relay_bounds_the_trainers_egress_and_delta_shrinks_it() -> None:
 
 def test_a_broken_protocol_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors take damaged buckets for whole ones."""
-    settle = Puller._judge
+    settle = Puller._verify
 
-    def believe(self: Puller, source: Source, key: BucketKey, _found: str, asked: Any) -> None:
+    def believe(self: Puller, source: ShardServerConnection, key: BucketKey, _found: str, asked: Any) -> None:
         assert self.transfer is not None
         settle(self, source, key, self.transfer.manifest.checksums[key[0]][key[1]], asked)
 
-    monkeypatch.setattr(Puller, "_judge", believe)
+    monkeypatch.setattr(Puller, "_verify", believe)
     with pytest.raises(Violation, match="torn"):
         simulate(small(corruption_probability=0.5))
 
@@ -322,10 +322,10 @@ def write_run(folder: Path) -> None:
                 "tokens_per_s": 5120 / step,
             }
         )
-    journal: list[dict[str, Any]] = [{"event": "layout", "bytes": 1193984}]
-    journal += [{"event": "join", "actor": f"actor-{number}"} for number in range(2)]
+    journal: list[dict[str, Any]] = [{"event": "join", "actor": f"actor-{number}"} for number in range(2)]
     figures = {"transfer_s": MEASURED["transfer_s"], "apply_s": 0.0009, "pause_s": 0.0004}
-    journal += [{"event": "applied", "actor": "actor-0", "figures": figures}]
+    received = {"bytes_full": 1193984, "bytes_delta": 0, "bytes_relayed": 0}
+    journal += [{"event": "applied", "actor": "actor-0", "figures": figures | received}]
     activity = [{"what": "generate", "begin": 10.0, "end": 12.0, "tokens": 2 * MEASURED["tokens_per_s"]}]
     for path, lines in (
         ("metrics.jsonl", rows),

@@ -120,7 +120,7 @@ def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
         saved[step] = run.policy.inner.weight.detach().clone()
     folder = run.checkpointer.folder
     assert whole_steps(folder) == [2, 3]
-    with pytest.raises(UserError, match=r"no whole checkpoint of step 1 .*there are: \[2, 3\]"):
+    with pytest.raises(UserError, match=r"no whole checkpoint of step 1 .*; whole steps there: \[2, 3\]"):
         Run(tmp_path).checkpointer.load(1)
     resumed = Run(tmp_path, keep_latest_k=2)
     assert resumed.checkpointer.load(2).version == 2
@@ -158,7 +158,8 @@ def test_the_last_whole_one_survives_a_failed_save(tmp_path: Path, monkeypatch: 
 
         with monkeypatch.context() as patch:
             patch.setattr("torchtitan.trainer.checkpoint.FileSystemWriter.write_data", fail)
-            with pytest.raises(UserError, match="could not be written: No space left on device$"):
+            said = r"\(\d+ MiB are free there\) could not be written: No space left on device$"
+            with pytest.raises(UserError, match=said):
                 run.save(2)
                 run.checkpointer.wait()
         assert whole_steps(run.checkpointer.folder) == [1]
@@ -173,9 +174,17 @@ def test_a_damaged_checkpoint_is_refused_and_names_the_others(tmp_path: Path) ->
         run.train(1)
         run.save(step)
     (file,) = (run.checkpointer.folder / "step-2").glob("*.distcp")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"step-2 cannot be read \(EOFError.*checkpoint.load_step, of \[1, 2\]"):
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(UserError, match=r"step-2 cannot be read \(.*checkpoint.load_step, one of \[1, 2\]"):
         Run(tmp_path).checkpointer.load()
+    file.write_bytes(b"")
+    with pytest.raises(UserError, match=r"distcp should have \d+ bytes.*checkpoint.load_step, one of \[1, 2\]"):
+        Run(tmp_path).checkpointer.load()
+    # A copy without the position in the data would begin with the first prompt again.
+    (run.checkpointer.folder / "step-1" / "rollout.bin").rename(tmp_path / "rollout.bin")
+    with pytest.raises(UserError, match=r"step-1 is not whole any more: rollout.bin should have 16 bytes"):
+        Run(tmp_path).checkpointer.load(1)
+    (tmp_path / "rollout.bin").rename(run.checkpointer.folder / "step-1" / "rollout.bin")
     assert Run(tmp_path).checkpointer.load(1).version == 1
 
 

@@ -27,7 +27,7 @@ from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
 class Everything:
     """The flow, the pool, the weight path, the journal and the recorder in one; keeps a list of what was asked."""
 
-    owed = None
+    pending_version = None
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -37,7 +37,9 @@ class Actors:
     def __init__(self, stale_rounds: int = 0, error: Exception | None = None, delay: float = 0.0):
         self.stale_rounds, self.error, self.delay = stale_rounds, error, delay
         self.rounds: dict[str, list[GenerateRequest]] = {}
-        self.cancelled = 0
+        self.cancelled, self.last_failure = 0, "no such move"
+        self.lost: int | None = None
+        """A prompt all of whose episodes fail"""
         self.blind: Callable[[int, int], bool] = lambda prompt, sample: False
 
     @property
@@ -56,6 +58,8 @@ class Actors:
         if self.error is not None:
             raise self.error
         prompt = request.prompt_ids[-1]
+        if prompt == self.lost:
+            return []
         if request.sampling.temperature == 0:
             return [completion([prompt % 2])]
         group = [completion([int(prompt > i), 0]) for i in range(request.sampling.n)]
@@ -134,6 +138,14 @@ def test_missing_is_an_event_and_no_figure(tmp_path: Path, actors: Actors, setti
     (event,) = read_json_lines(evaluator.events.path)
     assert event["kind"] == "evaluation_missing" and reason in event["reason"] and event["version"] == VERSION
     assert len(actors.calls) <= MAX_ROUNDS
+
+
+def test_missing_since_its_episodes_failed_says_so(tmp_path: Path) -> None:
+    actors = Actors()
+    actors.lost = 1
+    test_missing_is_an_event_and_no_figure(tmp_path, actors, {}, "every episode of 2 of 6 requests failed, ")
+    (event,) = read_json_lines(tmp_path / "events.jsonl")
+    assert "no such move" in event["reason"]
 
 
 def test_pass_at_1_is_always_there(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def test_a_rank_with_other_values_than_rank_0_is_named(monkeypatch: pytest.Monke
     other = JobConfig()
     other.optimizer.lr, other.job.config_file, other.comm.interface = 0.5, "elsewhere.toml", "ib0"
     monkeypatch.setattr(job, "gather_bytes", lambda data: [data, json.dumps(asdict(other)).encode()])
-    with pytest.raises(UserError, match=r"rank 1 has another configuration .*: optimizer.lr = 0.5 -> 1e-06 on rank 0"):
+    with pytest.raises(
+        UserError, match=r"rank 1 and rank 0 have different configurations: optimizer.lr = 0.5 -> 1e-06 on rank 0"
+    ):
         Job(JobConfig())._agree_on_start()
 
 
@@ -70,7 +72,7 @@ def test_a_disk_that_is_full_ends_the_run_with_one_message(monkeypatch: pytest.M
         raise AssertionError
 
     monkeypatch.setattr(job, "Job", opened)
-    with pytest.raises(UserError, match="cannot be written any more: .*No space left on device: '/dev/full'.*resume"):
+    with pytest.raises(UserError, match="can no longer be written: .*No space left on device: '/dev/full'.*resume"):
         grpo_train.run_job(JobConfig())
 
 

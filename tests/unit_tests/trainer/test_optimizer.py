@@ -146,7 +146,7 @@ def test_a_resumed_optimizer_goes_on_as_the_unbroken_one(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])
 def test_optimizers_that_know_no_shards_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=f'optimizer.name = "{name}" is not allowed: it is for one trainer rank'):
+    with pytest.raises(ConfigError, match=f'optimizer.name = "{name}" is not allowed: it needs one trainer rank'):
         ready(draft_of("debug_cpu", {"optimizer.name": name}))
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)

@@ -248,8 +248,8 @@ def test_experts_of_another_model_are_refused(mixture: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"backend": "sglang", "in_flight_kv": "recompute"}, "experts of the new weights beside log-probs of the old"),
-        ({"backend": "vllm", "mode": "colocate"}, "colocated engines do not say"),
+        ({"backend": "sglang", "in_flight_kv": "recompute"}, "experts of the new weights but the log-probs of the old"),
+        ({"backend": "vllm", "mode": "colocate"}, "colocated engines do not report"),
         ({"backend": "sglang"}, ""),
         ({}, ""),
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
+from tests.processes import free_ports
 from torchtitan.trainer.signals import REPEAT_WINDOW_S, SignalFlags
 
 CHILD = """
@@ -43,7 +46,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize(("saves", "said"), [(True, "saving and leaving"), (False, "without a checkpoint")])
+@pytest.mark.parametrize(("saves", "said"), [(True, "saving and exiting"), (False, "without a checkpoint")])
 def test_first_signal_saves_and_its_copies_do_no_harm(saves: bool, said: str) -> None:
     process = start(deadline_s=20, saving_s=0.3, saves=saves)
     process.send_signal(signal.SIGINT)
@@ -67,6 +70,24 @@ def test_ctrl_c_while_a_program_is_imported_shows_no_traceback(program: str, imp
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
+    program = "from torchtitan.config.job_config import Comm\nfrom torchtitan.distributed import device\n"
+    program += f"device.init_process_group(Comm(init_timeout_seconds={10 * PATIENCE_S:.0f}))"
+    port = free_ports(1)
+    launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, **launched}, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        with contextlib.closing(socket.socket()) as other:
+            until(lambda: other.connect_ex(("127.0.0.1", port)) == 0, process=process)
+            process.send_signal(signal.SIGINT)
+            code, _, errors = finish(process)
+    finally:
+        process.kill()
+    assert code == -signal.SIGINT and "Traceback" not in errors
+
+
 def test_second_signal_leaves_at_once() -> None:
     process = start(deadline_s=10 * PATIENCE_S, saving_s=10 * PATIENCE_S)
     process.send_signal(signal.SIGTERM)
@@ -74,7 +95,7 @@ def test_second_signal_leaves_at_once() -> None:
     process.send_signal(signal.SIGTERM)
     code, output, errors = finish(process)
     assert code == 128 + signal.SIGTERM and "saved" not in output
-    assert "leaving at once" in errors
+    assert "exiting at once" in errors
 
 
 def test_a_save_that_hangs_is_cut_off() -> None:

@@ -19,11 +19,12 @@ from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, stage_settings
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.trainer.packing import MicroBatch
-from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.policy_trainer import PolicyTrainer, build_reference
 from torchtitan.utils.json_lines import read_json_lines
 
 FUNCTION = "tests.unit_tests.trainer.test_stages:train_stages"
@@ -163,6 +164,14 @@ def test_who_is_its_own_teacher_learns_nothing(checkpoints: list[str]) -> None:
     figures = [train_stages([checkpoints[0], teacher], 1, ["distill"])[0][0] for teacher in checkpoints]
     assert figures[0]["teacher_kl"] == figures[0]["grad_norm"] == 0.0
     assert min(value or 0.0 for value in figures[1].values()) > 1e-3
+
+
+def test_a_teacher_has_its_own_bits_whatever_the_policy_has(checkpoints: list[str]) -> None:
+    config, teacher = make_config("distill", checkpoints), load_policy(checkpoints[1])
+    config.lora.rank, config.lora.base_bits = 4, 4
+    reference = build_reference(config, ParallelDims(1, 1, 1, 1), teacher).policy
+    assert [*reference.state_dict()] == [*teacher.state_dict()]
+    assert all(torch.equal(one, teacher.state_dict()[name]) for name, one in reference.state_dict().items())
 
 
 def test_a_resumed_stage_goes_on_as_the_unbroken_one(checkpoints: list[str], tmp_path: Path) -> None:

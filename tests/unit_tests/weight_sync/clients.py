@@ -6,7 +6,7 @@ from typing import Any
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import TOKEN
-from torchtitan.weight_sync.handshake import Call, Identity
+from torchtitan.weight_sync.handshake import Dialer, Identity
 from torchtitan.weight_sync.wire import Channel, Message
 
 
@@ -19,7 +19,7 @@ class Client:
         self.process = Process(machine, f"{role} {name}")
         self.channel: Channel | None = None
         identity = Identity.of(TOKEN, role, name)
-        Call(self.process.runtime, server, identity, {"epoch": "e1", **fields}, self._ready, self._closed)
+        Dialer(self.process.runtime, server, identity, {"epoch": "e1", **fields}, self._ready, self._closed)
         self._beats = beats
         machine.run(machine.now + 0.1)
 
@@ -27,7 +27,10 @@ class Client:
         self.channel = channel
         channel.on_message = lambda _channel, message: self.heard.append(message)
         channel.on_close = lambda _channel, reason: self._closed(reason)
-        channel.place = lambda _channel, message: (memoryview(bytearray(message["bytes"])), lambda _piece: None)
+        channel.payload_target = lambda _channel, message: (
+            memoryview(bytearray(message["bytes"])),
+            lambda _piece: None,
+        )
         self._beat()
 
     def _beat(self) -> None:

@@ -64,7 +64,7 @@ class Rank(parts.Rank):
     def is_busy(self) -> bool:
         """Whether its shard server has anything to do with actors."""
         server = self.server
-        waits = server.channels or server.gate._waiting or +server.live._holds
+        waits = server.channels or server.acceptor._waiting or +server.live._holds
         return bool(waits) or len(server.live.filled()) > 1
 
     def _look_at_hashing(self, server: ShardServer) -> None:
@@ -347,7 +347,7 @@ class Job:
             filled = sorted(live.filled())
             if held or rank.server.channels or filled != [serial for serial in filled if serial == live.newest]:
                 raise Violation(f"rank {rank.number} holds {held}, snapshots {filled}, newest {live.newest}")
-            if rank.server.gate._waiting:
+            if rank.server.acceptor._waiting:
                 raise Violation(f"handshakes of rank {rank.number} are left")
         for actor in self.actors:
             if actor.process.alive and actor.process.channels:

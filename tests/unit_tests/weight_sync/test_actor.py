@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import group
 from torchtitan.weight_sync.actor import Actor, reachable_host
 from torchtitan.weight_sync.bucket_server import Relay
-from torchtitan.weight_sync.group import LeadingEngine, in_figures
+from torchtitan.weight_sync.group import LeadingEngine, as_figures
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.staging import StagedVersion
 from torchtitan.weight_sync.transfer import Transfer
@@ -53,8 +53,8 @@ def test_a_thread_that_fails_says_so() -> None:
     ("cost", "found"), [(0.5, {"pause_s": 0.5}), ({"drain_s": 2, "pause_s": 1}, {"drain_s": 2.0, "pause_s": 1.0})]
 )
 def test_engines_may_say_what_an_apply_has_cost(cost: Any, found: dict[str, float]) -> None:
-    assert in_figures(cost, time.monotonic()) == found
-    assert 5 <= in_figures(None, time.monotonic() - 5)["pause_s"] < 5 + PATIENCE_S
+    assert as_figures(cost, time.monotonic()) == found
+    assert 5 <= as_figures(None, time.monotonic() - 5)["pause_s"] < 5 + PATIENCE_S
 
 
 def engine(apply: Callable[[StagedVersion], Any], outcome: Outcome | None, lives: bool = True) -> LeadingEngine:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
 from torchtitan.inference.embedded.weights import Verifier
-from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
+from torchtitan.weight_sync.digest import CheckStopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.layout_tables import ParameterEntry
 from torchtitan.weight_sync.manifest import Layout, merge_layouts
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank
@@ -112,7 +112,7 @@ def test_a_wider_engine_is_verified_and_a_narrower_one_says_that_it_cannot_be() 
         differing_parameters(proof, as_held(values(), torch.bfloat16), values())
     with pytest.raises(Unverifiable, match="the engine has no up of shape"):
         differing_parameters(proof, {name: one for name, one in values().items() if name != "up"}, values())
-    with pytest.raises(Stopped):
+    with pytest.raises(CheckStopped):
         differing_parameters(proof, values(), values(), lambda: True)
 
 
@@ -145,7 +145,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
     def slow(_proof: Any, _live: Any, _staged: Any, stop: Callable[[], bool]) -> str:
         begun.set()
         until(stop)
-        raise Stopped
+        raise CheckStopped
 
     monkeypatch.setattr("torchtitan.inference.embedded.weights.differing_parameters", slow)
     verifier = Verifier(1, values(), lambda *_: pytest.fail("nothing is torn"))

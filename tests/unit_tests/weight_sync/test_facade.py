@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.facade import MOST_FAILURES, SyncOutcome, WeightSync
+from torchtitan.weight_sync.facade import MAX_FAILURES, SyncOutcome, WeightSync
 from torchtitan.weight_sync.servers import listen
 from torchtitan.weight_sync.slots import Boundary
 from torchtitan.weight_sync.wire import Message
@@ -55,8 +55,8 @@ def sync_of(registry: Registry, failure: str = "") -> WeightSync:
         (3, {"b": actor(3, "POISONED")}, 0, False),
         # These are not waited for, and count for nothing.
         (3, {"b": actor(2, pinned=True)}, 1, True), (3, {"b": actor(2, "LOST")}, 1, True),
-        (3, {"b": actor(2, "GIVEN_UP")}, 2, False), (3, {"b": actor(2, failures=MOST_FAILURES)}, 1, True),
-        (3, {"b": actor(2, failures=MOST_FAILURES - 1)}, 1, False),
+        (3, {"b": actor(2, "GIVEN_UP")}, 2, False), (3, {"b": actor(2, failures=MAX_FAILURES)}, 1, True),
+        (3, {"b": actor(2, failures=MAX_FAILURES - 1)}, 1, False),
     ],
 )  # fmt: skip
 def test_who_is_waited_for(newest: int | None, others: dict[str, Message], at_least: int, enough: bool) -> None:
@@ -120,13 +120,17 @@ class Slots:
 def test_what_is_skipped_or_dropped_is_owed_until_it_is_taken() -> None:
     slots = Slots(True, True, False, True)
     boundary = Boundary(slots)
-    assert boundary.reserve() and boundary.commit(0, noes=0) and boundary.owed(None, ()) is None
-    # Another rank could not: it is owed where nothing newer has been published.
-    assert boundary.owed(None, [(1, 0)]) == 0 and boundary.owed(-1, [(1, 0)]) == 0
-    assert boundary.owed(0, [(1, 0)]) is None and boundary.owed(None, [(2, 0), (1, 1)]) is None
-    assert boundary.reserve() and not boundary.commit(1, noes=1) and boundary.owed(0, [(1, 0)]) == 1
-    assert not boundary.snapshot_owed(1) and boundary.owed(0, ()) == 1
-    assert boundary.snapshot_owed(1) and boundary.owed(0, ()) is None and boundary.owed(0, [(4, 1)]) == 1
+    assert boundary.reserve() and boundary.commit(0, votes_against=0) and boundary.pending_version(None, ()) is None
+    # Another rank could not: it is pending where nothing newer has been published.
+    assert boundary.pending_version(None, [(1, 0)]) == 0 and boundary.pending_version(-1, [(1, 0)]) == 0
+    assert boundary.pending_version(0, [(1, 0)]) is None and boundary.pending_version(None, [(2, 0), (1, 1)]) is None
+    assert boundary.reserve() and not boundary.commit(1, votes_against=1) and boundary.pending_version(0, [(1, 0)]) == 1
+    assert not boundary.snapshot_pending(1) and boundary.pending_version(0, ()) == 1
+    assert (
+        boundary.snapshot_pending(1)
+        and boundary.pending_version(0, ()) is None
+        and boundary.pending_version(0, [(4, 1)]) == 1
+    )
     assert slots.done == [(0, 1), "release", ("fail", 1, 3), (1, 4)]
     assert (boundary.serial, boundary.published, boundary.skipped) == (4, 2, 1)
 

@@ -144,7 +144,7 @@ def test_damage_is_one_bit() -> None:
         (["--fault_injection.faults", "kill:phase=lunch"], "'kill:phase=lunch': phase must be one of"),
         (["--fault_injection.enable", "true"], "must name at least one fault"),
         (["--fault_injection.faults", "kill:phase=apply,actor=actor-9"], "no such actor, only actor-0, actor-1"),
-        (["--fault_injection.faults", "corrupt:rank=1"], "no such rank among 1"),
+        (["--fault_injection.faults", "corrupt:rank=1"], "there is no such rank: the run has 1"),
         (["--fault_injection.faults", "full_disk"], "needs weight_sync.transport = disk"),
         (["--fault_injection.faults", "drop:phase=relay"], "needs weight_sync.relay = true"),
     ],

@@ -12,7 +12,7 @@ import xxhash
 
 from deterministic.machine import Machine, Process, Violation
 from tests.unit_tests.weight_sync.job import BUCKET_BYTES, REGISTRY, TOKEN, Job, Shape, content, whole_layout
-from torchtitan.weight_sync.group import Leader, LedPuller
+from torchtitan.weight_sync.group import Leader, WorkerPuller
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.puller import Served
@@ -86,7 +86,7 @@ class SimWorker:
         leader, actor = self.group.address, Identity(ACTOR, "a", KEY)
         options: dict[str, Any] = {"served": self.holds, "puller": actor}
         self.connection = Connection(self)
-        self.puller = LedPuller(self.process.runtime, leader, own, SHAPE.epoch, self.connection, **options)
+        self.puller = WorkerPuller(self.process.runtime, leader, own, SHAPE.epoch, self.connection, **options)
         self.puller._read_layout = lambda _data: whole_layout(SHAPE.ranks, SHAPE.buckets)  # type: ignore[method-assign]
         self.puller.start()
 
@@ -187,7 +187,7 @@ def disturb(group: Group) -> None:
     elif kind == "registry":
         group.leader.registry.hang_up("cut")
     elif worker.puller.serving is not None:
-        worker.puller.found_torn(worker.puller.serving.version, "flipped")
+        worker.puller.poison_version(worker.puller.serving.version, "flipped")
 
 
 @pytest.mark.parametrize("start", range(0, 200, 25))
@@ -231,7 +231,7 @@ def serving() -> tuple[Job, Group]:
 def test_what_a_worker_finds_torn_is_served_by_none() -> None:
     job, group = serving()
     applied = group.leader.applied
-    group.workers[1].puller.found_torn(0, "flipped")
+    group.workers[1].puller.poison_version(0, "flipped")
     group.run(0.02)
     assert group.leader.poisoned and group.leader.serving is None
     assert job.registry.actors["a"].state == "POISONED"

@@ -9,20 +9,20 @@ import pytest
 from deterministic.machine import Machine, Process
 from tests.unit_tests.weight_sync.job import REGISTRY, Actor, Job, Shape
 from torchtitan.weight_sync import handshake
-from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Call, Gate, Identity
+from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Acceptor, Dialer, Identity
 from torchtitan.weight_sync.wire import Channel, Message
 
 
 class Port:
-    """A gate that lets actors and ranks in."""
+    """An acceptor that lets actors and ranks in."""
 
     def __init__(self, machine: Machine, token: str = "token"):
         self.process = Process(machine, "server")
         self.entered: list[Identity] = []
         admit = lambda _identity, _fields: {"term": 1}  # noqa: E731
         roles, runtime = frozenset((ACTOR, RANK)), self.process.runtime
-        self.gate = Gate(runtime, roles, token, admit, self.enter)
-        self.process.runtime.listen("server", self.gate.accept)
+        self.acceptor = Acceptor(runtime, roles, token, admit, self.enter)
+        self.process.runtime.listen("server", self.acceptor.accept)
 
     def enter(self, _channel: Channel, identity: Identity, _fields: Message) -> None:
         self.entered.append(identity)
@@ -33,7 +33,7 @@ def call(machine: Machine, identity: Identity) -> list[str]:
     outcome: list[str] = []
     client = Process(machine, "client")
     ready = lambda _channel, _fields: outcome.append("ready")  # noqa: E731
-    Call(client.runtime, "server", identity, {}, ready, outcome.append)
+    Dialer(client.runtime, "server", identity, {}, ready, outcome.append)
     machine.run(machine.now + 10.0)
     return outcome
 
@@ -55,7 +55,7 @@ def test_key_of_a_role_opens_nothing_else() -> None:
 
 def test_server_without_the_token_is_not_obeyed() -> None:
     machine = Machine(0)
-    Port(machine, "another token").gate._roles = frozenset()
+    Port(machine, "another token").acceptor._roles = frozenset()
     (outcome,) = call(machine, Identity.of("token", ACTOR, "actor-0"))
     assert "refused" in outcome
 
@@ -72,7 +72,7 @@ def test_server_without_the_token_is_not_obeyed() -> None:
 
 
 def test_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "MOST_HANDSHAKES", 8)
+    monkeypatch.setattr(handshake, "MAX_HANDSHAKES", 8)
     machine = Machine(0)
     port = Port(machine)
     stranger = Process(machine, "stranger")
@@ -83,9 +83,9 @@ def test_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytest.
     for _ in range(100):
         stranger.runtime.dial("server", say_nothing, lambda _reason: None)
     machine.run(0.1)
-    assert len(port.gate._waiting) == 8
+    assert len(port.acceptor._waiting) == 8
     assert call(machine, Identity.of("token", ACTOR, "actor-0")) == ["ready"]
-    assert not port.gate._waiting, "a handshake does not last for ever"
+    assert not port.acceptor._waiting, "a handshake does not last for ever"
 
 
 STRANGERS = 2000
@@ -129,7 +129,7 @@ def seconds_to_join(seed: int, seconds: float | None) -> float:
     # Those who had their say are not let go for strangers; of these some are waited for, and no more.
     assert job.registry.actors["late"].state == "READY"
     held = sum(not channel.closed for channel in opened)
-    assert held <= len(ports) * handshake.MOST_HANDSHAKES
+    assert held <= len(ports) * handshake.MAX_HANDSHAKES
     return actor.versions[0][0] - begun
 
 

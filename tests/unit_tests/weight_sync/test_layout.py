@@ -193,9 +193,9 @@ def test_malformed_tables_are_refused(damage: dict[str, Any]) -> None:
 def test_column_of_too_many_rows_is_not_even_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed, a billion of them is a megabyte."""
     data = layout_of([ParameterEntry("w", "float32", (4,))], [[(0, Box((i,), (1,))) for i in range(4)]]).to_json()
-    monkeypatch.setattr(layout_tables, "_MOST_ROWS", 4)
+    monkeypatch.setattr(layout_tables, "_MAX_ROWS", 4)
     Layout.from_json(data)
-    monkeypatch.setattr(layout_tables, "_MOST_ROWS", 3)
+    monkeypatch.setattr(layout_tables, "_MAX_ROWS", 3)
     with pytest.raises(LayoutError, match="cut off or too long"):
         Layout.from_json(data)
 

@@ -29,10 +29,10 @@ def quiet() -> Iterator[None]:
 
 
 class LeasesOutliveTheRegistry(ShardServer):
-    def look_after(self) -> None:
+    def tick(self) -> None:
         if not self.registry.connected:
             self._lease_s = math.inf
-        super().look_after()
+        super().tick()
 
 
 class DoesNotWaitForWriters(Puller):
@@ -41,7 +41,7 @@ class DoesNotWaitForWriters(Puller):
 
 
 class ReadsWhatIsGone(ShardServer):
-    def end_what_is_gone(self) -> None:
+    def close_stale_readers(self) -> None:
         pass
 
 
@@ -53,7 +53,7 @@ class OldestFirst(ShardServer):
 class AnyEpoch(ShardServer):
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.gate._admit = lambda _identity, _fields: {"rank": self.rank}
+        self.acceptor._admit = lambda _identity, _fields: {"rank": self.rank}
 
 
 class HangsInPeace(ShardServer):

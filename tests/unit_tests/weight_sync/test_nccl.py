@@ -153,7 +153,7 @@ def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(
 
 
 def test_actor_that_never_meets_is_given_up(make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "MEETING_SECONDS", 0.3)
+    monkeypatch.setattr(nccl, "CONNECT_SECONDS", 0.3)
     pair = make_pair(deaf=True)
     _, sent = pair.send(bytes(BUCKET))
     assert pair.to_actor.reasons.get(timeout=PATIENCE_S)
@@ -256,13 +256,13 @@ def test_groups_made_at_the_same_time_leave_torchs_error_handling_as_it_was() ->
     seen = []
 
     def second() -> None:
-        with nccl._errors_are_ours():
+        with nccl._no_async_error_handling():
             inside.set()
             first_left.wait(PATIENCE_S)
             seen.append(os.environ[name])
 
     thread = threading.Thread(target=second)
-    with nccl._errors_are_ours():
+    with nccl._no_async_error_handling():
         thread.start()
         assert not inside.wait(0.2), "two threads change it at a time"
     first_left.set()

@@ -160,18 +160,18 @@ def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypa
 def test_name_of_loopback_is_no_address_for_others(monkeypatch: pytest.MonkeyPatch, host: str, address: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, "", (address, 0))])
     if host == "localhost":
-        assert servers.numeric(host) == address
+        assert servers.resolve_host(host) == address
         return
     with pytest.raises(UserError, match=f"weight_sync.host = rank-0 is {address} on .*no other machine reaches"):
-        servers.numeric(host)
+        servers.resolve_host(host)
 
 
 def test_rank_that_does_not_reach_the_registry_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert servers.towards(address) == "127.0.0.1"
+        assert servers.local_address_towards(address) == "127.0.0.1"
     with pytest.raises(UserError, match=f"does not reach the weight registry at {address}"):
-        servers.towards(address)
+        servers.local_address_towards(address)
 
 
 @pytest.mark.parametrize("address", ["host", ":1", "host:", "host:0", "host:65536", "host:²", "host:" + "1" * 5000])

@@ -88,7 +88,7 @@ def test_look_that_is_faster_than_the_end_of_its_apply_is_not_lost() -> None:
     job.train(1)
     while job.actors[0].puller.state != "APPLYING":
         job.machine.run(job.machine.now + 0.0005)
-    job.actors[0].puller.found_torn(0, "layer 3 differs")
+    job.actors[0].puller.poison_version(0, "layer 3 differs")
     job.machine.run(job.machine.now + 5.0)
     assert versions(job.actors[0]) == [0, 0], "it was taken for whole"
     assert job.registry.actors["actor-0"].serves

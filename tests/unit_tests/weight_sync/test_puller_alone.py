@@ -11,7 +11,7 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.handshake import ACTOR, PEER, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, content_digest
 from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.wire import Channel, Message
@@ -31,8 +31,8 @@ class Server:
         self.channels: list[Channel] = []
         self.process = Process(machine, address)
         admit = lambda _identity, _fields: fields  # noqa: E731
-        self.gate = Gate(self.process.runtime, frozenset((role,)), TOKEN, admit, self._enter)
-        self.process.runtime.listen(address, self.gate.accept)
+        self.acceptor = Acceptor(self.process.runtime, frozenset((role,)), TOKEN, admit, self._enter)
+        self.process.runtime.listen(address, self.acceptor.accept)
 
     def _enter(self, channel: Channel, _identity: Identity, _fields: Message) -> None:
         self.channels.append(channel)
@@ -210,9 +210,9 @@ def test_what_an_engine_holds_already_is_told_if_it_is_of_this_launch(epoch: str
 
 def test_poisoned_actor_says_so_to_each_registry() -> None:
     world = World(served=Served("e1", 3, "d3"))
-    world.puller.found_torn(2, "another version")
+    world.puller.poison_version(2, "another version")
     assert not world.puller.poisoned
-    world.puller.found_torn(3, "layer 3 differs")
+    world.puller.poison_version(3, "layer 3 differs")
     world.run(0.1)
     assert world.puller.state == "POISONED" and world.registry.last("poisoned")["version"] == 3
     world.registry.channels[-1].close("killed")

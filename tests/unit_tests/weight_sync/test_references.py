@@ -12,7 +12,7 @@ import torch
 
 from torchtitan.weight_sync import device_slots
 from torchtitan.weight_sync.actor import StagingEngine
-from torchtitan.weight_sync.slots import SharedSlots, named, open_shared
+from torchtitan.weight_sync.slots import SharedSlots, file_reference, open_shared
 from torchtitan.weight_sync.wire import ProtocolError
 
 
@@ -40,8 +40,8 @@ def test_a_bucket_is_read_where_its_slot_is(slots: SharedSlots) -> None:
         b"\1\1\1\1", b"\2\2\6\6", b"\6\6\6\6",
     ]  # fmt: skip
     with pytest.raises(TypeError, match="read-only"):
-        memoryview(open_shared(named(slots.data_fd)))[:1] = b"x"
-    memoryview(open_shared(named(slots.data_fd), writable=True))[:1] = b"x"
+        memoryview(open_shared(file_reference(slots.data_fd)))[:1] = b"x"
+    memoryview(open_shared(file_reference(slots.data_fd), writable=True))[:1] = b"x"
     assert slots.slot(0)[0] == ord("x")
 
 

@@ -108,7 +108,7 @@ def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
 
 
 def test_only_the_last_drops_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MOST_DROPPED", 2)
+    monkeypatch.setattr(registry_module, "MAX_DROPPED", 2)
     world = World()
     ranks = world.ranks()
     for serial in (1, 2, 3):

@@ -12,8 +12,8 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.weight_sync.bucket_server import IDLE_SECONDS
-from torchtitan.weight_sync.handshake import ACTOR, RANK, Gate, Identity
-from torchtitan.weight_sync.shard_server import LONGEST_BUCKET_SECONDS
+from torchtitan.weight_sync.handshake import ACTOR, RANK, Acceptor, Identity
+from torchtitan.weight_sync.shard_server import MAX_BUCKET_SECONDS
 from torchtitan.weight_sync.wire import Channel, Message
 
 BUCKETS = 4
@@ -28,8 +28,8 @@ class World:
         self.channel: Channel | None = None
         self.registry = Process(self.machine, REGISTRY)
         admit = lambda _identity, _fields: {"term": 1}  # noqa: E731
-        gate = Gate(self.registry.runtime, frozenset((RANK,)), TOKEN, admit, self._enter)
-        self.registry.runtime.listen(REGISTRY, gate.accept)
+        acceptor = Acceptor(self.registry.runtime, frozenset((RANK,)), TOKEN, admit, self._enter)
+        self.registry.runtime.listen(REGISTRY, acceptor.accept)
         self.rank = Rank(self.machine, Shape(ranks=1, buckets=BUCKETS, slots=4, lease_s=lease_s), 0)
         self.rank.serve()
         self.run(0.1)
@@ -127,10 +127,10 @@ def test_beat_stops_when_a_checksum_hangs() -> None:
     world.rank.process.hung_lanes.add("checksums")
     world.fill(0)
     began = world.machine.now
-    world.run(LONGEST_BUCKET_SECONDS - 1.0)
+    world.run(MAX_BUCKET_SECONDS - 1.0)
     assert world.rank.slots.beat_at > world.machine.now - 0.5
     world.run(3.0)
-    assert world.rank.slots.beat_at < began + LONGEST_BUCKET_SECONDS + 0.5
+    assert world.rank.slots.beat_at < began + MAX_BUCKET_SECONDS + 0.5
 
 
 def test_actor_gets_the_buckets_that_it_asks_for() -> None:

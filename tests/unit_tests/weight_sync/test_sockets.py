@@ -16,7 +16,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan.weight_sync import sockets, wire
-from torchtitan.weight_sync.handshake import ACTOR, Call, Gate, Identity
+from torchtitan.weight_sync.handshake import ACTOR, Acceptor, Dialer, Identity
 from torchtitan.weight_sync.sockets import SocketRuntime
 
 
@@ -31,9 +31,9 @@ def test_a_port_at_which_no_server_listens_costs_a_call_and_not_the_loop() -> No
         if len(reasons) == 3:
             runtime.stop()
         else:
-            Call(runtime, address, identity, {}, lambda _channel, _fields: None, again)
+            Dialer(runtime, address, identity, {}, lambda _channel, _fields: None, again)
 
-    Call(runtime, address, identity, {}, lambda _channel, _fields: None, again)
+    Dialer(runtime, address, identity, {}, lambda _channel, _fields: None, again)
     runtime.call_later(60.0, runtime.stop)
     runtime.run()
     assert len(reasons) == 3 and all("cannot connect" in reason for reason in reasons)
@@ -45,7 +45,7 @@ def test_connection_that_breaks_while_it_is_made_is_one_failure() -> None:
     runtime, reasons, on = SocketRuntime(), [], threading.Event()
 
     def dial() -> None:
-        Call(runtime, address, Identity(ACTOR, "a", "k"), {}, lambda *_: None, failed)
+        Dialer(runtime, address, Identity(ACTOR, "a", "k"), {}, lambda *_: None, failed)
         runtime.post(listener.close)  # with the connection in its backlog: it is reset
 
     def failed(reason: str) -> None:
@@ -100,8 +100,8 @@ def test_work_that_has_begun_is_waited_for_at_the_end() -> None:
 def gate_at(listener: socket.socket) -> Iterator[threading.Thread]:
     """A port that lets actors in who know their key; no one does."""
     runtime = SocketRuntime()
-    gate = Gate(runtime, frozenset((ACTOR,)), "secret", lambda *_: {}, lambda *_: pytest.fail("in"))
-    runtime.listen(listener, gate.accept)
+    acceptor = Acceptor(runtime, frozenset((ACTOR,)), "secret", lambda *_: {}, lambda *_: pytest.fail("in"))
+    runtime.listen(listener, acceptor.accept)
     thread = threading.Thread(target=runtime.run)
     thread.start()
     yield thread

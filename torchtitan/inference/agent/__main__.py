@@ -1,4 +1,5 @@
-"""python -m torchtitan.inference.agent --engine NAME --model DIR: starts a foreign engine and brings it its weights."""
+"""python -m torchtitan.inference.agent --engine NAME --model DIR: starts an engine's server and gives it its
+weights."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine, load
 from torchtitan.inference.engine_server import engine_folder
 
 MADE_UP_TOKEN = "TORCHTITAN_AGENT_TOKEN"
-# Together less than the time that the agent's supervisor gives it.
+# All of the shutdown must take less time than the agent's supervisor allows.
 ENGINE_GRACE_S = 2.0
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line; exits with code 2 and a message where it is wrong."""
+    """Parse the command line; exits with code 2 and a message if it is wrong."""
     passing = "what follows -- goes to the engine's own command line"
     parser = actor_parser("torchtitan.inference.agent", __doc__, passing)
     parser.add_argument("--engine", required=True, help="vllm or sglang")
@@ -40,12 +41,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     sleep_help = "start it so that it can sleep: 1 keeps its weights in host memory meanwhile, 2 drops them"
     parser.add_argument("--sleep-level", type=int, choices=(0, 1, 2), default=0, help=sleep_help)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of one engine worker")
-    for name, default, what in (
-        ("update", 60.0, "for each order to the engine"),
-        ("startup", 600.0, "until it serves"),
-    ):
-        option = f"--{name}-timeout"
-        parser.add_argument(option, dest=f"{name}_timeout_s", type=float, default=default, help=f"seconds {what}")
+    update_help = "seconds for each order to the engine"
+    parser.add_argument("--update-timeout", dest="update_timeout_s", type=float, default=60.0, help=update_help)
+    startup_help = "seconds until it serves"
+    parser.add_argument("--startup-timeout", dest="startup_timeout_s", type=float, default=600.0, help=startup_help)
     parser.add_argument("--stage-on-device", action="store_true", help="direct: versions are staged on the device")
     verify_help = "direct, vllm: versions from one look at the weights in use to the next; 0: none"
     parser.add_argument("--verify-every", type=int, default=0, help=verify_help)
@@ -70,7 +69,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env: str, folder: Path) -> EngineOptions:
-    """What the engine's entry gets to know. Raises UserError: no such route, or the engine is not installed."""
+    """Return what the engine's entry has to know. Raises UserError if the route does not exist or the engine is not
+    installed."""
     from torchtitan.inference.agent.client import find_python
 
     given = {name: value for name, value in vars(arguments).items() if name in EngineOptions.__dataclass_fields__}
@@ -86,7 +86,7 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
 
 
 async def serve(arguments: argparse.Namespace, folder: Path) -> int:
-    """Run engine and agent until SIGTERM, SIGINT or the engine's end; returns the exit code."""
+    """Run engine and agent until SIGTERM, SIGINT or the engine's end. Returns the exit code."""
     from torchtitan.inference.agent.server import RunningAgent
 
     stopped = asyncio.Event()

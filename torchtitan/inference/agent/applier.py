@@ -1,4 +1,5 @@
-"""What a foreign engine holds: it is paused, loads a version, drops what it had cached, and goes on; or it sleeps."""
+"""The only code that changes a foreign engine: it pauses it, loads a version, drops the caches and resumes it, or puts
+it to sleep."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.inference.agent.engine import EngineControl, EngineError, EngineOptions, WeightLoader
+from torchtitan.inference.agent.engine import EngineControl, EngineError, EngineOptions, PauseMode, WeightLoader
 from torchtitan.inference.types import TAGS, Tag, make_label
 from torchtitan.inference.versions import BaseWeights, outlines
 from torchtitan.utils.json_lines import ActivityLog
@@ -27,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-# In each agent's folder: the process and the machine that it belongs to.
+# This file in each agent's folder names the process and the machine that the folder belongs to.
 OWNER = "owner"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
 class FileLoader(WeightLoader):
-    """The agent writes a version as safetensors, the engine reads it, and it is removed again.
+    """The agent writes a version as safetensors files, the engine reads them, and the agent removes them.
 
-    The files lie in EngineOptions.disk_path, or in memory; beside them is what the checkpoint has that is no weights.
+    The files are in EngineOptions.disk_path, or in memory, next to those files of the checkpoint that are not weights.
     read_files(folder, label): see EngineControl.
     """
 
@@ -45,7 +46,7 @@ class FileLoader(WeightLoader):
         if options.disk_path:
             Path(options.disk_path).mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchtitan-{options.name}-", dir=parent))
-        # An agent that is killed cannot remove what it wrote: the next one does.
+        # An agent that is killed cannot remove its files, so the next one does.
         (self._folder / OWNER).write_text(f"{os.getpid()} {socket.gethostname()}")
         remove_abandoned(self._folder.parent)
         self._ready: Path | None = None
@@ -78,7 +79,7 @@ class FileLoader(WeightLoader):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors (on any device) as one file, without a second copy of more than one of them in memory."""
+    """Write tensors (on any device) to one file, copying at most one of them at a time."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in outlines(tensors).items():
@@ -97,7 +98,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of agents of this machine that are gone. Other machines may have theirs here too."""
+    """Remove the folders of this machine's dead agents. Other machines may have folders here too."""
     for folder in parent.glob("torchtitan-*-*"):
         with contextlib.suppress(OSError, ValueError):
             process, host = (folder / OWNER).read_text().split(" ", 1)
@@ -110,14 +111,14 @@ def remove_abandoned(parent: Path) -> None:
 
 
 class Applier:
-    """What the engine holds, and the only hand that changes it or makes it stand still.
+    """What the engine holds. Only this class changes the engine's weights or pauses it.
 
     Args:
         control, loader: of the engine.
-        drain_timeout_s: so long may what runs finish before weights change; 0: they change in flight.
-        timeout_s: of one order to the engine.
-        activity: notes when the engine stood still.
-        base: adapters are merged into these weights; None where workers inside the engine do that.
+        timeout_s: deadline of each order to the engine.
+        drain_timeout_s: time for running requests to finish before weights change; 0: weights change in flight.
+        activity: records when the engine was paused.
+        base: the weights that adapters are merged into; None if workers inside the engine merge them.
     """
 
     def __init__(
@@ -137,74 +138,75 @@ class Applier:
         self.busy = False
         """A version is being applied"""
         self.draining = False
-        """What runs gets time to finish, and new requests wait until the version is there or are sent away"""
+        """Running requests get time to finish; new ones wait for the version or are refused"""
         self.holds: tuple[str, int] | None = None
-        """(epoch, version) that the engine serves; None: none of ours, or half of one"""
+        """(epoch, version) that the engine serves; None: no version of ours, or a partial one"""
         self.poisoned: str | None = None
-        """Why the engine may hold half a version"""
+        """Why the engine may hold a partial version"""
         self.paused = False
         """A caller has asked for a pause"""
         self.asleep: set[Tag] = set()
-        """Memory that the engine has given back; after an order that failed, what it may have given back"""
+        """Memory that the engine has given back or, after a failed order, may have given back"""
         self._cache_follows = False
-        """The KV cache was to wake, and does as soon as there is a version to fill it with"""
+        """The KV cache should be awake, and wakes as soon as there is a version to fill it with"""
         self.lost_pause: str | None = None
-        """An order to stand still was given up: the engine may obey late. undo_lost_pause() makes it go on"""
+        """Why an order to pause was given up. The engine may still obey it; undo_lost_pause() resumes it."""
 
     @property
     def stands(self) -> bool:
-        """Whether the engine has to stand still, also after a version has come."""
+        """Whether the engine has to stay paused even after a version has come."""
         return self.paused or self.poisoned is not None or bool(self.asleep)
 
     def new_connection(self) -> int:
-        """A number for a connection to a trainer: what older ones bring is refused from here on. Waits for an apply
-        that has begun."""
+        """Return a number for a new connection to a trainer; from here on, what older ones bring is refused. Waits for
+        an apply that has begun."""
         with self._lock:
             self._connections += 1
             return self._connections
 
     def find_lost_weights(self) -> str | None:
-        """Why the engine does not hold what it was given, where its label says so and nothing is being applied; then
-        nothing counts as held. Raises EngineError."""
+        """Return why the engine does not hold what it was given, if its label says so while nothing is being applied.
+        From then on, nothing counts as held. Raises EngineError."""
         held = self.holds
         if held is None or self.busy or self._control.weights_label() == make_label(*held):
             return None
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            # Asked again: before, a version may have come in between.
+            # Ask again under the lock, because a version may have come in between.
             said = self._control.weights_label()
             if self.holds != held or said == make_label(*held):
                 return None
             self.holds = None
-            return f"the engine holds {said!r} instead of version {held[1]}: it was started anew, or changed"
+            return f"the engine holds {said!r} instead of version {held[1]}: it was restarted or changed"
         finally:
             self._lock.release()
 
     def pause(self, abort: bool) -> None:
-        """Have the engine stand still until resume(); raises EngineError."""
+        """Pause the engine until resume(). Raises EngineError."""
         with self._lock:
             self.paused = True
             self._stand_still("abort" if abort else "keep")
 
     def resume(self) -> None:
-        """End pause(); an engine with half a version, or asleep, goes on standing still. Raises EngineError."""
+        """End pause(). An engine that is asleep or holds a partial version stays paused. Raises EngineError."""
         with self._lock:
             self.paused = False
             self._resume()
 
     def sleep(self, level: int, finish_s: float) -> bool:
-        """Have the engine give its memory back; False, and it goes on, where something still runs after `finish_s`.
+        """Have the engine give back its memory. Returns False, and resumes it, if something still runs after
+        `finish_s`.
 
-        Where that drops the weights nothing is held then. Raises EngineError; the engine may or may not sleep then, so
-        it stands still until wake().
+        If this drops the weights, nothing counts as held. After an EngineError it is unknown whether the engine sleeps,
+        so it stays paused until wake().
         """
         with self._lock:
             awake = [tag for tag in TAGS if tag not in self.asleep]
             if not awake:
                 return True
             before = set(self.asleep)
-            # From here on nothing is loaded into it and nothing has it go on, even if the order fails.
+            # From here on nothing is loaded into the engine and nothing resumes it, even if the order fails.
             self.asleep, self._cache_follows = set(TAGS), False
             sleeps = True  # an order that fails may have been obeyed all the same
             try:
@@ -221,8 +223,8 @@ class Applier:
             return False
 
     def wake(self, tags: Collection[Tag]) -> None:
-        """Have the engine take parts of its memory again, weights first, and go on when all is there. An engine without
-        a whole version takes its KV cache with the next one. Raises EngineError."""
+        """Have the engine take back parts of its memory, weights first, and resume it once all are there. An engine
+        without a complete version takes its KV cache with the next one. Raises EngineError."""
         with self._lock:
             if tags and "weights" in self.asleep:
                 self._wake("weights")
@@ -237,13 +239,13 @@ class Applier:
         if self.asleep:
             return
         self._cache_follows = False
-        # The engine may have gone on by itself.
+        # The engine may have resumed by itself.
         if self.stands:
             self._stand_still("keep")
         self._resume()
 
     def undo_lost_pause(self) -> None:
-        """After an order to stand still that was given up: have the engine go on. Raises EngineError."""
+        """Resume the engine after an order to pause that was given up. Raises EngineError."""
         if self.lost_pause is None or not self._lock.acquire(blocking=False):
             return
         try:
@@ -253,10 +255,10 @@ class Applier:
             self._lock.release()
 
     def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
-        """Called for this connection in a thread of its own; returns what it cost, in seconds.
+        """Apply a version for this connection; called in a thread of its own. Returns the costs in seconds.
 
-        Raises WeightsRefused where the engine is as it was, also where its weights are asleep; anything else means that
-        it may hold half a version: then it stands still until a version has been applied whole.
+        Raises WeightsRefused if the engine is unchanged, for example because its weights are asleep. Any other
+        exception means that it may hold a partial version; then it stays paused until a complete one has been applied.
         """
         label = make_label(staged.epoch, staged.version)
         with self._lock:
@@ -288,7 +290,7 @@ class Applier:
             self._go_on()
             raise
         except BaseException as error:
-            self._poison(f"version {staged.version} came into the engine only in part: {error}")
+            self._poison(f"version {staged.version} was only partly loaded into the engine: {error}")
             raise
         try:
             self._control.reset_prefix_cache()
@@ -300,16 +302,16 @@ class Applier:
             else:
                 self._resume()
         except BaseException as error:
-            self._poison(f"the engine did not go on with version {staged.version}: {error}")
+            self._poison(f"the engine did not resume with version {staged.version}: {error}")
             raise
         self.holds = (staged.epoch, staged.version)
         self._activity.updated("apply", begun_at, time.time(), staged.version)
-        # Without a drain the seconds until the engine stood still count as its pause.
+        # Without a drain, the seconds until the engine stopped count as its pause.
         drain_s = begun - ordered if drained_by else 0.0
         return {"pause_s": time.monotonic() - ordered - drain_s, "drain_s": drain_s}
 
     def _stop_for_update(self) -> bool:
-        """Have the engine stand still; returns whether what ran got time to finish. Raises WeightsRefused."""
+        """Pause the engine, and return whether running requests got time to finish. Raises WeightsRefused."""
         drains = self._drain_timeout_s > 0 and not self.stands
         self.draining = drains
         try:
@@ -319,26 +321,24 @@ class Applier:
             self.draining = False
             return drains
         except EngineError as error:
-            # The order may still reach an engine that was slow to answer: then nothing would have it go on.
-            raise WeightsRefused(f"the engine did not stand still: {error}") from error
+            # A slow engine may still obey the order; `lost_pause` then has undo_lost_pause() resume it.
+            raise WeightsRefused(f"the engine did not pause: {error}") from error
 
-    def _stand_still(self, mode: str) -> bool:
+    def _stand_still(self, mode: PauseMode) -> bool:
         try:
-            if mode == "wait":
-                return self._control.pause("wait", self._drain_timeout_s)
-            return self._control.pause("abort" if mode == "abort" else "keep", self._timeout_s)
+            return self._control.pause(mode, self._drain_timeout_s if mode == "wait" else self._timeout_s)
         except EngineError as error:
             self.lost_pause = str(error)
             raise
 
     def _resume(self) -> None:
-        """Have the engine go on, unless it has to stand still. Raises EngineError."""
+        """Resume the engine unless it has to stay paused. Raises EngineError."""
         if not self.stands:
             self._control.resume()
             self.lost_pause = None
 
     def _go_on(self) -> None:
-        """As `_resume`, where a failure means that it is tried again."""
+        """Like `_resume`, but a failure is retried later."""
         try:
             self._resume()
         except EngineError as error:
@@ -348,7 +348,7 @@ class Applier:
         self.poisoned, self.holds = reason, None
         logger.error("poisoned: %s", reason)
         try:
-            # What runs was begun with weights that no longer exist; others can redo it.
+            # Running requests began with weights that no longer exist; other actors can redo them.
             self._control.pause("abort", self._timeout_s)
         except EngineError as error:
-            logger.warning("running requests could not be ended: %s", error)
+            logger.warning("running requests could not be aborted: %s", error)

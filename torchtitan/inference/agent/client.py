@@ -1,7 +1,7 @@
-"""A foreign engine as a run sees it: the command line of the agent that starts it and stands beside it, and the client
-of both. Generation goes straight to the engine, everything else to the agent.
+"""A foreign engine as a run sees it: the command line of the agent that starts the engine, and the client of both.
+Generation goes straight to the engine, everything else to the agent.
 
-How the engine is asked for tokens, and how its answers are read, its entry says (ForeignEngine). No torch here.
+ForeignEngine knows how to ask the engine for tokens and how to read its answers. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from torchtitan.models.costs import version_bytes
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import is_loopback
 
-# Both engines call it so.
+# Both engines use this name.
 RETURN_ROUTES = "enable-return-routed-experts"
-# What an apply asks of the engine has to be over before the registry takes the actor for stuck; draining comes first.
+# An apply's order to the engine must end before the registry considers the actor stuck. The drain comes before it.
 SHARE_OF_APPLY_TIMEOUT = 0.9
-# Keys of a newer agent are passed over.
+# Keys that only a newer agent knows are ignored.
 CAPABILITIES = TypeAdapter(Capabilities)
 
 
 def agent_command(engine: str, config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
-    """The command line of actor `number` with `engine`; the agent reports its own port in `port_file`.
+    """Return the command line of actor `number` with `engine`. The agent writes its own port to `port_file`.
 
-    Raises UserError where the engine is not installed, or has no such route.
+    Raises UserError if the engine is not installed or does not have the route.
     """
     inference, name = config.inference, f"actor-{number}"
     memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
@@ -81,7 +81,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
 
 
 def agent_settings(engine: str, config: JobConfig) -> list[str]:
-    """What the run's configuration says to an agent that it does not start itself (scripts/grpo_multinode.slurm)."""
+    """Return the run's options for an agent that it does not start itself (scripts/grpo_multinode.slurm)."""
     memory = ["--memory-gb", str(config.inference.engine_memory_gb)]
     return [*shared_settings(config), *_settings_of_agents(engine, config), *memory]
 
@@ -90,7 +90,7 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
     inference, sync, args = config.inference, config.weight_sync, read_shape(config)
     size, drain_s = 0 if args is None else version_bytes(config, args), drain_seconds(config)
     route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
-    # The pool may add options of ours behind these, so the engine's own travel as one value.
+    # The pool may add our own options after these, so the engine's options travel as one value.
     theirs = inference.engine_args | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
     return [
         "--route", route,
@@ -98,7 +98,7 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
         "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
         "--update-timeout", str((apply_timeout(sync, size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
-        # These bring a version from device to device.
+        # These transports move a version from device to device.
         *(["--stage-on-device"] if sync.transport in ON_DEVICE else []),
         *(["--verify-every", str(sync.verify_every)] if verification(config) == "digest" else []),
         *(["--disk-path", sync.disk_path] if sync.disk_path else []),
@@ -107,9 +107,10 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
 
 
 def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:
-    """(GiB of KV cache, share of a GPU) of an engine that has a rank's GPU in turns with the trainer; None for others.
+    """Return (GiB of KV cache, share of a GPU) for an engine that takes turns with the trainer on a rank's GPU, or None
+    for any other engine.
 
-    Raises UserError where not one sequence has room.
+    Raises UserError if not even one sequence fits.
     """
     device_bytes = device_bytes_of_driver() if shares_devices(config) else None
     memory = colocated_memory(config, world_size(), device_bytes) if device_bytes else None
@@ -120,8 +121,8 @@ def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:
 
 
 def find_python(engine: str, configured: str, key: str = "inference.engine_python") -> str:
-    """The interpreter that runs the engine: the one that is configured under that key, or that of the environment that
-    scripts/install_engine.sh made, the CPU build where only that is there. Raises UserError without one."""
+    """Return the interpreter that runs the engine: the one configured under `key`, or that of the environment made by
+    scripts/install_engine.sh (the CPU build if only that exists). Raises UserError if there is none."""
     if configured:
         found = shutil.which(str(Path(configured).expanduser()))
         if found is None:
@@ -139,8 +140,8 @@ def find_python(engine: str, configured: str, key: str = "inference.engine_pytho
 
 
 def reachable_url(engine: str, agent: str) -> str:
-    """The engine's address for a caller that has the agent's: what is this machine to the agent may be another to us.
-    Raises ValueError where `engine` is no address."""
+    """Return the engine's address for a caller that reached the agent at `agent`. A loopback address is only valid on
+    the agent's machine. Raises ValueError if `engine` is not an address."""
     theirs, ours = urlsplit(engine), urlsplit(agent)
     if not is_loopback(theirs.hostname or "") or ours.hostname is None or is_loopback(ours.hostname):
         return engine
@@ -149,7 +150,7 @@ def reachable_url(engine: str, agent: str) -> str:
 
 
 class AgentClient(ActorClient):
-    """Talks to the agent at `url`, and to the engine whose address the agent says in /health."""
+    """Talks to the agent at `url`, and to the engine at the address that the agent reports in /health."""
 
     def __init__(self, engine: ForeignEngine, url: str, token: str):
         super().__init__(url, token)
@@ -168,18 +169,18 @@ class AgentClient(ActorClient):
         return self._capabilities
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Completions of one request; raises as actor_parts.EmbeddedClient.generate does."""
+        """Return the completions of one request; raises the same errors as actor_parts.EmbeddedClient.generate."""
         answer = await self._ask("generate", self._kind.generate(request), timeout_s)
-        with _understanding("generate"):
+        with understanding("generate"):
             completions = self._kind.completions(request, answer)
         return check_completions(completions, request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         answer = await self._ask("score", self._kind.score(token_ids), timeout_s)
-        with _understanding("score"):
+        with understanding("score"):
             scored = self._kind.scored(token_ids, answer)
         if len(scored.log_probs) != len(token_ids) - 1:
-            raise ActorError("score", f"{len(scored.log_probs)} log-probs came for {len(token_ids)} tokens")
+            raise ActorError("score", f"{len(scored.log_probs)} log-probs were returned for {len(token_ids)} tokens")
         return scored
 
     async def close(self) -> None:
@@ -189,8 +190,8 @@ class AgentClient(ActorClient):
 
     async def _ask(self, phase: str, call: Call, timeout_s: float) -> Any:
         if self._engine is None:
-            raise ActorNotReady(phase, "the agent has not said yet where its engine is")
-        # Where it is cancelled, a closed connection has the engine drop the request.
+            raise ActorNotReady(phase, "the agent has not reported yet where its engine is")
+        # If this is cancelled, the closed connection makes the engine drop the request.
         return await self._engine.call(phase, "POST", call.path, timeout_s, call.body, refused=self._kind.refused)
 
     async def _note_engine(self, data: Any) -> None:
@@ -199,10 +200,10 @@ class AgentClient(ActorClient):
             capabilities = CAPABILITIES.validate_python(data["capabilities"])
             variable = data.get("token_env")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ActorError("health", f"the agent says nothing usable of its engine: {error!r}") from error
+            raise ActorError("health", f"the agent's answer about its engine is malformed: {error!r}") from error
         if capabilities.engine != self._kind.name:
             raise ActorError(
-                "health", f"this is an agent of {capabilities.engine}, inference.backend is {self._kind.name}"
+                "health", f"this is an agent of {capabilities.engine}, but inference.backend is {self._kind.name}"
             )
         self._capabilities = capabilities
         if self._engine is None or self._engine.url != url.rstrip("/"):
@@ -211,19 +212,20 @@ class AgentClient(ActorClient):
             self._engine = JsonClient(url, self._engine_token(variable), variable or TOKEN_VARIABLE)
 
     def _engine_token(self, variable: object) -> str:
-        """None: the agent started the engine, with its own token. Another engine has none (""), or one that both sides
-        find in that environment variable; ours must not reach it. Raises ActorError."""
+        """Return the engine's token. `variable` is None if the agent started the engine, which then has the agent's
+        token. Otherwise it names the environment variable in which both sides find the token, or is "" for an engine
+        without one: ours must not reach it. Raises ActorError."""
         if variable is None:
             return self._token
         token = os.environ.get(str(variable)) if variable else ""
         if token is None:
-            raise ActorError("health", f"the engine's token is in {variable}, its agent says: it is not set here")
+            raise ActorError("health", f"the agent says that the engine's token is in {variable}: set it here too")
         return token
 
 
 @contextlib.contextmanager
-def _understanding(phase: str) -> Iterator[None]:
-    """Around what reads an engine's answer: what it raises becomes ActorError."""
+def understanding(phase: str) -> Iterator[None]:
+    """Turn the exceptions of code that reads an engine's answer into ActorError."""
     try:
         yield
     except NoVersion as error:

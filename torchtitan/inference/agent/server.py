@@ -1,5 +1,5 @@
-"""A running agent: the engine's process, its control, the way into it, and the HTTP server with the routes of an actor,
-without generation, which the engine's own server does."""
+"""A running agent: the engine's process, its control, its weight loader, and an HTTP server with an actor's routes
+except generation, which the engine's own server does."""
 
 from __future__ import annotations
 
@@ -37,46 +37,38 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 PROBE_S = 5.0
-# A server that ends closes its port first, and is gone soon. One whose engine has died may wait for ever for requests
-# that get no answer any more (vLLM 0.32: "Waiting for background tasks to complete").
+# A server that is shutting down closes its port first and soon ends. One whose engine has died may wait for ever for
+# requests that will never finish (vLLM 0.32: "Waiting for background tasks to complete").
 ENDING_S = 10.0
 LOOK_S = 1.0
 POLL_S = 0.1
 
 
 class Watch:
-    """Whether the engine lives, answers, and still holds what was put into it: asked every second.
+    """Checks every second whether the engine lives, answers, and still holds the weights that it was given.
 
-    lost(reason) is called, from the thread, when the engine holds other weights than it was given: its owner has
-    started it anew, or changed them.
+    lost(reason) is called from the thread if the engine holds other weights: its owner has restarted it, or changed
+    them.
     """
 
-    def __init__(
-        self,
-        control: EngineControl,
-        applier: Applier,
-        lost: Callable[[str], None],
-        interval_s: float = INTERVAL_S,
-        probe_s: float = PROBE_S,
-    ):
+    def __init__(self, control: EngineControl, applier: Applier, lost: Callable[[str], None]):
         self._control, self._applier, self._lost = control, applier, lost
-        self._interval_s, self._probe_s = interval_s, probe_s
         self._ended = threading.Event()
         self._silent_since: float | None = None
-        """When the first of the probes began that had no answer since the last one that had"""
+        """When the first probe began that had no answer, since the last one that had"""
         self._closed_since: float | None = None
-        """Likewise of those that found its port closed"""
+        """Likewise for probes that found the engine's port closed"""
         self._answered_at = time.monotonic()
         self.trouble: str | None = None
         """Why the last probe failed"""
         self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the checks."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Stop asking; a probe that hangs is left behind after `timeout_s`."""
+        """Stop the checks; a probe that hangs is abandoned after `timeout_s`."""
         self._ended.set()
         if self._thread.is_alive():  # it may never have started
             self._thread.join(timeout_s)
@@ -96,19 +88,19 @@ class Watch:
 
     @property
     def answered_age_s(self) -> float:
-        """Seconds since the last probe that had an answer began."""
+        """Seconds since the last answered probe began."""
         return time.monotonic() - self._answered_at
 
     def _is_excused(self) -> bool:
-        """Applying takes the engine's time. Not where it has not even obeyed the order to stand still: else one that is
-        frozen would be excused by each attempt to give it a version."""
+        """Whether an apply explains the engine's silence. It does not if the engine has not even obeyed the order to
+        pause: otherwise every attempt to give a frozen engine a version would excuse it."""
         return self._applier.busy and self._applier.lost_pause is None
 
     def _run(self) -> None:
-        while not self._ended.wait(self._interval_s):
+        while not self._ended.wait(INTERVAL_S):
             begun = time.monotonic()
             try:
-                self._control.check_health(self._probe_s)
+                self._control.check_health(PROBE_S)
                 self._silent_since = self._closed_since = self.trouble = None
                 self._answered_at = begun
                 self._applier.undo_lost_pause()
@@ -128,10 +120,10 @@ class Watch:
 
 
 class AgentServer(ActorServer):
-    """One engine's agent behind HTTP.
+    """The HTTP server of one engine's agent.
 
-    place: what clients get to know of the engine: url, capabilities, and token_env, the variable in which they find its
-    token (None where it is the agent's own).
+    place: what clients are told about the engine: url, capabilities, and token_env, the variable that has its token
+    (None if the token is the agent's own).
     timeout_s: for all workers of the engine to apply what they staged.
     """
 
@@ -149,24 +141,19 @@ class AgentServer(ActorServer):
     ):
         super().__init__(applier, token, relay_host)
         self._place, self._loader, self._applier, self._timeout_s = place, loader, applier, timeout_s
-        self._watch = Watch(control, applier, self._weights_lost)
+        self.watch = Watch(control, applier, self._weights_lost)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises UserError where the address cannot be bound."""
+        """Listen and return the port. Raises UserError if the address cannot be bound."""
         bound = await super().start(host, port)
-        self._watch.start()
+        self.watch.start()
         return bound
 
-    @property
-    def engine_closed_s(self) -> float:
-        """Seconds for which the engine's port has been closed; 0 while it is open."""
-        return self._watch.closed_s
-
     async def close(self) -> None:
-        await asyncio.to_thread(self._watch.close, SHUTDOWN_SECONDS)
+        await asyncio.to_thread(self.watch.close, SHUTDOWN_SECONDS)
         await super().close()
 
-    # What the routes do
+    # Called by the routes
 
     def weights_options(self) -> dict[str, Any]:
         return {"workers": self._loader.workers, "workers_timeout_s": self._timeout_s}
@@ -175,11 +162,11 @@ class AgentServer(ActorServer):
         try:
             self._loader.connected(weights)
         except EngineError as error:
-            self._lost = f"the engine could not be connected: {error}"
+            self._lost = f"the engine could not be connected to the weight sync: {error}"
             raise
 
     def _weights_lost(self, reason: str) -> None:
-        # The run that has connected it reads this and connects anew: then the engine gets a version in full.
+        # The run that connected the engine reads this and connects again; the engine then gets a full version.
         self._lost = reason
 
     def status(self) -> tuple[str, str | None]:
@@ -189,15 +176,16 @@ class AgentServer(ActorServer):
         if applier.poisoned is not None:
             return "poisoned", applier.poisoned
         if self._loader.workers and self._weights is not None and self._weights.status()["poisoned"]:
-            return "poisoned", "its workers do not hold one version"
+            return "poisoned", "its workers do not all hold the same version"
         if applier.holds is None:
             return "not_ready", self._lost or "no weights version has been applied yet"
         if applier.paused:
             return "paused", "the engine is paused"
         if applier.lost_pause is not None:
-            return "paused", f"the engine may stand still: {applier.lost_pause}"
+            return "paused", f"the engine may still be paused: {applier.lost_pause}"
         if applier.draining:
-            # vLLM has new requests wait up to 0.32 and answers 503 since: either way others have them sooner.
+            # vLLM up to 0.32 lets new requests wait, and later versions answer 503. Other actors serve them sooner
+            # either way.
             return "paused", "running requests finish before new weights come"
         return "ok", None
 
@@ -207,15 +195,16 @@ class AgentServer(ActorServer):
             "asleep": [tag for tag in TAGS if tag in self._applier.asleep],
             "epoch": epoch,
             "version": version,
-            "engine_age_s": round(self._watch.age_s, 3),
-            "answered_age_s": round(self._watch.answered_age_s, 3),
-            "engine_trouble": self._watch.trouble,
+            "engine_age_s": round(self.watch.age_s, 3),
+            "answered_age_s": round(self.watch.answered_age_s, 3),
+            "engine_trouble": self.watch.trouble,
             "engine": self._place,
         }
 
 
 class RunningAgent:
-    """Belongs to one asyncio loop. `token` is the agent's, and that of the engine that it starts."""
+    """The engine and its agent; belongs to one asyncio loop. `token` is the agent's, and that of an engine that it
+    starts."""
 
     def __init__(self, arguments: argparse.Namespace, engine: ForeignEngine, options: EngineOptions, token: str):
         self._arguments, self._engine, self._options, self._token = arguments, engine, options, token
@@ -225,14 +214,11 @@ class RunningAgent:
         self._server: AgentServer | None = None
 
     async def start(self, deadline: float) -> int:
-        """Returns the agent's port once engine and agent serve. Raises UserError.
-
-        `deadline` is on time.monotonic().
-        """
+        """Return the agent's port once engine and agent serve. Raises UserError. `deadline` is on time.monotonic()."""
         arguments, options = self._arguments, self._options
         token, token_env = self._token, None
         if arguments.url:
-            # An engine without a token gets none: ours must not reach it.
+            # An engine without a token gets none, because ours must not reach it.
             token_env = arguments.engine_token_env or ""
             token = os.environ[token_env] if token_env else ""
         else:
@@ -249,19 +235,20 @@ class RunningAgent:
             facts = await asyncio.to_thread(control.describe)
         except EngineError as error:
             raise UserError(f"the engine at {self.engine_url}: {error}") from error
-        # One that runs already knows its workers. In a weight group for fewer, the others would end SGLang's server.
+        # A running engine knows its number of workers. In a weight group for fewer, the others would end SGLang's
+        # server.
         options = replace(options, tensor_parallel_size=facts.world_size)
         if arguments.drain_timeout_s and not facts.can_wait:
             raise UserError(
-                f"{self._engine.name} cannot let running requests finish while new ones wait: inference.update_mode = "
-                f'"drain" is not for it'
+                f"{self._engine.name} cannot let running requests finish while new ones wait: use "
+                'inference.update_mode = "in_flight"'
             )
         if options.route == "agent":
             loader: WeightLoader = FileLoader(options, control.read_files)
         else:
             loader = self._engine.special_loader(control, options)
         self._loader = loader
-        # Workers inside the engine merge adapters for themselves.
+        # Workers inside the engine merge adapters themselves.
         base = None if loader.workers else BaseWeights(options.model)
         activity = ActivityLog(arguments.activity_file)
         applier = Applier(control, loader, options.update_timeout_s, arguments.drain_timeout_s, activity, base)
@@ -271,8 +258,8 @@ class RunningAgent:
         return await self._server.start(options.host, arguments.port)
 
     async def engine_ended(self) -> str:
-        """Return when the engine that we started has ended, with how, or does not come to an end; never where it ran
-        already."""
+        """Return how the engine that we started has ended, or that it fails to end. Never returns for an engine that
+        ran already."""
         if self._process is None:
             await asyncio.Event().wait()
             raise AssertionError
@@ -282,8 +269,8 @@ class RunningAgent:
                 await asyncio.wait({ended}, timeout=LOOK_S)
                 if ended.done():
                     return f"{self._process.describe_end()}; {self._process.log_tail()}"
-                if self._server is not None and self._server.engine_closed_s > ENDING_S:
-                    closed = f"the engine has closed its port and not ended within {ENDING_S:g} s; it is killed"
+                if self._server is not None and self._server.watch.closed_s > ENDING_S:
+                    closed = f"the engine has closed its port but did not end within {ENDING_S:g} s: killing it"
                     return f"{closed}; {self._process.log_tail()}"
         finally:
             ended.cancel()
@@ -298,7 +285,7 @@ class RunningAgent:
             await self._process.stop(grace_s)
 
     async def _unless_it_ends(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Await `waiting`, at most until the engine has ended. Raises UserError then."""
+        """Await `waiting`. Raises UserError if the engine ends first."""
         work = asyncio.ensure_future(waiting)
         ended = asyncio.ensure_future(self.engine_ended())
         try:
@@ -312,7 +299,7 @@ class RunningAgent:
 
 
 async def _until_healthy(control: EngineControl, deadline: float) -> None:
-    """Return when the engine answers. Raises UserError where it has not by `deadline` (time.monotonic())."""
+    """Return once the engine answers. Raises UserError if it has not by `deadline` (time.monotonic())."""
     while True:
         try:
             return await asyncio.to_thread(control.check_health, PROBE_S)

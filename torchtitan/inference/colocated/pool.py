@@ -1,7 +1,7 @@
 """The rollouts' side of generation on the trainer's own devices: requests wait here until a command takes them along.
 
-Coroutines of the rollouts' loop ask and wait; the trainer's thread collects what waits into a round, has all ranks
-generate, and brings the answers back.
+Coroutines of the rollouts' loop submit requests and wait. The trainer's thread collects them into a round, has all
+ranks generate, and returns the answers.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torchtitan.inference.types import Completion, GenerateRequest, make_label
 
 logger = logging.getLogger(__name__)
 
-# A round is as many engine steps as take about so long: finished completions are scored between two rounds, and the
-# trainer looks for a batch then.
+# The number of engine steps in a round is chosen so that it takes about this long. Between two rounds, finished
+# completions are scored and the trainer looks for a batch.
 ROUND_S = 0.25
 FIRST_STEPS = 4
-MOST_STEPS = 256
+MAX_STEPS = 256
 
 
 @dataclass
 class Round:
-    """What the replicas do next: take requests on, drop some, and generate for a bounded number of engine steps."""
+    """The replicas' next work: accept requests, drop some, and generate for a bounded number of engine steps."""
 
     label: str
-    """Of the weights that every replica must hold; it generates nothing with others"""
+    """Label of the weights that every replica must hold; it generates nothing with others"""
     steps: int
-    """Engine steps at most; a replica without work ends sooner"""
+    """Limit of engine steps; a replica without work ends sooner"""
     requests: list[list[GenerateRequest]] = field(default_factory=list)
-    """New ones, per replica"""
+    """New requests, per replica"""
     cancelled: list[str] = field(default_factory=list)
-    """Names of requests whose answer is not waited for any more"""
+    """Names of requests whose answer is no longer awaited"""
 
     def encode(self) -> bytes:
         requests = [[request.to_json() for request in mine] for mine in self.requests]
@@ -54,7 +54,7 @@ class Round:
 
 @dataclass
 class Answer:
-    """All completions of one request, or why the engine refused it."""
+    """All completions of one request, or the engine's reason for refusing it."""
 
     request_id: str
     completions: list[Completion] = field(default_factory=list)
@@ -90,7 +90,7 @@ class _Waiting:
 
 
 class ColocatedPool:
-    """Stands where InferencePool does. Weights and memory of the engines are their ranks' own: see replica.py."""
+    """Takes the place of InferencePool. Each rank has the weights and memory of its engine: see replica.py."""
 
     def __init__(self, config: JobConfig, epoch: str, replicas: int):
         self._max_sequences = config.inference.max_sequences
@@ -99,7 +99,7 @@ class ColocatedPool:
         self._lock = threading.Lock()
         self._number = 0
         self._waiting: dict[str, _Waiting] = {}
-        """Not handed to a replica yet, oldest first"""
+        """Requests that no replica has yet, oldest first"""
         self._under_way: dict[str, _Waiting] = {}
         self._cancelled: list[str] = []
         self._loads = [0] * replicas
@@ -108,7 +108,7 @@ class ColocatedPool:
         self._round_began: float | None = None
         self._closed = False
 
-    # The rollouts' loop
+    # Called in the rollouts' loop
 
     @property
     def statistics(self) -> Counter[str]:
@@ -123,12 +123,12 @@ class ColocatedPool:
         """The engines start with the trainer's ranks."""
 
     async def generate(self, request: GenerateRequest, min_version: int = 0, *, shares: str = "") -> list[Completion]:
-        """Sample a request with weights of at least `min_version`. Waits for as long as it takes.
+        """Sample a request with weights of at least `min_version`, however long that takes.
 
-        shares: see InferencePool; here a replica is chosen by its load alone.
+        shares: see InferencePool; here only a replica's load decides.
 
         Raises:
-            UserError: the engine refuses the request, what it answers could not be trained on 1 + inference.max_retries
+            UserError: the engine refuses the request, its answers could not be trained on 1 + inference.max_retries
                 times, or the run is closing.
         """
         failures: list[str] = []
@@ -149,7 +149,7 @@ class ColocatedPool:
         with self._lock:
             if self._closed:
                 raise UserError("the run is closing")
-            # A request that is redone has its old name: here every one has its own.
+            # A retried request keeps its id, so every attempt gets a name of its own.
             self._number += 1
             name = str(self._number)
             waiting = _Waiting(replace(request, request_id=name), min_version, loop, loop.create_future())
@@ -176,10 +176,10 @@ class ColocatedPool:
                 self._loads[waiting.replica] -= waiting.request.sampling.n
                 self._cancelled.append(name)
 
-    # The trainer's thread
+    # Called in the trainer's thread
 
     def wanted(self, version: int) -> bool:
-        """Whether the replicas, which hold `version`, have something to do."""
+        """Whether the replicas, which hold `version`, have work."""
         with self._lock:
             return (
                 bool(self._under_way)
@@ -188,7 +188,7 @@ class ColocatedPool:
             )
 
     def begin_round(self, version: int) -> Round:
-        """What the replicas do next; `finish_round` comes after it."""
+        """Return the replicas' next work; `finish_round` comes after it."""
         with self._lock:
             self._version = version
             requests: list[list[GenerateRequest]] = [[] for _ in self._loads]
@@ -196,7 +196,7 @@ class ColocatedPool:
                 replica = min(range(len(self._loads)), key=self._loads.__getitem__)
                 if waiting.min_version > version:
                     continue
-                # One request more than fits: where one ends, the next is there already.
+                # One request more than fits is handed over, so that the next one is there when one ends.
                 if self._loads[replica] >= self._max_sequences:
                     break
                 del self._waiting[name]
@@ -209,7 +209,7 @@ class ColocatedPool:
         return Round(make_label(self._epoch, version), self._steps, requests, cancelled)
 
     def finish_round(self, answers: list[Answer]) -> None:
-        """Hand the answers to who waits for them."""
+        """Hand the answers to their callers."""
         assert self._round_began is not None
         self._pace(time.monotonic() - self._round_began)
         for answer in answers:
@@ -221,9 +221,10 @@ class ColocatedPool:
             waiting.loop.call_soon_threadsafe(_resolve, waiting.answer, answer)
 
     def _pace(self, seconds: float) -> None:
-        """Steps of the next round, from what this one took. Slowly: a round that ended early says little."""
+        """Set the steps of the next round from the duration of this one. Change slowly: a round that ended early says
+        little."""
         wanted = self._steps * ROUND_S / max(seconds, 1e-3)
-        self._steps = max(1, min(MOST_STEPS, round(min(max(wanted, self._steps / 2), self._steps * 2))))
+        self._steps = max(1, min(MAX_STEPS, round(min(max(wanted, self._steps / 2), self._steps * 2))))
 
 
 def replica_name(number: int) -> str:

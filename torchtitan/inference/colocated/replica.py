@@ -1,8 +1,8 @@
 """Generation on the trainer's own devices: this rank's part of an engine, driven by GENERATE commands.
 
-Ranks r, r + 1, … of a tensor-parallel group hold one replica of the model; the groups are data parallel. Memory goes
-back and forth: before a batch is trained on the engine sleeps, a new version wakes its weights, and the first step
-after that the rest, when the optimizer's state has left.
+Ranks r, r + 1, … of a tensor-parallel group hold one replica of the model; the groups are data parallel. Trainer and
+engine take turns with the memory: before training on a batch, the engine goes to sleep; a new version wakes its
+weights; the first engine step after that wakes the rest, once the optimizer's state is offloaded.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizerOffload:
-    """The optimizer's state in host memory while the engine generates, and back before the next batch is trained on.
+    """Keeps the optimizer's state in host memory while the engine generates, and brings it back before the next batch.
 
-    Moves the bytes and leaves the tensors: the optimizer and checkpoints, which hold them, notice nothing.
-
-    The copies in host memory are made once and used again. Between `away` and `back` the state may not be read.
+    It moves only the bytes and keeps the tensors, so the optimizer and checkpoints, which refer to them, notice
+    nothing. The copies in host memory are allocated once and reused. Between `away` and `back` the state must not be
+    read.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -42,7 +42,7 @@ class OptimizerOffload:
         self._away = False
 
     def away(self) -> None:
-        """Copy the state to host memory and free it on the device. Twice is once."""
+        """Copy the state to host memory and free it on the device. A second call does nothing."""
         if self._away:
             return
         self._copies = {id(state): (state, self._copy_of(state)) for state in self._states()}
@@ -64,7 +64,7 @@ class OptimizerOffload:
         self._away = False
 
     def _copy_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Host memory for it, the same as last time where it is the same tensor."""
+        """Return host memory for a state, the same as last time if the tensor is the same."""
         if id(state) in self._copies:
             return self._copies[id(state)][1]
         return torch.empty_like(state, device="cpu", pin_memory=state.device.type == "cuda")
@@ -74,24 +74,24 @@ class OptimizerOffload:
             torch.cuda.current_stream().synchronize()
 
     def _states(self) -> list[torch.Tensor]:
-        """This rank's part of every moment; the step counts, single numbers, stay where they are."""
+        """Return this rank's part of every moment. The step counts, single numbers, stay where they are."""
         states: list[torch.Tensor] = []
         for values in self._optimizer.state.values():
             for value in values.values():
                 if isinstance(value, torch.Tensor) and value.numel() > 1:
                     local = value._local_tensor if isinstance(value, DTensor) else value
-                    # A view shares its storage with others; no optimizer makes one, and it could not be freed.
+                    # A view shares its storage with others and could not be freed; no optimizer makes one.
                     if local.untyped_storage().nbytes() == local.numel() * local.element_size() > 0:
                         states.append(local)
         return states
 
 
 class SampleRefused(Exception):
-    """The engine does not take such a request; the message is the reason."""
+    """The engine does not accept the request; the message is the reason."""
 
 
 class Replica:
-    """Every rank has one and calls its methods alike. `busy_s` is the time it has spent with generating."""
+    """Every rank has one, and all ranks make the same calls. `busy_s` is the time spent generating."""
 
     def __init__(
         self,
@@ -110,18 +110,13 @@ class Replica:
         self._asleep: list[Tag] = []
         self._groups: dict[str, list[Completion | None]] = {}
 
-    @property
-    def label(self) -> str | None:
-        """Of the weights that the engine holds."""
-        return self._engine.label
-
     def run(self, round_: Round) -> list[Answer] | None:
-        """Generate as the command says (collective). Rank 0 gets the requests that are finished, of all replicas."""
+        """Generate as the command says (collective). Rank 0 gets the finished requests of all replicas."""
         started = time.perf_counter()
         self._wake_for_generation()
         if self._engine.label != round_.label:
-            # Never a token with weights of another version, whatever went wrong before.
-            raise RuntimeError(f"the engine holds weights {self._engine.label}, {round_.label} was to generate")
+            # Never sample a token with weights of another version, whatever went wrong before.
+            raise RuntimeError(f"the engine holds weights {self._engine.label} instead of {round_.label}")
         self._cancel(round_.cancelled)
         answers = [refusal for request in round_.requests[self.number] if (refusal := self._add(request)) is not None]
         for _ in range(round_.steps):
@@ -138,7 +133,7 @@ class Replica:
         self._engine.load(weights, label)
 
     def release_memory(self) -> None:
-        """Training is next: the engine's memory goes, the optimizer's state comes back."""
+        """Prepare for training: the engine gives back its memory, and the optimizer's state returns."""
         if self._sleeps and not self._asleep:
             self._engine.sleep()
             self._asleep = list(TAGS)
@@ -152,7 +147,7 @@ class Replica:
         if self._offload is not None:
             self._offload.away()
         if self._asleep and torch.cuda.is_available():
-            # What training has freed is still the allocator's; the engine's own memory comes from the device.
+            # The allocator still holds what training has freed, but the engine takes its memory from the device.
             torch.cuda.empty_cache()
         self._wake("weights")
         self._wake("kv_cache")
@@ -166,7 +161,7 @@ class Replica:
         samples = request.sampling.n
         try:
             for sample in range(samples):
-                # The same on every rank of a tensor-parallel group, whatever else it has drawn.
+                # The seed is the same on every rank of a tensor-parallel group, whatever else a rank has drawn.
                 seed = stream_seed(request.sampling.seed, sample)
                 self._engine.add(_name(request.request_id, sample), request.prompt_ids, request.sampling, seed)
         except SampleRefused as error:
@@ -198,13 +193,13 @@ def _name(request_id: str, sample: int) -> str:
 
 
 class ColocatedWeights:
-    """A trainer.weight_path.WeightPath that publishes every version: there is no slot to wait for.
+    """A trainer.weight_path.WeightPath that publishes every version, since there is no slot to wait for.
 
-    Each is handed over at the step boundary, parameter by parameter, and nothing ever holds a second copy of the model.
+    Each version is handed over at the step boundary, parameter by parameter; there is never a second copy of the model.
     """
 
     def __init__(self, policy: Decoder, replica: Replica, replicas: int, epoch: str, dtype: torch.dtype):
-        """replicas: of the model, over all ranks. dtype: in which the engines hold it."""
+        """replicas: number of the model's replicas over all ranks. dtype: type of the engines' weights."""
         self._policy = policy
         self._replica = replica
         self._replicas = replicas
@@ -216,7 +211,7 @@ class ColocatedWeights:
         self._generated_s = 0.0
 
     def commit(self, version: int, votes_against: int) -> str:
-        """Hand `version` to the engine, on every rank. Also where the last step was dropped: these are its weights."""
+        """Hand `version` to the engine on every rank, even if the last step was skipped: these are its weights."""
         started = time.perf_counter()
         self._replica.load(self._tensors(), make_label(self._epoch, version))
         self._version = version
@@ -241,6 +236,6 @@ class ColocatedWeights:
         return figures
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole model, one gathered parameter at a time (a collective where it is sharded)."""
+        """Yield the complete model, one gathered parameter at a time (a collective if it is sharded)."""
         for name, whole in whole_weights(self._policy, base_parameters(self._policy)):
             yield name, whole.to(self._dtype)

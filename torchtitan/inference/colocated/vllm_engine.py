@@ -1,4 +1,4 @@
-"""vLLM inside a trainer's rank: `external_launcher` lets torchrun's ranks be its workers. No server and no thread.
+"""vLLM inside a trainer's rank: with `external_launcher`, torchrun's ranks are its workers. No server and no thread.
 
 vLLM is imported when the engine is opened, so that only a colocated run needs it.
 """
@@ -24,40 +24,40 @@ from torchtitan.config.derived import is_colocated, option_name
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
+from torchtitan.inference.agent.engine import FINISHED, read_spans
 from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused
 from torchtitan.inference.engine_server import engine_folder
 from torchtitan.inference.placement import GIB, STEP_TOKENS, EngineMemory, check_fits, colocated_memory
-from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan, parse_label
+from torchtitan.inference.types import Completion, SamplingParameters, Tag
 from torchtitan.inference.vllm.engine import EXACT_HEAD, SOCKETS
 
 logger = logging.getLogger(__name__)
 
-# Read by vLLM when it is imported.
+# vLLM reads these when it is imported.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
     "VLLM_CONFIGURE_LOGGING": "0",  # its lines go to the run folder
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
 }
-_FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """One rank's part of an engine, on vLLM's LLMEngine. Everything happens in the calling thread; the ranks of a
-    tensor-parallel group call everything alike, in the same order, and get the same results.
+    """One rank's part of an engine, on vLLM's LLMEngine. Everything happens in the calling thread. The ranks of a
+    tensor-parallel group make the same calls in the same order and get the same results.
 
     Args:
-        arguments: of vllm.EngineArgs, complete.
-        log_file: what vLLM has to say.
+        arguments: all arguments of vllm.EngineArgs.
+        log_file: file for vLLM's log.
         sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them.
-        keep_kv: samples that run go on with their KV cache after new weights; else they compute it again.
+        keep_kv: running samples keep their KV cache after new weights; otherwise they recompute it.
 
-    Raises UserError where this Python has no vLLM, or vLLM does not take the arguments.
+    Raises UserError if this Python has no vLLM, or vLLM does not accept the arguments.
     """
 
     def __init__(self, arguments: dict[str, Any], log_file: Path, sleep_level: int = 0, keep_kv: bool = True):
         self.label: str | None = None
-        """Of the weights that it holds, None where they are no version or only part of one"""
+        """Label of the weights that the engine holds; None if they are no version or only part of one"""
         self._sleep_level = sleep_level
         self._keep_kv = keep_kv
         self._says_kept_tokens = bool(arguments.get("return_sampling_mask", False))
@@ -65,29 +65,29 @@ class VllmEngine:
         engine_args = _import_vllm("engine.arg_utils").EngineArgs
         llm_engine = _import_vllm("v1.engine.llm_engine").LLMEngine
         self._parameters = _import_vllm("sampling_params")
-        # Newer versions have one of their own, which is no ValueError.
+        # Newer versions of vLLM have their own error, which is not a ValueError.
         self._refusal: type[Exception] = getattr(_import_vllm("exceptions"), "VLLMValidationError", ValueError)
         try:
             checked = engine_args(**arguments)
         except TypeError as error:
-            raise UserError(f"inference.engine_args: vLLM does not take that: {error}") from error
+            raise UserError(f"inference.engine_args: vLLM refuses them: {error}") from error
         with _random_numbers_kept(), _without_shared_memory():
             self._engine: Any = llm_engine.from_engine_args(checked)
         self._worker: Any = self._engine.model_executor.driver_worker.worker
         self._samples: dict[str, tuple[list[int], SamplingParameters, int]] = {}
-        """Under way, as they were asked for"""
+        """Samples in progress, as they were requested"""
 
     @property
     def busy(self) -> bool:
-        """Whether a sample is not finished."""
+        """Whether any sample is unfinished."""
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, name: str, prompt_ids: list[int], sampling: SamplingParameters, seed: int) -> None:
-        """Take one sample on; sampling.n and sampling.seed are not looked at. Raises SampleRefused."""
+        """Accept one sample; sampling.n and sampling.seed are ignored. Raises SampleRefused."""
         if sampling.truncated and not self._says_kept_tokens:
             raise SampleRefused(
-                "with top_p, top_k or min_p the trainer has to know which tokens were kept: set return-sampling-mask = "
-                "true under [inference.engine_args], where this vLLM has it"
+                "with top_p, top_k or min_p the trainer must know which tokens were kept: set return-sampling-mask = "
+                "true under [inference.engine_args], if this vLLM has that option"
             )
         parameters = self._parameters.SamplingParams(
             n=1,
@@ -97,14 +97,14 @@ class VllmEngine:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             stop_token_ids=sampling.stop_token_ids,
-            # Without it the model's configuration would add stop tokens of its own.
+            # Otherwise the model's configuration would add stop tokens of its own.
             ignore_eos=True,
             seed=seed,
             logprobs=0,
             detokenize=False,
             output_kind=self._parameters.RequestOutputKind.FINAL_ONLY,
         )
-        # The salt keeps apart what was cached with different weights: a cache cannot be emptied under samples that run.
+        # The salt separates what was cached with different weights: a cache cannot be emptied while samples run.
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": self.label}
         try:
             self._engine.add_request(name, prompt, parameters)
@@ -113,22 +113,22 @@ class VllmEngine:
         self._samples[name] = (prompt_ids, sampling, seed)
 
     def cancel(self, names: list[str]) -> None:
-        """Forget samples; names that are finished are passed over."""
+        """Forget samples; names of finished ones are ignored."""
         if names:
             self._engine.abort_request(names)
         for name in names:
             self._samples.pop(name, None)
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One step of all samples; returns those that finished in it."""
+        """Run one step of all samples and return those that finished in it."""
         finished = [(one.request_id, _completion(one.outputs[0])) for one in self._engine.step() if one.finished]
         for name, _ in finished:
             self._samples.pop(name, None)
         return finished
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
-        """Replace all weights by (checkpoint name, whole tensor), one at a time. What was computed with the old ones is
-        not used for samples that come later. After an exception `label` is None."""
+        """Replace all weights by (checkpoint name, whole tensor), one at a time. Later samples reuse nothing that was
+        computed with the old ones. After an exception, `label` is None."""
         config = self._engine.vllm_config
         load_weights = importlib.import_module("torchtitan.inference.vllm.loading").load_weights
         self.label = None
@@ -140,17 +140,18 @@ class VllmEngine:
         self._restart_what_has_not_begun()
 
     def sleep(self) -> None:
-        """Give the device's memory back; unfinished samples stay and begin their computation again."""
+        """Give back the device's memory. Unfinished samples stay and restart their computation."""
         if self._sleep_level == 2:
             self.label = None
         self._engine.sleep(self._sleep_level, mode="keep")
 
     def wake(self, tag: Tag) -> None:
-        """Take memory again: of the weights first, and of the KV cache before the next step."""
+        """Take back memory: weights first, and the KV cache before the next step."""
         self._engine.wake_up([tag])
 
     def _restart_what_has_not_begun(self) -> None:
-        """Samples without a token yet bear the old weights' salt, and could be given what was cached with them."""
+        """Restart samples that have no token yet: they carry the old weights' salt and could reuse what was cached with
+        it."""
         states = self._engine.output_processor.request_states.values()
         names = [state.external_req_id for state in states if state.is_prefilling]
         asked = [(name, *self._samples[name]) for name in names]
@@ -160,15 +161,15 @@ class VllmEngine:
 
     def close(self) -> None:
         groups = _import_vllm("distributed.parallel_state")
-        # vLLM would end the process group too, which is the trainer's.
+        # vLLM would also destroy the process group, which is the trainer's.
         with mock.patch.object(groups, "destroy_distributed_environment", lambda: None):
             self._engine.engine_core.shutdown()
 
 
 @contextlib.contextmanager
 def own_sockets() -> Iterator[None]:
-    """Around an engine: its sockets lie in a folder of its own, unless the environment names one. Once per process:
-    vLLM remembers the first place."""
+    """Give an engine's sockets a folder of their own unless the environment names one. Once per process: vLLM remembers
+    the first folder."""
     if SOCKETS in os.environ:
         yield
         return
@@ -181,28 +182,22 @@ def own_sockets() -> Iterator[None]:
 
 
 def _completion(output: Any) -> Completion:
-    """From vLLM's CompletionOutput. Raises RuntimeError where a token's weights are not known."""
+    """Read vLLM's CompletionOutput. Raises NoVersion or RuntimeError if a token's weights are unknown."""
     tokens = list(output.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs or [], strict=True)]
-    spans = []
-    for span in output.weight_versions or []:
-        label = parse_label(span.version)
-        if label is None:
-            raise RuntimeError(f"vLLM generated with weights {span.version!r}, which are none of this run's versions")
-        if span.end > span.start:
-            spans.append(VersionSpan(*label, span.start, span.end))
+    spans = read_spans([vars(span) for span in output.weight_versions or []])
     if sum(span.end - span.start for span in spans) != len(tokens):
-        raise RuntimeError(f"vLLM names the weights of {spans} only, for {len(tokens)} tokens")
+        raise RuntimeError(f"vLLM names the weights of {spans} only, not of all {len(tokens)} tokens")
     mask = getattr(output, "sampling_mask", None)
     kept = None if mask is None else [list(ids) for ids in mask.token_ids]
-    return Completion(tokens, log_probs, _FINISHES.get(output.finish_reason, "abort"), spans, kept)
+    return Completion(tokens, log_probs, FINISHED.get(output.finish_reason, "abort"), spans, kept)
 
 
 def _import_vllm(name: str) -> Any:
-    """A module of vLLM's. Raises UserError where this Python has no vLLM."""
+    """Import a module of vLLM. Raises UserError if this Python has no vLLM."""
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    # It reads its place among the ranks from there, also where there is only one.
+    # vLLM reads its rank from these variables, even if there is only one.
     for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(variable, value)
     try:
@@ -220,7 +215,8 @@ def _import_vllm(name: str) -> Any:
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """vLLM seeds every generator of the process when it starts; the trainer's draws go on as if it had not."""
+    """Restore the random state afterwards: vLLM seeds every generator of the process, but the trainer's draws must not
+    change."""
     python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
@@ -235,16 +231,16 @@ def _random_numbers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """On a CPU vLLM's ranks exchange through shared memory that is named after the address where they met. It is
-    "env://" for every run of a machine, and names outlive a killed rank: the next run fails on them. Ranks that
-    disagree on the name take torch.distributed instead.
+    """Have vLLM's ranks on a CPU communicate through torch.distributed. By default they use shared memory that is named
+    after the address where they met. That is "env://" for every run on a machine, and names outlive a killed rank, so
+    the next run fails on them. Ranks that disagree on the name use torch.distributed.
     """
     executor = _import_vllm("v1.executor.uniproc_executor").ExecutorWithExternalLauncher
     original = executor._distributed_args
 
     def named(self: Any) -> tuple[str, int, int]:
         _, rank, local_rank = original(self)
-        # The ranks have met already: of the address only the name counts.
+        # The ranks have met already, so only the name matters.
         return f"env://:{rank}", rank, local_rank
 
     with mock.patch.object(executor, "_distributed_args", named):
@@ -258,14 +254,14 @@ def _log_into(path: Path) -> None:
     vllm_logger.handlers = [handler]
     vllm_logger.propagate = False
     vllm_logger.setLevel(logging.INFO)
-    # Both speak up with every version, of what is as it should be.
+    # Both log messages with every version about things that are in order.
     logging.getLogger("vllm.v1.core.block_pool").setLevel(logging.WARNING)
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
 def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path) -> Iterator[Replica | None]:
-    """This rank's part of the colocated engines (collective); None where actors are processes of their own.
+    """Open this rank's part of the colocated engines (collective); None if actors are separate processes.
 
     Raises:
         UserError: there is no vLLM here, it refuses its options, or its KV cache does not fit beside the trainer.
@@ -300,7 +296,7 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
 
 
 def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int | None) -> dict[str, Any]:
-    """Arguments of vllm.EngineArgs: ours, and over them [inference.engine_args] (false takes one of ours away)."""
+    """Return arguments of vllm.EngineArgs: ours, overridden by [inference.engine_args] (false removes one of ours)."""
     inference = config.inference
     arguments: dict[str, Any] = {
         "model": config.model.hf_assets_path,
@@ -311,14 +307,14 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         "tensor_parallel_size": inference.tensor_parallel_size,
         "distributed_timeout_seconds": config.comm.init_timeout_seconds,
         "dtype": inference.dtype,
-        # Equal in a tensor-parallel group, whose ranks must draw alike; every sample has a seed of its own besides.
+        # Equal within a tensor-parallel group, whose ranks must draw alike; every sample also has its own seed.
         "seed": config.training.seed % 2**32,
         "max_model_len": config.training.seq_len,
         "max_num_seqs": inference.max_sequences,
         "max_num_batched_tokens": max(STEP_TOKENS, config.training.seq_len),
         "kv_cache_memory_bytes": memory.kv_cache,
         "logprobs_mode": "processed_logprobs",
-        # A step that is still under way when the weights change would be counted to the new ones.
+        # A step still in progress when the weights change would be attributed to the new ones.
         "async_scheduling": False,
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -336,7 +332,7 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
 
 
 def _set(arguments: dict[str, Any], name: str, value: Any) -> None:
-    """One option: `no_x = true` is `x = False`, `a.b = 1` is `a = {"b": 1}`."""
+    """Set one option: `no_x = true` is `x = False`, `a.b = 1` is `a = {"b": 1}`."""
     name, _, inner = name.partition(".")
     if inner:
         nested = arguments.setdefault(name, {})

@@ -32,11 +32,11 @@ BLOCK = 8
 # Tokens of one sequence that attention extends it by at a time: bounds the mask.
 EXTENSION_TOKENS = 256
 # Queries of one attention that batch_invariance.py has looked at.
-MOST_QUERIES = 16
+MAX_QUERIES = 16
 # Beginnings are looked up in steps of so many tokens; a shorter one is computed again.
 STEP = 16
 # Of those that begin with the same steps, so many of the latest are compared token by token.
-MOST_COMPARED = 32
+MAX_COMPARED = 32
 
 
 class KeyValueCache:
@@ -283,7 +283,7 @@ class ExtensionAttention:
         cache, (tokens, heads, dim) = self._cache, q.shape
         group = heads // cache.heads
         # On CPUs as many queries at a time as were looked at; elsewhere all, and their keys are read once.
-        together = max(1, MOST_QUERIES // group) if cache.device.type == "cpu" else tokens
+        together = max(1, MAX_QUERIES // group) if cache.device.type == "cpu" else tokens
         short = -tokens % together
         # [pieces, key heads, tokens of a piece × heads that share a key head, D]
         pieces = F.pad(q, (0, 0, 0, 0, 0, short)).view(-1, together, cache.heads, group, dim)
@@ -408,7 +408,7 @@ class PrefixStore:
                 break
             alike = self._index[value]
         found, most = None, 0
-        for prefix in itertools.islice(reversed(alike), MOST_COMPARED):
+        for prefix in itertools.islice(reversed(alike), MAX_COMPARED):
             common = _common(prefix.token_ids, token_ids)
             if common > most:
                 found, most = prefix, common

@@ -177,26 +177,22 @@ class Engine:
         self._waiting.append(running)
         self.waiting += request.sampling.n
 
-    def abort(self, request_id: str) -> list[Completion]:
-        """Drop a request. Returns what it had: finished samples, and begun ones with finish reason "abort"."""
-        running = self._requests.get(request_id)
+    def abort(self, request_id: str) -> None:
+        """Drop a request, where it is still there."""
+        running = self._requests.pop(request_id, None)
         if running is None:
-            return []
+            return
         for sequence in list(running.sequences):
             self._release(sequence, "abort")
-        del self._requests[request_id]
         if running in self._waiting:
             self._waiting.remove(running)
             self.waiting -= running.request.sampling.n - running.next_sample
         self.statistics.aborted_requests += 1
-        return [completion for completion in running.completions if completion is not None]
 
-    def abort_all(self) -> list[str]:
-        """Drop every request; returns their ids."""
-        aborted = list(self._requests)
-        for request_id in aborted:
+    def abort_all(self) -> None:
+        """Drop every request."""
+        for request_id in list(self._requests):
             self.abort(request_id)
-        return aborted
 
     def pause(self) -> None:
         """Make `step` do nothing until `resume`; requests are kept."""

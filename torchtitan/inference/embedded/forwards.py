@@ -40,7 +40,7 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 # Truncation looks at so many likeliest tokens first, and sorts the whole vocabulary only where they do not suffice.
 CANDIDATES = 1024
-MOST_TOP_K = 2**31 - 1
+MAX_TOP_K = 2**31 - 1
 
 
 class Part(NamedTuple):
@@ -310,7 +310,7 @@ class BatchSampler:
         if truncated:
             self._truncated_rows = torch.tensor(truncated, device=device)
             # Any integer may be asked for; truncation_mask clamps to the vocabulary, of which this is a bound.
-            top_k = [min(parameters[row].top_k, MOST_TOP_K) for row in truncated]
+            top_k = [min(parameters[row].top_k, MAX_TOP_K) for row in truncated]
             self._top_k = torch.tensor(top_k, device=device)
             self._top_p = torch.tensor([parameters[row].top_p for row in truncated], device=device)
             self._min_p = torch.tensor([parameters[row].min_p for row in truncated], device=device)

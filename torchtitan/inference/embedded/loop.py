@@ -64,7 +64,7 @@ class EngineLoop:
         engine: belongs to this loop's thread from `start` on.
         threads: CPU threads of its computations; 0 leaves torch's choice.
         require_version: serve nothing until a version was applied.
-        on_failure: called in the thread, with the reason, if the thread ends by an error; nothing is served afterwards.
+        on_failure: called in the thread if it ends by an error (`failure`); nothing is served afterwards.
         drain_timeout_s: before weights change, requests that have begun get so long to finish, and new ones wait for
             the new weights; 0 changes them in flight.
         activity: notes when the engine worked.
@@ -75,7 +75,7 @@ class EngineLoop:
         engine: Engine,
         threads: int,
         require_version: bool,
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[], object],
         drain_timeout_s: float = 0.0,
         activity: ActivityLog | None = None,
     ):
@@ -277,7 +277,7 @@ class EngineLoop:
             self.failure = error
             for waiter in self._waiters.values():
                 _answer(waiter, None, Unavailable(f"the engine has failed: {error!r}"))
-            self._on_failure(error)
+            self._on_failure()
         finally:
             self._turning_since = None
             while not self._commands.empty():

@@ -4,7 +4,7 @@ is known of each, and of its row of the cache."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from torchtitan.inference.types import (
 )
 
 # Beyond these bounds logits divided by the temperature overflow, or a request alone fills the memory.
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4
-MOST_SAMPLES = 4096
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+MAX_SAMPLES = 4096
 FIRST_WIDTH = 64
 
 
@@ -37,8 +37,8 @@ class TooLong(InvalidRequest):
 
 
 def _in_bounds(temperature: float) -> float:
-    if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
-        raise ValueError(f"must be 0 (greedy) or lie in {LEAST_TEMPERATURE:g}..{MOST_TEMPERATURE:g}")
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or lie in {MIN_TEMPERATURE:g}..{MAX_TEMPERATURE:g}")
     return temperature
 
 
@@ -50,7 +50,7 @@ class _Sampling(_Strict):
     """SamplingParameters."""
 
     max_tokens: int = Field(ge=1)
-    n: int = Field(1, ge=1, le=MOST_SAMPLES)
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
     temperature: Annotated[float, AfterValidator(_in_bounds)] = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
@@ -60,7 +60,7 @@ class _Sampling(_Strict):
     routes: bool = False
 
 
-class _Generate(_Strict):
+class GenerateBody(_Strict):
     """GenerateRequest."""
 
     request_id: str
@@ -68,13 +68,13 @@ class _Generate(_Strict):
     sampling: _Sampling
 
 
-class _Score(_Strict):
+class ScoreBody(_Strict):
     token_ids: list[int] = Field(min_length=2)
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_length: int) -> None:
     """Raise InvalidRequest or TooLong for a request that cannot be served; types are checked too (it may be JSON)."""
-    _Generate.read(request.to_json(), InvalidRequest)
+    GenerateBody.read(request.to_json(), InvalidRequest)
     prompt, sampling = request.prompt_ids, request.sampling
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise InvalidRequest(f"prompt_ids must lie in 0..{vocab_size - 1}, got {min(prompt)}..{max(prompt)}")
@@ -84,16 +84,6 @@ def check_request(request: GenerateRequest, vocab_size: int, max_length: int) ->
             f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {needed} exceeds the engine's "
             f"max_length {max_length}"
         )
-
-
-def parse_generate(data: dict[str, Any]) -> GenerateRequest:
-    """A GenerateRequest in its own JSON form. Raises InvalidRequest."""
-    return GenerateRequest.from_json(_Generate.read(data, InvalidRequest).model_dump())
-
-
-def parse_score(data: dict[str, Any]) -> list[int]:
-    """The token ids of a score request: at least two. Raises InvalidRequest; ids are checked by the engine's limits."""
-    return _Score.read(data, InvalidRequest).token_ids
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import threading
@@ -12,20 +13,20 @@ from typing import Any
 
 from aiohttp import web
 
-from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_object
+from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_body
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.forwards import score
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.sequences import (
+    GenerateBody,
     InvalidRequest,
+    ScoreBody,
     TooLong,
     check_request,
-    parse_generate,
-    parse_score,
 )
 from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
-from torchtitan.inference.versions import MOST_TORN
+from torchtitan.inference.versions import MAX_TORN
 from torchtitan.utils.json_lines import ActivityLog
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
@@ -62,11 +63,12 @@ class EngineServer(ActorServer):
     ):
         super().__init__(self, token, relay_host)
         self.engine = engine
-        self._event_loop = asyncio.get_running_loop()
         self.stopped = asyncio.Event()
         """Set when the process is to end"""
+        # The supervisor of this process starts a fresh one.
+        failed = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.stopped.set)
         activity = ActivityLog(activity_file)
-        self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
+        self.loop = EngineLoop(engine, threads, require_version, failed, drain_timeout_s, activity)
         self.verifier = Verifier(verify_every, engine.weights.live, self._found_torn)
         self._connections = 0
         self._applying = threading.Lock()
@@ -93,10 +95,6 @@ class EngineServer(ActorServer):
             web.get("/metrics", self._metrics),
         ]
 
-    def _engine_failed(self, _error: BaseException) -> None:
-        # The supervisor of this process starts a fresh one.
-        self._event_loop.call_soon_threadsafe(self.stopped.set)
-
     # Generation
 
     async def _run(self, request: GenerateRequest) -> list[Completion]:
@@ -106,12 +104,13 @@ class EngineServer(ActorServer):
         return await self.loop.generate(own)
 
     async def _generate(self, request: web.Request) -> web.Response:
-        completions = await self._run(parse_generate(parse_object(await request.read())))
+        body = await parse_body(request, GenerateBody)
+        completions = await self._run(GenerateRequest.from_json(body.model_dump()))
         return answer({"completions": [one.to_json() for one in completions]})
 
     async def _score(self, request: web.Request) -> web.Response:
         """{"token_ids"}: log-probs at temperature 1 of all but the first, and the version they are under."""
-        token_ids = parse_score(parse_object(await request.read()))
+        token_ids = (await parse_body(request, ScoreBody)).token_ids
         wanted = GenerateRequest("score", token_ids, SamplingParameters(1))
         check_request(wanted, self.engine.args.vocab_size, self.engine.max_length + 1)
 
@@ -177,8 +176,8 @@ class EngineServer(ActorServer):
         self.loop.poison(epoch, version, reason)
         weights = self._weights
         if weights is not None and weights.epoch == epoch:
-            weights.found_torn(version, reason)
-        if in_a_row >= MOST_TORN:
+            weights.poison_version(version, reason)
+        if in_a_row >= MAX_TORN:
             # The supervisor of this process starts a fresh one.
             logger.error("%d versions in a row did not arrive whole: this process ends", in_a_row)
             self.loop.fail(RuntimeError(reason))

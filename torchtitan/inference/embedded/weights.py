@@ -134,11 +134,11 @@ class EngineWeights:
 
     def _check_adapters(self, tensors: Mapping[str, torch.Tensor]) -> AdapterVersion:
         if not self._base_known:
-            raise WeightsRefused("adapters came, but a whole version has replaced the base weights: restart this actor")
+            raise WeightsRefused("a whole version has replaced the base weights of these adapters: restart this actor")
         shapes = {name: tuple(weight.shape) for name, weight in self.live.items()}
         version = read_adapters(tensors, shapes.get)
         if self._base_bits not in (None, version.base_bits):
-            text = f"adapters of a base in {version.base_bits} bits came, but this engine's is in {self._base_bits}"
+            text = f"the adapters are for a base in {version.base_bits} bits, but this engine's is in {self._base_bits}"
             raise WeightsRefused(f"{text}: restart this actor")
         return version
 

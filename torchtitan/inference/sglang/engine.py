@@ -63,10 +63,10 @@ CPU_ARGUMENTS = (
 )  # fmt: skip
 # What SGLang takes for "all tokens".
 ALL_TOKENS = -1
-MOST_SEED = 2**31 - 1
+MAX_SEED = 2**31 - 1
 # It tells which tokens were kept only where there are at most so many (--sampling-mask-max-tokens); what top-p or min-p
 # would keep beyond is cut off too, and told so.
-MOST_KEPT = 4096
+MAX_KEPT = 4096
 # Its own parser answers 422 to a body of the wrong form, 400 to values that it cannot use.
 REFUSED = (400, 422)
 
@@ -86,14 +86,14 @@ class SGLangControl(EngineControl):
         if not (self.keeps_cache or data.get("disable_radix_cache") or self._forgets_prefixes()):
             # It is reset only while no request runs or waits: those in flight would find what they had computed.
             raise EngineError(
-                "it runs with a prefix cache, which would outlive weights: start it --disable-radix-cache, or take "
+                "its prefix cache would outlive a change of weights: start it with --disable-radix-cache, or set "
                 "inference.in_flight_kv = keep (--in-flight-kv)"
             )
         if self.keeps_cache and data.get("disable_overlap_schedule") is False:
             # Standing still in place, it leaves a step under way: that reads weights while they change, and its tokens
             # are counted to the new version. Requests that are retracted are waited for.
             raise EngineError(
-                "it overlaps its steps, and one would outlast a pause: start it --disable-overlap-schedule, or take "
+                "it overlaps steps, and one would outlast a pause: start it with --disable-overlap-schedule, or set "
                 "inference.in_flight_kv = recompute (--in-flight-kv)"
             )
         saves = bool(data.get("enable_memory_saver"))
@@ -111,8 +111,6 @@ class SGLangControl(EngineControl):
         self.ask("/server_info", timeout_s)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> bool:
-        if mode == "wait":
-            raise EngineError("SGLang cannot let requests finish while others wait")
         if mode == "abort":
             self._abort(timeout_s)
             return True
@@ -239,12 +237,12 @@ class SGLang(ForeignEngine):
     def generate(self, request: GenerateRequest) -> Call:
         """One call: the same prompt n times, each with a seed of its own."""
         sampling = request.sampling
-        most = MOST_KEPT if sampling.truncated else ALL_TOKENS
+        most = MAX_KEPT if sampling.truncated else ALL_TOKENS
         common = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": min(sampling.top_k, MOST_KEPT) if sampling.top_k else most,
+            "top_k": min(sampling.top_k, MAX_KEPT) if sampling.top_k else most,
             "min_p": sampling.min_p,
             "stop_token_ids": sampling.stop_token_ids,
             # Without stop tokens nothing but the length ends a completion, also not those of the checkpoint.
@@ -252,7 +250,7 @@ class SGLang(ForeignEngine):
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
-        seeds = (stream_seed(sampling.seed, sample) & MOST_SEED for sample in range(sampling.n))
+        seeds = (stream_seed(sampling.seed, sample) & MAX_SEED for sample in range(sampling.n))
         body = {
             "input_ids": [request.prompt_ids] * sampling.n,
             "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
@@ -331,7 +329,7 @@ def _routes(numbers: str | None, tokens: int) -> Routes:
     if numbers is None:
         raise RequestRefused(
             "generate",
-            "this SGLang does not say which experts its tokens had, which grpo.routing_replay needs: start it with "
+            "this SGLang does not report the experts of its tokens, which grpo.routing_replay needs: start it with "
             "--enable-return-routed-experts",
         )
     experts = np.frombuffer(base64.b64decode(numbers, validate=True), "<i4")

@@ -34,12 +34,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
-from torchtitan.inference.versions import MOST_TORN, BaseWeights, Torn, Verification
+from torchtitan.inference.versions import MAX_TORN, BaseWeights, Torn, Verification
 from torchtitan.inference.vllm.direct import Mailbox
 from torchtitan.inference.vllm.loading import METHODS, PACKED, Noted, Notes, load_weights
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor import Worker
-from torchtitan.weight_sync.digest import Stopped, differing_parameters
+from torchtitan.weight_sync.digest import CheckStopped, differing_parameters
 from torchtitan.weight_sync.puller import Served
 from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
 
@@ -93,7 +93,7 @@ def _go_on(staged: StagedVersion, found: Iterator[str]) -> str | None:
         return None
     # Or has staging memory been given to the next version meanwhile?
     if staged.proof is None or differing_parameters(staged.proof, staged.tensors, {}):
-        raise Stopped
+        raise CheckStopped
     return f"it does not compute with {wrong}"
 
 
@@ -224,8 +224,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
 
     def _found_torn(self, _epoch: str, version: int, reason: str, in_a_row: int) -> None:
         assert self._worker is not None
-        self._worker.found_torn(version, reason)
-        if in_a_row >= MOST_TORN:
+        self._worker.poison_version(version, reason)
+        if in_a_row >= MAX_TORN:
             # Ends the engine; the supervisor of the agent starts a fresh one.
             raise RuntimeError(f"{in_a_row} versions in a row did not arrive whole: {reason}")
 

@@ -75,7 +75,7 @@ class DirectLoader(WeightLoader):
             self._control.order("/finish_weight_update", {})
             self._control.order("/start_weight_update", {})
         except EngineError as error:
-            raise WeightsRefused(f"the engine begins no update: {error}") from error
+            raise WeightsRefused(f"the engine did not begin the update: {error}") from error
 
 
 def _run(function: Callable[[], object], future: Future[object]) -> None:

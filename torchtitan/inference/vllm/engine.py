@@ -229,7 +229,7 @@ class VLLM(ForeignEngine):
         span = _spans(choice, 1)[0]
         rows = answer["prompt_logprobs"]
         if len(rows) != len(token_ids):
-            raise Malformed(f"{len(rows)} log-probs came for {len(token_ids)} tokens")
+            raise Malformed(f"{len(rows)} log-probs were returned for {len(token_ids)} tokens")
         values = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         return ScoredTokens(values, span.epoch, span.version)
 
@@ -250,8 +250,8 @@ def _completion(choice: dict[str, Any], request: GenerateRequest) -> Completion:
     if truncated and kept is None:
         raise RequestRefused(
             "generate",
-            "this vLLM does not say which tokens top-p, top-k or min-p kept, without which their log-probs mean "
-            "nothing: start it with --return-sampling-mask where it has that, or sample without truncation",
+            "this vLLM does not report which tokens top-p, top-k or min-p kept, without which their log-probs mean "
+            "nothing: start it with --return-sampling-mask if it has that option, or sample without truncation",
         )
     token_ids = [int(token) for token in choice["token_ids"]]
     rows = choice["logprobs"]["content"]
@@ -268,7 +268,7 @@ def _routes(npy: str | None, tokens: int) -> Routes:
     if npy is None:
         raise RequestRefused(
             "generate",
-            "this vLLM does not say which experts its tokens had, which grpo.routing_replay needs: start it with "
+            "this vLLM does not report the experts of its tokens, which grpo.routing_replay needs: start it with "
             "--enable-return-routed-experts, which needs its Model Runner V2 and prefix caching",
         )
     routes = Routes(0, compact(np.load(io.BytesIO(base64.b64decode(npy)), allow_pickle=False)))

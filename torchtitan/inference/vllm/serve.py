@@ -59,7 +59,7 @@ def find_program() -> str:
                 continue
             if found is not None:
                 return module
-    raise UserError(f"{sys.executable} has no vLLM that is known here; see scripts/install_engine.sh")
+    raise UserError(f"{sys.executable} has no vLLM of a supported version; see scripts/install_engine.sh")
 
 
 def main(argv: list[str]) -> int:
