@@ -1,1 +1,1 @@
-"""What a run tells of itself: console, metrics, events over time, report.html, trace.json."""
+"""Reporting for a run: console, metrics, timeline, report.html and trace.json."""

@@ -1,10 +1,10 @@
-"""python -m torchtitan.report RUN_DIR: write report.html and trace.json, also of a run that goes on or was killed.
+"""python -m torchtitan.report RUN_DIR: write report.html and trace.json, even if the run is active or was killed.
 
     python -m torchtitan.report RUN_DIR --trace-only --minutes 60 --plot steps.png --steps 12 --last-step 40
     python -m torchtitan.report --serve RUN_DIR --port 8000
     python -m torchtitan.report --compare RUN_A RUN_B --labels asynchronous blocking --output figure.svg
 
-A run writes both files by itself when it ends, and serves its page itself where metrics.live_port is set.
+A run writes both files when it ends. It also serves its own live page if metrics.live_port is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchtitan.report.timeline import LAST_MINUTES, read_timeline, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(compare_runs(arguments.compare, arguments.output, arguments.labels))
             return 0
         if arguments.run_dir.is_dir() and not (arguments.run_dir / "config.toml").is_file():
-            raise UserError(f"{arguments.run_dir} is no run's folder: there is no config.toml in it")
+            raise UserError(f"{arguments.run_dir} is not a run folder: there is no config.toml in it")
         if arguments.serve:
             serve_run(arguments.run_dir, arguments.port)
             return 0

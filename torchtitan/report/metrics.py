@@ -1,5 +1,5 @@
-"""Figures of a run, where people and tools find them: metrics.jsonl, completions.jsonl, TensorBoard, wandb, and the
-console (log lines, and a live display on a terminal or else one line per step). Only rank 0 writes."""
+"""Outputs for a run's metrics: metrics.jsonl, completions.jsonl, TensorBoard, wandb, and the console (log lines, and a
+live display on a terminal or else one line per step). Only rank 0 writes metrics."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger("torchtitan.metrics")
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 ACTORS_FILE = "actors.json"
-# Of each step's first completions, so many are written token by token, and of each so many tokens.
+# The first DETAILED_SAMPLES completions of each step are written token by token, up to DETAILED_TOKENS tokens each.
 DETAILED_SAMPLES = 4
 DETAILED_TOKENS = 512
 
-# Other tools rely on these: every step's object has them, null where there is no figure.
+# Other tools rely on these keys: every step's object has all of them, with null for a missing value.
 REQUIRED_KEYS = (
     "step", "policy_version", "loss", "grad_norm", "reward/mean", "reward/std", "entropy", "mismatch_kl",
     "staleness/mean", "staleness/max", "completion/length_mean", "completion/truncated_fraction",
@@ -42,17 +42,26 @@ REQUIRED_KEYS = (
     "time/sync_stall_s", "tokens_per_s", "weight_sync/versions_published", "weight_sync/versions_skipped",
 )  # fmt: skip
 
+# The metrics of a step that the console shows: console label → metric key.
+_SHOWN = {
+    "reward": "reward/mean", "loss": "loss", "entropy": "entropy", "mismatch_kl": "mismatch_kl", "grad": "grad_norm",
+    "staleness": "staleness/mean", "stalest": "staleness/max", "length": "completion/length_mean",
+    "tokens/s": "tokens_per_s", "step_s": "time/step_s", "data_s": "time/data_wait_s", "train_s": "time/train_s",
+    "snapshot_s": "time/snapshot_s", "stall_s": "time/sync_stall_s", "published": "weight_sync/versions_published",
+    "skipped": "weight_sync/versions_skipped",
+}  # fmt: skip
+
 Figure = float | int | None
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class MetricsLogger:
-    """Writes what a run measures. Lives on rank 0 only.
+    """Writes the metrics of a run; exists on rank 0 only.
 
-    With resumed_step, rows of later steps (from the life of the run that was interrupted) are cut off first.
+    With resumed_step, the rows of later steps, which the interrupted launch wrote, are removed first.
 
     Raises:
-        UserError: wandb is asked for and cannot start.
+        UserError: wandb is enabled but cannot start.
     """
 
     def __init__(self, config: JobConfig, run_dir: str | Path, resumed_step: int | None = None):
@@ -86,7 +95,7 @@ class MetricsLogger:
         self._closing.callback(self._console.close)
 
     def log_step(self, step: int, figures: Mapping[str, Figure], actors: Mapping[str, str] | None = None) -> None:
-        """Write the object of one trained batch; actors (name → state) as they are now go to actors.json."""
+        """Write the metrics of one trained batch, and the current actors (name → state) to actors.json."""
         row = self._write(dict.fromkeys(REQUIRED_KEYS) | dict(figures) | {"step": step})
         if step % self.config.metrics.log_freq == 0 or step == self.config.training.steps:
             self._console.step(step, row, actors or {})
@@ -94,11 +103,11 @@ class MetricsLogger:
             write_whole(self.run_dir / ACTORS_FILE, json.dumps({"step": step, "actors": dict(actors)}))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Figure]) -> None:
-        """Write an evaluation as an object of its own, with `eval/…` keys and the step after which it was made."""
+        """Write an evaluation as a separate object with `eval/…` keys; it ran after the given step."""
         self._console.evaluation(step, self._write({"step": step} | dict(figures)))
 
     def log_completions(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
-        """Write the first samples of a batch in words, at most metrics.completions_per_step."""
+        """Write the first samples of a batch as text, at most metrics.completions_per_step (all if negative)."""
         limit = self.config.metrics.completions_per_step
         for number, sample in enumerate(batch.samples[: None if limit < 0 else limit]):
             row = describe_sample(step, batch.version, sample, tokenizer)
@@ -118,20 +127,20 @@ class MetricsLogger:
 
 
 def without_tensorboard(arguments: threading.ExceptHookArgs) -> None:
-    """A thread's traceback, but none of TensorBoard's: what that meets its next call raises."""
+    """Print a thread's traceback, but not for TensorBoard's writer thread: the next call to it raises its error."""
     if type(arguments.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(arguments)
 
 
 def finite(value: Figure) -> Figure:
-    """A number that JSON can hold; None for NaN and infinities."""
+    """Return a number that JSON can represent; None for NaN and infinities."""
     if value is None or not math.isfinite(value):
         return None
     return int(value) if isinstance(value, int) else float(value)
 
 
 def describe_sample(step: int, version: int, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One row of completions.jsonl. A conversation has `segments` beside what it sampled."""
+    """Return one row of completions.jsonl. A conversation also has its `segments`."""
     conversation = {} if len(sampled_segments(sample.branches)) == 1 else {"segments": _segments(sample, tokenizer)}
     return conversation | {
         "step": step,
@@ -149,7 +158,7 @@ def describe_sample(step: int, version: int, sample: Sample, tokenizer: Tokenize
 
 
 def _segments(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """What was said behind the prompt, branch by branch; what was sampled has its number of tokens and its versions."""
+    """Return the segments after the prompt, branch by branch; sampled ones have their token count and versions."""
     rows = []
     for number, branch in enumerate(sample.branches):
         for segment in branch.segments[number == 0 :]:
@@ -161,7 +170,7 @@ def _segments(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def describe_tokens(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The first tokens of a sample one by one: text, the engine's log-prob, and the trainer's where it is known."""
+    """Return the text and the engine's log-prob of each of the first tokens, and the trainer's log-prob if known."""
     ids = sample.completion_ids[:DETAILED_TOKENS]
     known = [branch.trainer_log_probs for branch in sample.branches]
     trainer = [] if any(one is None for one in known) else [value for one in known for value in one.tolist()]
@@ -173,11 +182,11 @@ def describe_tokens(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
-    """What each token adds to the text; one that is only a part of a character adds nothing, the last of them all."""
+    """Return what each token adds to the text; of the tokens that form one character, only the last adds it."""
     texts = []
     before = done = 0
     for end in range(1, len(ids) + 1):
-        # With a token in front: some decoders drop the space that the first one begins with.
+        # Decode together with the preceding token: some decoders drop the leading space of the first one.
         text = tokenizer.decode(ids[before:end], skip_special=False)
         if text.endswith("�") and end - done < 4 and end < len(ids):
             texts.append("")
@@ -188,14 +197,14 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def run_folder(path: str | Path) -> Path:
-    """The path of a run's folder. Raises UserError where there is none."""
+    """Return the path of a run's folder. Raises UserError if it does not exist."""
     if not Path(path).is_dir():
         raise UserError(f"there is no run folder {path}")
     return Path(path)
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drop the rows of later steps, and a line that a kill cut off, from a JSON-lines file. In one rename."""
+    """Drop the rows of later steps, and a line truncated by a kill, from a JSON-lines file. The rename is atomic."""
     if not path.is_file():
         return
     temporary = path.with_name(path.name + ".tmp")
@@ -229,13 +238,28 @@ def _start_wandb(config: JobConfig, run_dir: Path) -> Any:
 Row = Mapping[str, Any]
 
 
+class LogFile(logging.FileHandler):
+    """Where it cannot be written any more this is said once, not with a traceback for every line: the console has them
+    all, and what stops the run is that its records cannot be written."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            print(f"{self.baseFilename} cannot be written any more: {error}", file=sys.stderr, flush=True)
+
+
 def set_up_logging(run_dir: Path, rank: int) -> None:
-    """Log to stderr and to {run_dir}/logs/rank-N.log; libraries only from warnings on."""
+    """Log to stderr and to {run_dir}/logs/rank-N.log; libraries log only warnings and errors."""
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     handlers: list[logging.Handler] = [
         logging.StreamHandler(),
-        logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8"),
+        LogFile(folder / f"rank-{rank}.log", encoding="utf-8"),
     ]
     line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True, format=line, datefmt="%H:%M:%S")
@@ -243,14 +267,14 @@ def set_up_logging(run_dir: Path, rank: int) -> None:
 
 
 def make_console(config: Metrics, total_steps: int, first_step: int = 0) -> Console:
-    """The console that metrics.console asks for; auto takes the live one on a terminal."""
+    """Return the console that metrics.console selects; "auto" selects the live one on a terminal."""
     if config.console == "rich" or (config.console == "auto" and sys.stderr.isatty()):
         return LiveConsole(total_steps, first_step)
     return Console(total_steps)
 
 
 class Console:
-    """One log line per step: readable in files, in CI and behind torchrun's --tee."""
+    """Writes one log line per step, which stays readable in files, in CI and with torchrun's --tee."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
@@ -265,11 +289,11 @@ class Console:
         logger.info("eval after step %d  %s", step, describe_evaluation(row))
 
     def close(self) -> None:
-        """Leave the terminal as it was. May be called twice."""
+        """Restore the terminal. May be called twice."""
 
 
 class LiveConsole(Console):
-    """A display that stays in place, drawn anew with every step; log lines scroll above it."""
+    """A display that stays in place and is redrawn at every step; log lines scroll above it."""
 
     def __init__(self, total_steps: int, first_step: int = 0):
         from rich import progress
@@ -284,7 +308,7 @@ class LiveConsole(Console):
         self._task = self._progress.add_task("", total=total_steps, completed=first_step)
         self._rewards: deque[float] = deque(maxlen=40)
         self._evaluation = ""
-        # The stream is taken now: Live puts a proxy in its place, and log handlers follow that below.
+        # Keep the original stream: Live replaces sys.stderr by a proxy, which the log handlers use from below on.
         self._stream = sys.stderr
         console = RichConsole(file=self._stream, force_terminal=True)
         self._live = Live(self._progress, console=console, auto_refresh=False, transient=False)
@@ -308,10 +332,9 @@ class LiveConsole(Console):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column()
-        figures = describe_step(row)
-        figures["reward"] += f" ± {figure(row, 'reward/std')}  {bars(self._rewards)}"
-        for name, text in figures.items():
-            table.add_row(name, text)
+        for name, text in describe_step(row).items():
+            spread = f" ± {figure(row, 'reward/std')}  {bars(self._rewards)}" if name == "reward" else ""
+            table.add_row(name, text + spread)
         if self._evaluation:
             table.add_row("evaluation", self._evaluation)
         if actors:
@@ -330,7 +353,7 @@ class LiveConsole(Console):
 
 
 def number(value: Any) -> str:
-    """A number in four significant digits, or a dash; text as it is."""
+    """Format a number with four significant digits, or None as a dash; return text unchanged."""
     if value is None or isinstance(value, str):
         return value or "–"
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
@@ -341,29 +364,22 @@ def figure(row: Row, key: str) -> str:
 
 
 def describe_step(row: Row) -> dict[str, str]:
-    """The figures of a step that a person wants to see, under a word each."""
-    return {
-        "reward": figure(row, "reward/mean"),
-        "loss": f"{figure(row, 'loss')}  entropy {figure(row, 'entropy')}  kl {figure(row, 'mismatch_kl')}  "
-        f"grad {figure(row, 'grad_norm')}",
-        "staleness": f"{figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}",
-        "length": f"{figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
-        f"{figure(row, 'time/step_s')} s (data {figure(row, 'time/data_wait_s')}, "
-        f"train {figure(row, 'time/train_s')}, snapshot {figure(row, 'time/snapshot_s')}, "
-        f"stall {figure(row, 'time/sync_stall_s')})",
-        "published": f"{figure(row, 'weight_sync/versions_published')}, "
-        f"skipped {figure(row, 'weight_sync/versions_skipped')}",
-    }
+    """Return the metrics of a step that the console shows (label → text), leaving out those that are missing."""
+    shown = {word: figure(row, key) for word, key in _SHOWN.items() if row.get(key) is not None}
+    if "staleness" not in shown:
+        # Without sampling, versions are published only for evaluations: skipping all others is expected.
+        shown.pop("skipped", None)
+    return shown
 
 
 def describe_evaluation(row: Row) -> str:
-    """All eval/… figures on one line."""
+    """Format all eval/… metrics on one line."""
     names = [name for name in row if name.startswith("eval/")]
     return "  ".join(f"{name.removeprefix('eval/')} {figure(row, name)}" for name in names)
 
 
 def bars(values: deque[float]) -> str:
-    """A line of block characters that shows the course of some values."""
+    """Return a sparkline of block characters for some values."""
     if len(values) < 2:
         return ""
     low, high = min(values), max(values)

@@ -1,9 +1,9 @@
-"""Pages about a run, made from the files in its folder: report.html, self-contained, without scripts, and the live
-page, which a small web server shows while the run goes on or afterwards.
+"""HTML pages about a run, made from the files in its folder.
 
-The server only reads, and a run starts it as a process of its own: no request can hold up a step. It listens on
-127.0.0.1 and answers those who know its token, under a host name of this machine only (a foreign page must not reach it
-by a name of its own that it lets point here).
+report.html is self-contained, without scripts. A small web server serves the live page, during the run or afterwards.
+
+The server only reads, and a run starts it as a separate process, so that no request can delay a step. It listens on
+127.0.0.1, requires its token, and accepts only host names of this machine, against DNS rebinding by foreign pages.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MAX_COMPLETIONS = 12
 
 Row = dict[str, Any]
 Lines = list[list[Any]]
-"""Of a table: figures and texts"""
-# Columns of the weight synchronisation's table: heading, figure, factor to the unit in the heading.
+"""The lines of a table, whose cells are numbers and texts"""
+# Columns of the weight synchronisation table: heading, metric, factor that converts it to the unit in the heading.
 _SYNC_COLUMNS = (
     *((name, name, 1) for name in ("pulls", "applied", "superseded", "aborted", "refused")),
     ("queue ms", "queue_wait_s", 1e3), ("transfer ms", "transfer_s", 1e3), ("GB/s", "gigabytes_per_s", 1),
@@ -59,15 +59,15 @@ HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
 FILES = {"metrics": METRICS_FILE, "completions": COMPLETIONS_FILE, "events": "events.jsonl"}
 TOKEN_VARIABLE = "TORCHTITAN_LIVE_TOKEN"
 STOP_SECONDS = 5.0
-# The whole report takes seconds of a processor: however often it is asked for, it is drawn this often at most.
+# The whole report takes seconds of CPU time, so requests within this interval get the page that was drawn before.
 REPORT_SECONDS = 10.0
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write RUN_DIR/report.html in one rename and return its path. Works with few rows or none.
+    """Write RUN_DIR/report.html atomically and return its path. Works with few rows or none.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: the folder does not exist.
     """
     path = run_folder(run_dir) / REPORT_FILE
     write_whole(path, report_page(path.parent))
@@ -75,7 +75,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def report_page(run_dir: Path) -> str:
-    """The page's text."""
+    """Return the HTML of the report."""
     rows = read_json_lines(run_dir / METRICS_FILE)
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
@@ -110,7 +110,7 @@ def report_page(run_dir: Path) -> str:
 
 
 def description_of(configuration: str) -> str:
-    """job.description in the text of a config.toml; empty where there is none."""
+    """Return job.description from the text of a config.toml, or an empty string."""
     found = re.search(r'^description = "(.*)"$', configuration, re.MULTILINE)
     return found[1] if found else ""
 
@@ -121,7 +121,7 @@ def _headline(configuration: str, steps: list[Row]) -> str:
 
 
 def _cards(steps: list[Row], evaluations: list[Row]) -> list[tuple[str, str]]:
-    """Figures and what they are."""
+    """Return (value, description) pairs."""
     cards: list[tuple[str, str]] = []
     scored = [row for row in evaluations if row.get("eval/pass@1") is not None]
     if scored:
@@ -151,7 +151,7 @@ def _mean(rows: list[Row], key: str) -> float | None:
 
 
 def _weight_sync(actors: dict[str, dict[str, float]]) -> tuple[list[str], Lines]:
-    """Per actor: versions by what became of them, means over those that it applied, evictions by phase."""
+    """Per actor: the number of versions by outcome, means over applied versions, and evictions by phase."""
     columns = [one for one in _SYNC_COLUMNS if any(one[1] in figures for figures in actors.values())]
     lines: Lines = []
     for actor, figures in actors.items():
@@ -191,13 +191,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def listen(port: int, option: str) -> socket.socket:
-    """A socket that listens on this machine only; port 0 takes a free one. Raises UserError, which names the option."""
+    """Return a socket listening on this machine only; port 0 takes a free one. Raises UserError naming the option."""
     try:
         return socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
-        raise UserError(
-            f"{option} = {port}: {HOST}:{port} cannot be listened on ({error}); choose another port"
-        ) from error
+        raise UserError(f"{option} = {port}: cannot listen on {HOST}:{port} ({error}); choose another port") from error
 
 
 def url_of(listener: socket.socket, token: str) -> str:
@@ -205,10 +203,10 @@ def url_of(listener: socket.socket, token: str) -> str:
 
 
 class LivePage:
-    """The server's process, as long as a run goes on."""
+    """The process of the web server during a run."""
 
     def __init__(self, run_dir: Path, port: int):
-        """Raises UserError where the port is taken."""
+        """Raises UserError if the port is taken."""
         token = secrets.token_urlsafe(24)
         log_file = run_dir / "logs" / "live.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +234,7 @@ class LivePage:
 
 
 def serve_run(run_dir: Path, port: int) -> None:
-    """Serve a run's page in the foreground. Raises UserError where there is no such folder, or the port is taken."""
+    """Serve a run's page in the foreground. Raises UserError if the folder does not exist or the port is taken."""
     run_dir, token = run_folder(run_dir), secrets.token_urlsafe(24)
     listener = listen(port, "--port")
     print(url_of(listener, token), flush=True)
@@ -301,7 +299,7 @@ class LiveServer:
         return web.Response(text=page, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def _run(self, request: web.Request) -> web.Response:
-        """What the run is, what to plot of it, and its actors as they were after the last step."""
+        """Return the run's name and description, the plots to draw, and the actors' states after the last step."""
         configuration, actors = self.run_dir / "config.toml", self.run_dir / ACTORS_FILE
         about: dict[str, Any] = {"name": self.run_dir.resolve().name, "actors": {}}
         about["description"] = description_of(configuration.read_text()) if configuration.is_file() else ""
@@ -311,10 +309,11 @@ class LiveServer:
         return web.json_response(about)
 
     async def _lines(self, request: web.Request) -> web.Response:
-        """Whole lines of a file: those behind `after`, or the last ones in front of `before` (-1: in front of the end).
+        """Return whole lines of a file: those after offset `after`, or the last ones before offset `before` (-1: EOF).
 
-        {"file": which file it is, "begin", "end": their places, "lines"}. A file that is not the given `file` any more
-        (a resumed run has cut it) is told from its begin, whatever `after` is.
+        The answer is {"file": inode, "begin": offset, "end": offset, "lines": [...]}. If the inode differs from the
+        given `file` (a resumed run has truncated and replaced it), the offsets in the request no longer apply: `after`
+        is then taken as the start of the file, `before` as its end.
         """
         path = self.run_dir / FILES.get(request.match_info["name"], "")
         try:
@@ -331,7 +330,7 @@ class LiveServer:
             before = min(before, status.st_size) if before >= 0 and known == status.st_ino else status.st_size
             size = CHUNK_BYTES
             while (begin := line_start(path, before - size)) >= before > size:
-                size *= 2  # the line in front is longer than that
+                size *= 2  # the last line before `before` is longer than `size`
             lines, end = read_lines(path, begin, before - begin) if begin < before else ([], before)
         return web.json_response({"file": status.st_ino, "begin": begin, "end": end, "lines": lines})
 
@@ -348,8 +347,8 @@ def _resource(name: str) -> str:
 
 
 def main(run_dir: str, descriptor: str, parent: str) -> None:
-    """The process that a run starts: its folder, the listening socket's descriptor, its process id."""
-    # The page waits where the run needs the processor.
+    """Run the server process; `descriptor` is the listening socket's, and `parent` is the process id of the run."""
+    # The run has priority over its page.
     os.nice(10)
     end_with_parent(int(parent))
     asyncio.run(serve(Path(run_dir), socket.socket(fileno=int(descriptor)), os.environ.pop(TOKEN_VARIABLE)))

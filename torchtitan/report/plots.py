@@ -1,4 +1,4 @@
-"""Plots of runs with matplotlib, without a display: SVG text for the report, files for comparisons."""
+"""Plots of runs with matplotlib, without a display: SVG text for the report, and files for comparisons."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ TIMES = (
     ("time/snapshot_s", "snapshot", "#8d4fb0"),
     ("time/sync_stall_s", "sync stall", "#c03955"),
 )
-# More points than this only make the page heavy.
+# More points than this only make the page larger.
 _MAX_POINTS = 800
 STEPS = 12
-MOST_RANKS = 2
-MOST_ACTORS = 6
-# Height of a process in the plot, without the space between two.
+MAX_RANKS = 2
+MAX_ACTORS = 6
+# Height of one process in the plot, without the gap between two of them.
 LANE = 1.6
-# Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
+# Kinds of spans that are drawn, in the order of the legend. Generation spans alternate between two tints by version.
 TIMELINE_COLORS = {label: color for _, label, color in TIMES} | {
     "rollout": "#b7d3f2", "commit": "#5b2a86", "evaluation": "#8a97a8", "wake": "#e8c468", "checkpoint": "#b9c0c9",
     "transfer": "#d9622b", "apply": "#2e8b57", "drain": "#9fd3b4", "pause": "#10151c", "failed": "#c03955",
 }  # fmt: skip
 _FAILED = ("aborted", "refused", "poisoned", "evicted")
 _TINTS = ("#b7d3f2", "#d6e6f7")
-# Incidents of the synchronisation and events of the run that are drawn.
+# Weight synchronisation incidents and run events that are drawn, with their markers.
 _SHAPES = {
     "lost a lane": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d", "actor_restarting": "^",
     "shard server lost": "s", "registry restarted": "s", "fault injected": "*",
@@ -51,16 +51,16 @@ _THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
 
 @dataclass(frozen=True)
 class Plot:
-    """Some figures of metrics.jsonl over steps, for the report and for the live page."""
+    """A plot of metrics from metrics.jsonl over steps, for the report and the live page."""
 
     title: str
     keys: tuple[tuple[str, str], ...]
-    """(key, label) of each line; a key that ends in * stands for all keys that begin so"""
+    """(key, label) of each line; a key that ends in * stands for all keys with that prefix"""
     spread: str = ""
     """Key of the standard deviation around the first line"""
     log: bool = False
     parts: bool = False
-    """The lines are parts of time/step_s, to be drawn on top of each other"""
+    """The lines are parts of time/step_s and are drawn as a stacked plot"""
 
 
 PLOTS = (
@@ -79,16 +79,16 @@ PLOTS = (
 
 
 def run_plots(rows: list[Row]) -> list[str]:
-    """SVG texts of the plots of one run; those without any figure are left out."""
+    """Return the plots of one run as SVG texts; plots without data are left out."""
     figures = [_time_split(rows, plot) if plot.parts else _lines(rows, plot) for plot in PLOTS]
     return [svg_text(figure, f"plot{index}") for index, figure in enumerate(figures) if figure is not None]
 
 
 def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Sequence[str] | None = None) -> Path:
-    """Plot training reward and held-out accuracy of several runs over steps and over time into one SVG or PNG file.
+    """Plot training reward and held-out accuracy of several runs, over steps and over time, in one SVG or PNG file.
 
     Raises:
-        UserError: a folder without rows, another number of labels than runs, or another kind of file.
+        UserError: a run has no rows, the number of labels and runs differs, or the file type is not supported.
     """
     output = Path(output)
     if labels is not None and len(labels) != len(run_dirs):
@@ -116,14 +116,14 @@ def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Seq
 
 
 def blank_figure(width: float = 4.6, height: float = 2.9) -> Figure:
-    """A figure without a display; inches."""
+    """Return a figure that needs no display; width and height are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def dress(axes: Axes, title: str, x_label: str = "step") -> None:
-    """Title, labels and lines as in all plots."""
+    """Give a plot its title, axis label and the common style."""
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(x_label, fontsize=8, color="#667080")
     axes.tick_params(labelsize=8, colors="#667080")
@@ -133,13 +133,13 @@ def dress(axes: Axes, title: str, x_label: str = "step") -> None:
 
 
 def _with_figure(rows: list[Row], *keys: str) -> list[Row]:
-    """The rows that have all these figures, thinned out to what a plot can show."""
+    """Return the rows that have all these keys, subsampled to at most _MAX_POINTS."""
     found = [row for row in rows if all(row.get(key) is not None for key in keys)]
     return found[:: max(1, -(-len(found) // _MAX_POINTS))]
 
 
 def _curve(axes: Axes, x: Sequence[float], y: Sequence[float], color: str, label: str, marker: str = "") -> None:
-    """A line; a long one pale, with its running mean on top."""
+    """Draw a line; a long one is drawn pale, with its running mean on top."""
     marker = "o" if len(x) < 3 else marker
     window = len(y) // 40
     if window < 3 or marker:
@@ -198,7 +198,7 @@ def _time_split(rows: list[Row], plot: Plot) -> Figure | None:
     if len(steps) == 1:  # an area needs two points
         steps, parts, other = [steps[0] - 1, *steps], [part * 2 for part in parts], other * 2
     axes.stackplot(steps, *parts, other, labels=[*labels, "other"], colors=[*colors, "#b9c0c9"], alpha=0.85)
-    # The first step may hold start-up; it must not flatten all others.
+    # The first step may include start-up time, which must not flatten the rest of the plot.
     whole = sorted(row["time/step_s"] for row in timed)
     axes.set_ylim(0, max(1e-9, 1.15 * whole[min(len(whole) - 1, int(0.98 * len(whole)))]))
     handles, names = axes.get_legend_handles_labels()
@@ -208,15 +208,15 @@ def _time_split(rows: list[Row], plot: Plot) -> Figure | None:
 
 
 def svg_text(figure: Figure, salt: str) -> str:
-    """The figure as an SVG element; `salt` differs between those of one page."""
+    """Return the figure as an SVG element; each figure of a page needs a different `salt`."""
     buffer = io.BytesIO()
     save_figure(figure, buffer, format="svg", salt=salt)
     text = buffer.getvalue().decode()
-    return text[text.index("<svg") :]  # without the XML head, which has no place inside a page
+    return text[text.index("<svg") :]  # the XML declaration is not allowed inside a page
 
 
 def write_figure(figure: Figure, output: Path, option: str) -> None:
-    """Write an SVG or PNG file. Raises UserError, which names the command's option, for another kind of file."""
+    """Write an SVG or PNG file. For any other file type, raises UserError that names the command's option."""
     if output.suffix not in (".svg", ".png"):
         raise UserError(f"{option} {output}: the figure must be a .svg or a .png file")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -224,24 +224,24 @@ def write_figure(figure: Figure, output: Path, option: str) -> None:
 
 
 def save_figure(figure: Figure, target: Any, salt: str = "figure", **options: Any) -> None:
-    """Write an SVG or PNG file (or stream), without the time of day."""
+    """Write an SVG or PNG file (or stream). An SVG file gets no date, so that it is reproducible."""
     import matplotlib
 
-    # A salt of its own per plot: ids must not collide where several SVGs stand in one page.
+    # Each plot has its own salt, because the ids of several SVGs in one page must not collide.
     with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(target, metadata=None if str(target).endswith(".png") else {"Date": None}, **options)
 
 
 def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None = None) -> Figure | None:
-    """The last `steps` steps up to `last_step` (the newest); None where no step is known."""
+    """Draw the last `steps` steps up to `last_step` (default: the newest); None if no step is known."""
     window = _window(timeline, steps, last_step)
     if window is None:
         return None
     begin, end = window
     ranks = _ranks(timeline)
     names = list(dict.fromkeys(track.process for track in timeline.tracks if track.name in ("weights", "generation")))
-    actors = names[:MOST_ACTORS]
-    lanes = [(name if len(ranks) > 1 else TRAINER, tracks) for name, tracks in [*ranks.items()][:MOST_RANKS]]
+    actors = names[:MAX_ACTORS]
+    lanes = [(name if len(ranks) > 1 else TRAINER, tracks) for name, tracks in [*ranks.items()][:MAX_RANKS]]
     lanes += [(actor, [track for track in timeline.tracks if track.process == actor]) for actor in actors]
     figure = blank_figure(width=11.0, height=1.5 + 0.42 * LANE * len(lanes))
     axes = figure.subplots()
@@ -266,10 +266,10 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
 
 
 def write_plot(timeline: Timeline, output: Path, steps: int = STEPS, last_step: int | None = None) -> Path:
-    """Write the plot as an SVG or PNG file. Raises UserError where there is nothing to draw, or for another ending."""
+    """Write the plot as an SVG or PNG file. Raises UserError if no step is known, or for another file extension."""
     figure = plot_timeline(timeline, steps, last_step)
     if figure is None:
-        raise UserError("the run folder says of no step when it was made: there is nothing to draw")
+        raise UserError("the run folder has no times of any step: there is nothing to draw")
     write_figure(figure, output, "--plot")
     return output
 
@@ -281,14 +281,14 @@ def _window(timeline: Timeline, steps: int, last_step: int | None) -> tuple[floa
     if not spans:
         return None
     newest = max(span.details["step"] for span in spans)
-    # An earlier launch may have made steps of the same number: its spans lie before those of the last one.
+    # An earlier launch may have trained the same step numbers; its spans precede those of the last launch.
     chosen = sorted((span for span in spans if span.details["step"] > newest - steps), key=lambda one: one.end)
     end = chosen[-1].end
     return min(span.begin for span in chosen[-steps * len(_ranks(timeline)) :]), end
 
 
 def _ranks(timeline: Timeline) -> dict[str, list[Track]]:
-    """The tracks of each trainer rank: its steps, and its snapshots."""
+    """Return the tracks of each trainer rank: its steps and its snapshots."""
     ranks: dict[str, list[Track]] = {}
     for track in timeline.tracks:
         if track.process == TRAINER:
@@ -297,7 +297,7 @@ def _ranks(timeline: Timeline) -> dict[str, list[Track]]:
 
 
 def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown: set[str]) -> None:
-    """One track in its lane: generation in the upper part of an actor's lane, weights in the lower."""
+    """Draw one track in its lane: in an actor's lane, generation is above and weights are below."""
     for span in track.spans:
         if span.end < begin or span.begin > end:
             continue
@@ -316,7 +316,7 @@ def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown:
         elif kind in TIMELINE_COLORS:
             low, high = (top + 1.05, 0.5) if kind in _THIN else (top, 0.95)
             order = 3 if kind in ("pause", "apply", "commit", "sync stall") else 2
-            # The edge keeps what lasts a millisecond visible.
+            # The edge keeps spans of a millisecond visible.
             axes.broken_barh(
                 [(left, right - left)], (low, high), facecolor=TIMELINE_COLORS[kind],
                 edgecolor=TIMELINE_COLORS[kind], linewidth=0.7, zorder=order, label=_once(shown, kind),
@@ -338,7 +338,7 @@ def _label(axes: Axes, x: float, y: float, text: str, color: str, anchor: str) -
 
 
 def _once(shown: set[str], name: str) -> str:
-    """The label of a mark: only the first of its kind is in the legend."""
+    """Return the label of a mark; only the first mark of each kind appears in the legend."""
     label = "_" if name in shown else name
     shown.add(name)
     return label

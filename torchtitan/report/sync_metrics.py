@@ -1,6 +1,6 @@
-"""Figures of the weight synchronisation: weight_sync/versions.jsonl, sums per step, and what the report shows.
+"""Metrics of the weight synchronisation: weight_sync/versions.jsonl, sums per step, and data for the report.
 
-All of them come from one reading of the registry's journal and the trainer's own rows.
+All of them are computed in one pass over the registry's journal and the trainer's own rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_jso
 
 Record = Mapping[str, Any]
 
-# What an applied version's figures may say; null where the transport does not measure it.
+# Metrics of an applied version; null if the transport does not measure them.
 SECONDS = ("transfer_s", "apply_s", "drain_s", "pause_s")
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 FIGURES = (*SECONDS, "gigabytes_per_s", *BYTES, "source")
-# Events that are incidents as well, and what those are called.
+# Journal events that are also incidents, with the incident's name.
 _INCIDENTS = {
     "poisoned": "poisoned", "lost": "evicted", "lost_lane": "lost a lane", "server_lost": "shard server lost",
 }  # fmt: skip
@@ -30,24 +30,24 @@ Snapshot = tuple[int, float, float]
 FOLDER = "weight_sync"
 JOURNAL_FILE = "registry.jsonl"
 VERSIONS_FILE = "versions.jsonl"
-# Figures of one version that only the trainer knows: rank 0's snapshot, from its order to its fence, and the time that
-# the trainer thread spent on the synchronisation in the step that made the version.
+# Metrics of one version that only the trainer knows: the duration of rank 0's snapshot, from queueing to fence, and
+# the time that the trainer thread spent on weight synchronisation in the step that produced the version.
 TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
 _STALLS = ("time/snapshot_s", "time/sync_stall_s")
 MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
 _COUNTS = ("pulls", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
-# A delivery ends long before so many newer versions are trained.
+# A delivery ends long before this many newer versions are trained.
 _REMEMBERED_VERSIONS = 1024
 
 
 class Outcome(enum.Enum):
     PENDING = "pending"
-    """waits for the actor, or is on its way"""
+    """The version waits for the actor or is being transferred."""
     APPLIED = "applied"
     SUPERSEDED = "superseded"
-    """a newer version came before the actor began to pull this one"""
+    """A newer version was published before the actor began to pull this one."""
     ABORTED = "aborted"
-    """a newer version came before the actor had all of this one"""
+    """The pull ended before the actor had all of this version, usually because a newer one was published."""
     REFUSED = "refused"
     POISONED = "poisoned"
     EVICTED = "evicted"
@@ -55,21 +55,21 @@ class Outcome(enum.Enum):
 
 @dataclass
 class Attempt:
-    """One try to bring a version to an actor. Times in seconds since 1970."""
+    """One attempt to deliver a version to an actor. Times are in seconds since 1970."""
 
     begun_at: float
     applying_at: float | None = None
-    """All bytes are there and checked"""
+    """When all bytes had been received and verified"""
     ended_at: float | None = None
     failure: Outcome | None = None
     phase: str = ""
-    """What was under way when it failed"""
+    """The phase in which the attempt failed"""
     reason: str = ""
 
 
 @dataclass
 class Delivery:
-    """One version and one actor."""
+    """The delivery of one version to one actor."""
 
     epoch: str
     version: int
@@ -78,13 +78,13 @@ class Delivery:
     attempts: list[Attempt] = field(default_factory=list)
     outcome: Outcome = Outcome.PENDING
     evicted_in: str = ""
-    """The phase in which the actor was evicted while this was its version"""
+    """The phase in which the actor was evicted during this delivery"""
     figures: dict[str, Any] = field(default_factory=dict)
     """What the actor measured"""
 
     @property
     def queue_wait_s(self) -> float | None:
-        """From the publication to the first pull."""
+        """Seconds from the publication to the first pull."""
         if self.published_at is None or not self.attempts:
             return None
         return max(0.0, self.attempts[0].begun_at - self.published_at)
@@ -94,13 +94,13 @@ class Delivery:
         return [attempt for attempt in self.attempts if attempt.failure is not None]
 
     def end(self, otherwise: Outcome) -> Delivery:
-        """It cannot change any more: one that is still pending ends as its last attempt failed, or otherwise so."""
+        """Make the delivery final: if pending, its outcome is that of its last failed attempt, else `otherwise`."""
         if self.outcome is Outcome.PENDING:
             self.outcome = (self.failed and self.failed[-1].failure) or otherwise
         return self
 
     def row(self) -> dict[str, Any]:
-        """As an object of versions.jsonl."""
+        """Return the delivery as an object of versions.jsonl."""
         applied = self.attempts and self.outcome is Outcome.APPLIED
         return {
             "epoch": self.epoch,
@@ -121,7 +121,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Publication:
-    """A version that every rank has, or that was given up."""
+    """A version that was published or dropped."""
 
     time: float
     epoch: str
@@ -132,7 +132,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that happened to an actor or a process, at one moment."""
+    """Something that happened to an actor or a process at one point in time."""
 
     time: float
     kind: str
@@ -142,15 +142,15 @@ class Incident:
 
 
 Entry = Delivery | Publication | Incident
-"""What the journal says happened; a delivery is among it when it cannot change any more"""
+"""What the journal records; a delivery is included once it is final"""
 
 
-# How a pull ends that brings nothing.
+# Outcomes of a pull that delivers nothing.
 _ENDS = {"gone": Outcome.ABORTED, "lost": Outcome.ABORTED, "refused": Outcome.REFUSED}
 
 
 class DeliveryBook:
-    """Puts the registry's records together to deliveries, publications and incidents. `close` ends what is open."""
+    """Assembles deliveries, publications and incidents from the registry's records. `close` ends open deliveries."""
 
     def __init__(self) -> None:
         self.epoch = ""
@@ -160,7 +160,7 @@ class DeliveryBook:
         self._newest: Publication | None = None
 
     def feed(self, records: Iterable[Record]) -> Iterator[Entry]:
-        """Take records in their order; events that are of no interest here are passed over."""
+        """Process records in order; irrelevant events are ignored."""
         for record in records:
             self._entries = []
             event = str(record.get("event"))
@@ -173,7 +173,7 @@ class DeliveryBook:
             yield from self._entries
 
     def close(self) -> list[Entry]:
-        """No more records: the newest version of each live actor stays pending, everything else is over."""
+        """End all deliveries after the last record; the newest version of each live actor stays pending."""
         self._entries = []
         self._end_all()
         return self._entries
@@ -192,13 +192,13 @@ class DeliveryBook:
         return deliveries.setdefault(version, Delivery(self.epoch, version, actor))
 
     def _end(self, actor: str, up_to: int) -> None:
-        """Something newer than these versions has taken their place, or they were applied: they are over."""
+        """End the deliveries of versions up to `up_to`, which were applied or superseded."""
         deliveries = self._open.get(actor, {})
         for version in sorted(version for version in deliveries if version <= up_to):
             self._entries.append(deliveries.pop(version).end(Outcome.SUPERSEDED))
 
     def _attempt(self, actor: str, version: int | None = None) -> Attempt | None:
-        """What is under way to an actor."""
+        """Return the attempt that is in progress for an actor."""
         for delivery in self._open.get(actor, {}).values():
             if version in (None, delivery.version) and delivery.attempts and delivery.attempts[-1].ended_at is None:
                 return delivery.attempts[-1]
@@ -213,7 +213,7 @@ class DeliveryBook:
         actor, phase = record.get("actor", ""), str(record.get("phase", ""))
         self._entries.append(Incident(record["time"], kind, actor, text, phase))
 
-    # One method per event of the journal that is more than that
+    # One method per journal event that is more than an incident
 
     def _on_start(self, record: Record) -> None:
         for actor in self._open:
@@ -235,11 +235,11 @@ class DeliveryBook:
             delivery.published_at = delivery.published_at or record["time"]
 
     def _on_serves(self, record: Record) -> None:
-        """What an actor that has joined holds already."""
+        """Handle the version that an actor already has when it joins."""
         actor, version = record["actor"], record["version"]
         found = self._open.get(actor, {}).get(version)
         if found is not None and found.outcome is Outcome.PENDING:
-            # It did apply, only the word of it was lost; or another launch of this process has it.
+            # The actor applied it but the report was lost, or another launch of this process has it.
             found.outcome = Outcome.APPLIED
             if found.attempts:
                 found.attempts[-1].ended_at = found.attempts[-1].ended_at or record["time"]
@@ -292,7 +292,7 @@ class DeliveryBook:
 
 
 class Sums:
-    """Counts, bytes and means over deliveries, under their names in metrics.jsonl (without weight_sync/)."""
+    """Counts, bytes and means over deliveries, under their keys in metrics.jsonl (without weight_sync/)."""
 
     def __init__(self) -> None:
         self._totals: Counter[str] = Counter(dict.fromkeys((*_COUNTS, *BYTES), 0))
@@ -300,7 +300,7 @@ class Sums:
         self._evicted_in: Counter[str] = Counter()
 
     def add(self, entry: Entry) -> None:
-        """Count a delivery, with times and rates if it was applied, or an eviction by its phase."""
+        """Count a delivery (with times and rates if it was applied) or an eviction by its phase."""
         if isinstance(entry, Incident) and entry.kind == "evicted":
             self._evicted_in[f"evicted_in/{entry.phase}"] += 1
         if not isinstance(entry, Delivery):
@@ -316,17 +316,17 @@ class Sums:
                 self._values.setdefault(name, []).append(row[name])
 
     def figures(self) -> dict[str, float]:
-        """Of everything so far; no mean of nothing."""
+        """Return the metrics of everything added so far; a mean without values is left out."""
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         longest = {"pause_s/max": max(self._values["pause_s"])} if "pause_s" in self._values else {}
         return {**self._totals, **means, **longest, **dict(sorted(self._evicted_in.items()))}
 
 
 class SyncMetrics:
-    """Follows a run's journal: writes a row per version and actor when it is final, and sums up each step.
+    """Follows a run's journal: writes one row per version and actor once it is final, and sums up each step.
 
-    What an earlier launch left in the run folder is read first, and its rows are written anew. Without a weight_sync
-    folder (a replay) there is nothing to follow.
+    The records of earlier launches are read first, and their rows are rewritten. Without a weight_sync folder (in a
+    replay), this class does nothing.
     """
 
     def __init__(self, run_dir: Path, earlier: Iterable[Row] = ()):
@@ -354,9 +354,9 @@ class SyncMetrics:
         self._sums, self._skipped = Sums(), 0
 
     def step(self, row: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> dict[str, float]:
-        """Keys for metrics.jsonl about what happened since the last call.
+        """Return the metrics of everything that happened since the last call, for metrics.jsonl.
 
-        row: the step's own so far; snapshots: (version, begin, end) of those whose fence was reached.
+        row: the step's metrics so far; snapshots: (version, begin, end) of the snapshots whose fence was reached.
         """
         if self._file is None:
             return {}
@@ -370,7 +370,7 @@ class SyncMetrics:
         return {f"weight_sync/{name}": value for name, value in figures.items()}
 
     def close(self) -> None:
-        """Write what is still open as it stands. May be called twice."""
+        """Write the deliveries that are still open in their current state. May be called twice."""
         if self._file is None:
             return
         self._note(self._book.feed(self._tail.read()))
@@ -415,7 +415,7 @@ class SyncMetrics:
 
 
 def sums_by_actor(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Figures of the whole run, per actor (see Sums)."""
+    """Return the metrics of the whole run per actor (see Sums)."""
     sums: defaultdict[str, Sums] = defaultdict(Sums)
     for entry in read_journal(run_dir):
         if not isinstance(entry, Publication) and entry.actor:
@@ -424,7 +424,7 @@ def sums_by_actor(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def read_journal(run_dir: Path, last_bytes: int = 0) -> Iterator[Entry]:
-    """Everything that a run's journal tells, or its last bytes; nothing where there is none."""
+    """Yield the entries of a run's journal, or of its last `last_bytes` if not 0; nothing if there is no journal."""
     book = DeliveryBook()
     yield from book.feed(JsonTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes).read())
     yield from book.close()

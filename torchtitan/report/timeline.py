@@ -1,7 +1,7 @@
-"""Who did what when in a run: trainer ranks, registry and actors on one clock, from the files of the run folder.
+"""The timeline of a run: trainer ranks, registry and actors on one clock, from the files of the run folder.
 
-It becomes trace.json here and pictures in report/plots.py. Times are seconds since 1970 as each process saw them; spans
-of one track nest, since a span is cut where the one around it ends.
+This module writes it as trace.json; report/plots.py draws it. Times are in seconds since 1970 on each process's clock.
+The spans of one track nest, because a span is cut where its enclosing span ends.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torchtitan.report.sync_metrics import Attempt, Delivery, Incident, Outcome,
 from torchtitan.utils.json_lines import TIMELINE, read_json_lines, write_whole
 
 TRAINER, SYNC = "trainer", "weight sync"
-# A rank's second track is called like its first, with this behind it.
+# Suffix of a rank's second track, which is otherwise named like its first.
 SNAPSHOTS = " snapshots"
-# What is read from a run's journal at most, newest last.
-MOST_RECORDS = 50_000
+# Only the newest are read: entries of the journal, events and fault files (each); bytes of the journal.
+MAX_RECORDS = 50_000
 JOURNAL_BYTES = 32 * 2**20
-# Files of the run folder that hold strikes of injected faults (weight_sync/faults.py).
+# Files of the run folder that record injected faults (weight_sync/faults.py).
 FAULT_FILES = "*.struck/*.json"
 TRACE_FILE = "trace.json"
 LAST_MINUTES = 15.0
-# Viewers take some hundred megabytes; this is about fifty.
-MOST_EVENTS = 200_000
+# Trace viewers can open a few hundred megabytes; this many events are about fifty.
+MAX_EVENTS = 200_000
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time."""
+    """An interval of time."""
 
     name: str
     kind: str
-    """What it is, whichever version or step it belongs to"""
+    """The category, independent of the version or step"""
     begin: float
     end: float
     details: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Moment:
-    """Something that happened at once, to a process of the run."""
+    """An instantaneous event in a process of the run."""
 
     time: float
     name: str
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Track:
-    """Spans of one thing, in the order of their begin; they nest and do not otherwise overlap."""
+    """A sequence of spans in order of their begin times; they nest and do not otherwise overlap."""
 
     process: str
     name: str
@@ -73,7 +73,7 @@ class Timeline:
 
     @property
     def begin(self) -> float:
-        """inf where nothing is known."""
+        """The first begin of all spans; inf if there are none."""
         return min([span.begin for track in self.tracks for span in track.spans], default=math.inf)
 
     @property
@@ -81,7 +81,7 @@ class Timeline:
         return max([span.end for track in self.tracks for span in track.spans], default=-math.inf)
 
     def since(self, moment: float) -> Timeline:
-        """What had not ended at `moment`, cut off there."""
+        """Return the part of the timeline after `moment`; a span that is open at `moment` begins there."""
         tracks = []
         for track in self.tracks:
             spans = [replace(one, begin=max(one.begin, moment)) for one in track.spans if one.end > moment]
@@ -90,7 +90,7 @@ class Timeline:
 
 
 def nested(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order, each cut where the one around it ends; one that would be left empty is kept without length."""
+    """Sort spans and cut each where its enclosing span ends; a span that becomes empty is kept with zero length."""
     result: list[Span] = []
     around: list[Span] = []
     for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
@@ -103,11 +103,11 @@ def nested(spans: Iterable[Span]) -> list[Span]:
 
 
 def read_timeline(run_dir: Path) -> Timeline:
-    """All that a run's files still hold; also of a run that goes on or was killed."""
+    """Read the timeline from a run's files; the run may be active or killed."""
     files = run_dir / TIMELINE
     notes = {path.stem: read_json_lines(path) for path in files.glob("*.jsonl")}
     ranks = {int(name.removeprefix("rank-")): notes.pop(name) for name in list(notes) if name.startswith("rank-")}
-    entries = deque(read_journal(run_dir, JOURNAL_BYTES), MOST_RECORDS)
+    entries = deque(read_journal(run_dir, JOURNAL_BYTES), MAX_RECORDS)
     deliveries = [one for one in entries if isinstance(one, Delivery)]
     publications = [one for one in entries if isinstance(one, Publication)]
     incidents = [one for one in entries if isinstance(one, Incident)]
@@ -139,7 +139,7 @@ def _snapshots(rows: list[dict[str, Any]]) -> Iterator[Span]:
 
 
 def _publishing(publications: Iterable[Publication], reached: dict[int, float]) -> Iterator[Span]:
-    """From the end of rank 0's snapshot to the publication: fences and checksums of all ranks. One after the other."""
+    """Yield spans from rank 0's snapshot to the publication (all ranks' fences and checksums), without overlap."""
     before = -math.inf
     for one in publications:
         begin = max(before, reached.get(one.version, one.time))
@@ -167,7 +167,7 @@ def _delivery(delivery: Delivery) -> Iterator[Span]:
 
 
 def _parts(delivery: Delivery, attempt: Attempt, end: float, figures: dict[str, Any]) -> Iterator[Span]:
-    """Transfer and apply of an attempt."""
+    """Yield the transfer, apply and drain spans of an attempt."""
     staged = attempt.applying_at
     if staged is None:
         return
@@ -195,30 +195,30 @@ def _incidents(incidents: Iterable[Incident]) -> Iterator[Moment]:
 
 
 def _events(run_dir: Path) -> Iterator[Moment]:
-    for event in read_json_lines(run_dir / "events.jsonl")[-MOST_RECORDS:]:
+    for event in read_json_lines(run_dir / "events.jsonl")[-MAX_RECORDS:]:
         details = {name: value for name, value in event.items() if name not in ("time", "kind")}
         yield Moment(event.get("time", 0.0), str(event.get("kind")), str(event.get("actor") or TRAINER), details)
 
 
 def _faults(run_dir: Path) -> Iterator[Moment]:
-    """Faults that were injected into the weight synchronisation, where they are counted in files."""
-    for path in sorted((run_dir / SYNC_FOLDER).glob(FAULT_FILES))[-MOST_RECORDS:]:
+    """Yield the faults that were injected into the weight synchronisation and recorded in files."""
+    for path in sorted((run_dir / SYNC_FOLDER).glob(FAULT_FILES))[-MAX_RECORDS:]:
         try:
             strike = json.loads(path.read_text())
         except ValueError:
-            continue  # being written just now
+            continue  # the file is being written
         phase, version, actor, *_ = strike["where"]
         details = {"fault": strike["fault"], "phase": phase, "version": version}
         yield Moment(strike["time"], "fault injected", actor or SYNC, details)
 
 
 def write_trace(run_dir: str | Path, minutes: float = LAST_MINUTES) -> Path:
-    """Write RUN_DIR/trace.json, in one rename, about the last `minutes` of the run; returns its path.
+    """Write the last `minutes` of the run to RUN_DIR/trace.json atomically and return its path.
 
-    Also for a run that goes on or was killed. `otherData` says what was left out.
+    The run may be active or killed. `otherData` says what was left out.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: the folder does not exist.
     """
     path = run_folder(run_dir) / TRACE_FILE
     trace = chrome_trace(read_timeline(path.parent), minutes)
@@ -226,11 +226,11 @@ def write_trace(run_dir: str | Path, minutes: float = LAST_MINUTES) -> Path:
     return path
 
 
-def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events: int = MOST_EVENTS) -> dict[str, Any]:
-    """The last `minutes` of a time line as an object of the trace event format, of at most `most_events` events.
+def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events: int = MAX_EVENTS) -> dict[str, Any]:
+    """Return the last `minutes` of a timeline in the trace event format, with at most `most_events` spans.
 
-    Complete events (ph X) on one thread per track, instant events (ph i) for evictions, restarts and injected faults,
-    and metadata events (ph M) that name and order processes and threads; times in microseconds from the first event on.
+    Spans are complete events (ph X) on one thread per track. Evictions, restarts and injected faults are instant events
+    (ph i). Metadata events (ph M) name and order processes and threads. Times are in microseconds from the first event.
     https://ui.perfetto.dev and chrome://tracing open it.
     """
     whole = sum(len(track.spans) for track in timeline.tracks)
@@ -258,13 +258,13 @@ def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events:
 
 
 def _place(process: str) -> tuple[int, str, int]:
-    """The trainer, the synchronisation, then actors by name: actor-10 comes after actor-9."""
+    """Sort key: the trainer, the weight synchronisation, then actors by number (actor-10 comes after actor-9)."""
     stem = process.rstrip("0123456789")
     return [TRAINER, SYNC, process].index(process), stem, int(process[len(stem) :] or 0)
 
 
 def _named(pid: int, tid: int, what: str, name: str, place: int) -> list[Event]:
-    """Metadata: the name of a process or thread, and its place among them."""
+    """Return the metadata events for the name of a process or thread and its position."""
     event = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
     return [
         event | {"name": f"{what}_name", "args": {"name": name}},
@@ -284,12 +284,12 @@ def _instant(moment: Moment, begin: float) -> Event:
 
 
 def _microseconds(moment: float, begin: float) -> int:
-    # Both ends of a span are rounded, not its length: so rounding keeps spans nested.
+    # Both ends of a span are rounded rather than its length, so that spans stay nested.
     return max(0, round((moment - begin) * 1e6)) if math.isfinite(begin) else 0
 
 
 def _plain(details: Mapping[str, Any]) -> Event:
-    """What JSON can hold; NaN and infinities become null."""
+    """Make details valid JSON: NaN and infinities become null, and missing values are left out."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in details.items()

@@ -217,7 +217,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "there is no run folder" in capsys.readouterr().err
     (tmp_path / "config.toml").touch()
     assert main(["--serve", str(tmp_path), "--port", "65536"]) == 1
-    assert "--port = 65536: 127.0.0.1:65536 cannot be listened on" in capsys.readouterr().err
+    assert "--port = 65536: cannot listen on 127.0.0.1:65536" in capsys.readouterr().err
 
 
 class Browser:

@@ -217,8 +217,8 @@ def test_plain_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         logger.log_evaluation(3, {"eval/pass@1": 0.75, "eval/greedy": None})
         logger.close()
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2 and lines[0].startswith("step 2/10  reward 0.5  loss 0.2  entropy –")
-    assert "12,346 tok/s" in lines[0] and "\n" not in lines[0]
+    assert len(lines) == 2 and lines[0].startswith("step 2/10  reward 0.5  loss 0.2  ")
+    assert "tokens/s 12,346" in lines[0] and "entropy" not in lines[0] and "\n" not in lines[0]
     assert lines[1] == "eval after step 3  pass@1 0.75  greedy –"
 
 
@@ -274,3 +274,16 @@ def test_a_conversation_is_written_and_drawn(tmp_path: Path) -> None:
     drawn = page[page.index('<pre class="talk">') :]
     kinds = ["given", "version1", "given", "version2", "given", "version2"]
     assert re.findall(r'<span class="(\w+)"', drawn[: drawn.index("</pre>")]) == kinds
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_log_on_a_full_disk_is_said_once_and_the_console_has_every_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    program = "import logging, pathlib, sys\nfrom torchtitan.report.metrics import set_up_logging\n"
+    program += "set_up_logging(pathlib.Path(sys.argv[1]), 0)\n"
+    program += "for number in range(3): logging.getLogger('torchtitan').info('line %d', number)\n"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert "Traceback" not in done.stderr and done.stderr.count("rank-0.log cannot be written") == 1, done.stderr
+    assert [f"line {number}" in done.stderr for number in range(3)] == [True] * 3

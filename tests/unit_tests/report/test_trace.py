@@ -20,7 +20,7 @@ from torchtitan.report.__main__ import main
 from torchtitan.report.page import write_report
 from torchtitan.report.timeline import Moment, Span, Timeline, Track, chrome_trace, nested, read_timeline, write_trace
 from torchtitan.utils import json_lines
-from torchtitan.utils.json_lines import MOST_SPANS, ActivityLog, StepRecorder, TimelineFile, actor_file, rank_file
+from torchtitan.utils.json_lines import MAX_SPANS, ActivityLog, StepRecorder, TimelineFile, actor_file, rank_file
 
 TIMES = st.floats(0, 1000, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES), max_size=30).map(
@@ -179,7 +179,7 @@ def test_activity_is_merged_without_loss(steps: list[tuple[float, float, int, in
         assert before["end"] <= after["begin"] + 1e-9
     spent = sum(row["end"] - row["begin"] for row in rows)
     assert spent >= worked - 1e-6
-    assert all(row["end"] - row["begin"] <= json_lines.LONGEST_SECONDS + 0.5 for row in rows)
+    assert all(row["end"] - row["begin"] <= json_lines.MAX_SECONDS + 0.5 for row in rows)
     ActivityLog().stepped(0.0, 1.0, 1, 5)
 
 
@@ -196,7 +196,7 @@ def test_a_recorder_notes_steps_cheaply(tmp_path: Path) -> None:
     first, second = [json.loads(line) for line in rank_file(tmp_path, 3).read_text().splitlines()]
     assert first["spans"] == [["data wait", now, now + 0.4 + 0.095], ["train", now + 0.5, now + 0.9]]
     assert first["snapshots"] == [[0, now, now + 0.1]] and second["snapshots"] == []
-    assert first["end"] == second["begin"] and len(second["spans"]) == MOST_SPANS
+    assert first["end"] == second["begin"] and len(second["spans"]) == MAX_SPANS
     recorder.close()
 
 
