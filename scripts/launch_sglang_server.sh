@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Starts a SGLang server with our agent beside it, for runs that find their actors by address (inference.servers).
+# Starts an SGLang server with our agent beside it, for runs that name their actors in inference.servers.
 #
 #   scripts/launch_sglang_server.sh --model DIR [--host 127.0.0.1] [--port 8000] [agent's options] [-- SGLang's options]
 #   scripts/launch_sglang_server.sh --model outputs/assets/Qwen3-0.6B --dtype bfloat16 -- --mem-fraction-static 0.8
 #
-#   --python FILE             the interpreter that has SGLang (default: what scripts/install_engine.sh makes)
-#   --dry-run                 print the command line and leave
-#   TORCHTITAN_ACTOR_TOKEN    what a run has to send to be let in; made up and printed where it is not set
-#   LOG_FILE                  what SGLang itself says (default: sglang.engine.log)
+#   --python FILE             the interpreter that has SGLang (default: the one that scripts/install_engine.sh prints)
+#   --dry-run                 print the command line and exit
+#   TORCHTITAN_ACTOR_TOKEN    the token that a run must send; if not set, one is generated and printed
+#   LOG_FILE                  the log of SGLang itself (default: sglang.engine.log)
 # The agent's options: python -m torchtitan.inference.agent --help
 set -euo pipefail
 

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Makes a Python environment that has what this checkout needs, once; afterwards it only looks (well under a second).
+# Makes, once, a Python environment with all that this checkout needs; later calls only check it (well under a second).
 #
 #   scripts/setup_env.sh [EXTRAS]        e.g. scripts/setup_env.sh test,dev
 #   source scripts/setup_env.sh && setup_env test,dev && "$PYTHON" …
 #
 # Which Python: $PYTHON if it is set; else the active virtual environment, if it has everything already; else ./.venv,
-# which is made on first use. An environment that you named or made yourself is only added to if $PYTHON names it.
+# which is made on first use. An environment of your own gets packages installed only if $PYTHON names it.
 #
-#   PYTHON=…                an interpreter of 3.10 or newer; outside a virtual environment it is used to make ./.venv
-#   TORCH_VERSION=2.13.0    the torch that gets installed where there is none
-#   TORCH_BACKEND=…         its build: cpu, auto (what the NVIDIA driver can run) or a CUDA such as cu128. By default torch's
-#                           own build beside a driver of 580 or newer, auto beside an older one, and cpu without one
-#   ALLOW_CUDA_TORCH=1      without an NVIDIA driver: take a CUDA build (gigabytes) if there is no other
+#   PYTHON=…                Python 3.10 or newer; outside a virtual environment, it is used to make ./.venv
+#   TORCH_VERSION=2.13.0    the torch to install if there is none
+#   TORCH_BACKEND=…         its build: cpu, auto (what the NVIDIA driver can run) or a CUDA such as cu128. Default:
+#                           torch's default build with driver 580 or newer, auto with an older one, cpu without a driver
+#   ALLOW_CUDA_TORCH=1      without an NVIDIA driver: install a CUDA build (gigabytes) if there is no CPU build
 
 SETUP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 setup_say() { printf '[setup] %s\n' "$*" >&2; }
 
-# Prints what the interpreter $1 lacks of the requirements (with extras $2). 0: nothing; 1: something; 3: unusable.
+# Prints which requirements (with extras $2) the interpreter $1 lacks. Exit code 0: none; 1: some; 3: it is unusable.
 setup_lacks() { "$1" "$SETUP_ROOT/scripts/check_environment.py" --extras "$2" "${@:3}"; }
 
 setup_in_venv() { "$1" -c 'import sys; raise SystemExit(sys.prefix == sys.base_prefix)'; }
@@ -32,7 +32,7 @@ setup_find_base_python() {
             return 0
         fi
     done
-    setup_say "no Python of 3.10 or newer on the PATH; install one, or name it with PYTHON=…"
+    setup_say "there is no Python 3.10 or newer on the PATH: install one, or set PYTHON=…"
     return 1
 }
 
@@ -44,19 +44,19 @@ setup_make_venv() { # $1: the interpreter to make it with
     fi
 }
 
-# --no-compile: the interpreter compiles what it imports; compiling everything at once doubles the time of the set-up.
-# torch comes first and with its version, so that no other requirement pulls a newer and bigger one.
+# --no-compile: the interpreter compiles what it imports, while compiling everything would double the set-up time.
+# torch is installed first, with its version, so that no other requirement pulls in a newer and bigger one.
 setup_install_torch() { # $1: the interpreter
     local version="${TORCH_VERSION:-2.13.0}" backend="${TORCH_BACKEND:-}" driver="" uv=""
     if [[ -z "$backend" ]] && setup_has_driver; then
         driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
-        # The CUDA that torch's default build brings needs that driver.
+        # The CUDA version in torch's default build needs that driver.
         ((${driver%%.*} >= 580)) 2>/dev/null && backend=default || backend=auto
-        setup_say "NVIDIA driver ${driver:-of an unknown version} found: torch's build for it is $backend"
+        setup_say "found NVIDIA driver ${driver:-of unknown version}: torch's build for it is $backend"
     fi
     if [[ "$backend" == default ]]; then
         setup_say "installing torch $version in its default (CUDA) build"
-        # A CPU build satisfies the requirement, so pip would keep it: replaced first, which downloads before it removes.
+        # A CPU build satisfies the requirement, so pip would keep it: replace it first (pip downloads, then removes).
         "$1" -m pip install -qq --no-compile --force-reinstall --no-deps "torch==$version" >&2 &&
             "$1" -m pip install -qq --no-compile "torch==$version" >&2
         return
@@ -74,11 +74,11 @@ setup_install_torch() { # $1: the interpreter
         return
     fi
     setup_say "${TORCH_BACKEND:+TORCH_BACKEND=}${TORCH_BACKEND:-no NVIDIA driver}: looking for a CPU build of torch $version"
-    # The local version label +cpu can only match a CPU build, so nothing big can slip in here.
+    # The local version +cpu matches CPU builds only, so this cannot install the big CUDA build.
     if "$1" -m pip install -qq --no-compile "torch==$version+cpu" 2>/dev/null >&2; then
         return 0
     fi
-    setup_say "pip's configured wheels hold none; trying uv --torch-backend=cpu"
+    setup_say "pip's configured indexes have none; trying uv --torch-backend=cpu"
     if command -v uv >/dev/null 2>&1; then
         uv="$(command -v uv)"
     elif "$1" -m pip install -qq --no-compile uv >&2; then
@@ -92,8 +92,8 @@ setup_install_torch() { # $1: the interpreter
         "$1" -m pip install -qq --no-compile "torch==$version" >&2
         return
     fi
-    setup_say "no CPU build of torch $version can be had here, and this machine has no NVIDIA driver. Point pip at a CPU" \
-        "wheel (PIP_FIND_LINKS=…), or accept several GB of CUDA libraries with ALLOW_CUDA_TORCH=1"
+    setup_say "no CPU build of torch $version is available here, and this machine has no NVIDIA driver. Point pip at a" \
+        "CPU wheel (PIP_FIND_LINKS=…), or accept several GB of CUDA libraries with ALLOW_CUDA_TORCH=1"
     return 1
 }
 
@@ -105,12 +105,12 @@ setup_install() { # $1: the interpreter, $2: extras
         setup_install_torch "$1" || return 1
     fi
     setup_say "torch $("$1" -W ignore -c 'import torch; v = torch.version; print(torch.__version__, "(CUDA build)" if v.cuda else "(CPU build)")')"
-    setup_say "installing this checkout${2:+ with the extras $2} and what it needs"
+    setup_say "installing this checkout${2:+ with the extras $2} and its requirements"
     (cd "$SETUP_ROOT" && "$1" -m pip install -qq --no-compile --editable ".${2:+[$2]}" >&2) || return 1
-    # Where no bytecode is ever written, every process would compile torch anew: twice the time of its start.
+    # If Python may not write bytecode, every process would compile torch again and take twice as long to start.
     if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
-        setup_say "PYTHONDONTWRITEBYTECODE is set: compiling what was installed, once"
-        # Its exit code tells of files that packages ship and that are not for this Python: nothing imports them.
+        setup_say "PYTHONDONTWRITEBYTECODE is set: compiling the installed packages once"
+        # It fails for files that packages ship for other Pythons; nothing imports them.
         "$1" -m compileall -qq -j 0 "$("$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
     fi
     setup_say "environment ready after $((SECONDS - started)) s"
@@ -123,7 +123,7 @@ setup_env() {
     base=""
     if [[ -n "${PYTHON:-}" ]]; then
         if ! command -v "$PYTHON" >/dev/null 2>&1; then
-            setup_say "PYTHON=$PYTHON is no program"
+            setup_say "PYTHON=$PYTHON: there is no such program"
             return 1
         fi
         PYTHON="$(command -v "$PYTHON")"
@@ -133,7 +133,7 @@ setup_env() {
             setup_say "$lacking"
             return 1
         elif setup_in_venv "$PYTHON"; then
-            setup_say "PYTHON=$PYTHON: adding what it lacks ($(tr '\n' ',' <<<"$lacking" | sed 's/,$//; s/,/, /g'))"
+            setup_say "PYTHON=$PYTHON: installing what it lacks ($(tr '\n' ',' <<<"$lacking" | sed 's/,$//; s/,/, /g'))"
             setup_install "$PYTHON" "$extras" || return 1
         else
             base="$PYTHON"
@@ -151,7 +151,7 @@ setup_env() {
         fi
     fi
     if [[ -z "${PYTHON:-}" || -n "$base" ]]; then
-        # One at a time: the two commands may be started together on a fresh clone.
+        # One at a time: two commands may start together on a fresh clone.
         if command -v flock >/dev/null 2>&1; then
             (flock 9 && setup_own_venv "$extras" "$base") 9<"$SETUP_ROOT" || return 1
         else
@@ -159,7 +159,7 @@ setup_env() {
         fi
         PYTHON="$venv"
     fi
-    # Whatever the working directory, torchtitan is this checkout.
+    # torchtitan is this checkout, whatever the working directory.
     export PYTHONPATH="$SETUP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
     export PYTHON
 }
@@ -170,7 +170,7 @@ setup_own_venv() { # $1: extras, $2: the interpreter to make it with, or empty
         [[ -n "$base" ]] || base="$(setup_find_base_python)" || return 1
         setup_make_venv "$base" || return 1
     elif [[ -n "$base" ]] && ! cmp -s <("$base" --version 2>&1) <("$venv" --version 2>&1); then
-        setup_say "./.venv was made with $("$venv" --version 2>&1), PYTHON=$base is $("$base" --version 2>&1): remove ./.venv to change"
+        setup_say "./.venv was made with $("$venv" --version 2>&1), but PYTHON=$base is $("$base" --version 2>&1): remove ./.venv to change it"
         return 1
     fi
     lacking="$(setup_lacks "$venv" "$1")" && status=0 || status=$?
@@ -180,7 +180,7 @@ setup_own_venv() { # $1: extras, $2: the interpreter to make it with, or empty
     elif [[ $status -ne 0 ]]; then
         setup_install "$venv" "$1" || return 1
         if ! lacking="$(setup_lacks "$venv" "$1")"; then
-            setup_say "the installation is not complete: $lacking"
+            setup_say "the installation is incomplete: $lacking"
             return 1
         fi
     fi

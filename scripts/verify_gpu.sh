@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What nothing but GPUs can show, on this machine with 1, 2 or 8 of them: one command, and one file to send back.
+# Verifies what only GPUs can show, on a machine with 1, 2 or 8 of them: one command, and one file to send back.
 #
 #   scripts/verify_gpu.sh [--minutes 240] [--only NAME …] [--again]
 #
 # Runs the checks of scripts/verify_gpu.toml that fit the number of GPUs, the most important ones first, each with a
-# deadline; prints what was expected and what was measured, and writes outputs/verify_gpu/results.json with it, beside a
-# log for each. Called again it goes on where it was: what has passed at this commit is not run again (--again does).
+# deadline. It prints what was expected and what was measured, and writes both to outputs/verify_gpu/results.json,
+# beside a log of each check. When called again, it skips the checks that have passed at this commit (unless with --again).
 #
-#   --minutes N    start no check after so long
-#   --only NAME    these alone
-#   PYTHON         see scripts/setup_env.sh; engines are installed on first use (scripts/install_engine.sh)
-# Exit code 0: all that fits has passed; 1: something has not; 2: no GPU here.
+#   --minutes N    start no check after this time
+#   --only NAME    run these checks only
+#   PYTHON         see scripts/setup_env.sh; scripts/install_engine.sh installs engines on first use
+# Exit code 0: all checks that fit have passed; 1: one has not; 2: there is no GPU here.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Two GPUs: one trains, on the other an engine generates. Two short runs, one that waits for its actors after every step
-# and one that does not, and then: did the engine always hold the weights that the trainer sent, and what did not
-# waiting gain?
+# Compares two short runs on two GPUs, of which one trains and the other runs an engine: one run waits for its actors
+# after every step, the other does not. Did the engine always hold the weights that the trainer sent, and how much faster is
+# the run that does not wait?
 #
 #   scripts/verify_grpo_2gpu.sh [--training.steps 30 …]       the arguments go to both runs
 #
 #   ENGINE=vllm          or sglang, or embedded
 #   MODEL=DIR            a checkpoint directory (default: the debug checkpoint, which is made)
 #   STEPS=30             steps of each run
-#   LEAST_GAIN=1.0       tokens/s without waiting over tokens/s with, below which the check fails (on a CPU: 0)
-# Without two GPUs the same runs on the CPU, and this says so. Exit code 1: a check failed.
+#   LEAST_GAIN=1.0       the check fails below this ratio of tokens/s, without over with waiting (on a CPU: 0)
+# Without two GPUs both runs use the CPU, and the output says so. Exit code 1: a check failed.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -28,8 +28,8 @@ if ((gpus >= 2)); then
     say "$gpus GPUs: the first one trains, the second one runs $engine"
     least="${LEAST_GAIN:-1.0}"
 else
-    say "THIS MACHINE HAS $gpus GPUs, NOT 2: the same check on the CPU, where trainer and engine share the cores."
-    say "What it shows of throughput says nothing about GPUs."
+    say "THIS MACHINE HAS $gpus GPUs, NOT 2: running the check on the CPU, where trainer and engine share the cores."
+    say "Its throughput says nothing about GPUs."
     export TORCHTITAN_DEVICE=cpu CUDA_VISIBLE_DEVICES=
     kind="$engine-cpu"
     least="${LEAST_GAIN:-0}"
@@ -37,7 +37,7 @@ fi
 memory=()
 if [[ "$engine" != embedded ]]; then
     python="$("$root/scripts/install_engine.sh" "$kind")"
-    # On a CPU the debug checkpoint needs no more; a GPU is the engine's own, and MODEL may be large.
+    # The debug checkpoint needs no more on a CPU. A GPU belongs to the engine alone, and MODEL may be large.
     [[ "$kind" != *-cpu ]] || memory=(--inference.engine_memory_gb 0.5)
 fi
 
@@ -46,7 +46,7 @@ setup_env
 model="${MODEL:-$root/outputs/assets/debug_arithmetic}"
 if [[ ! -f "$model/config.json" ]]; then
     if [[ -n "${MODEL:-}" ]]; then
-        say "MODEL=$model: there is no config.json in it"
+        say "MODEL=$model must be a Hugging Face checkpoint directory: it has no config.json"
         exit 2
     fi
     "$PYTHON" "$root/scripts/make_debug_checkpoint.py" --output "$model"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sourced by scripts/launch_vllm_server.sh and scripts/launch_sglang_server.sh: an engine's server with our agent beside
-# it, for inference.servers. Everything but what is named there goes to the agent; what follows -- to the engine.
+# Sourced by scripts/launch_vllm_server.sh and scripts/launch_sglang_server.sh: starts an engine's server with our agent
+# beside it, for inference.servers. Other options go to the agent, and everything after -- to the engine.
 
 LAUNCH_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-# What the run sends as its bearer token (torchtitan.inference.client).
+# The run sends this as its bearer token (torchtitan.inference.client).
 export TORCHTITAN_ACTOR_TOKEN="${TORCHTITAN_ACTOR_TOKEN:-}"
 
 launch_server() { # $1: vllm or sglang, then the command line
@@ -48,7 +48,7 @@ launch_server() { # $1: vllm or sglang, then the command line
         exit 2
     fi
     if [[ -z "$TORCHTITAN_ACTOR_TOKEN" && "$host" != 127.* && "$host" != localhost && "$host" != ::1 ]]; then
-        "${say[@]}" "--host $host lets other machines in: set TORCHTITAN_ACTOR_TOKEN here and where the run starts" >&2
+        "${say[@]}" "--host $host accepts other machines: set the same TORCHTITAN_ACTOR_TOKEN here and where the run starts" >&2
         exit 2
     fi
     if [[ -z "$TORCHTITAN_ACTOR_TOKEN" ]]; then
@@ -71,6 +71,6 @@ launch_server() { # $1: vllm or sglang, then the command line
     printf ' %q' "${command[@]}" >&2
     printf '\n' >&2
     [[ -n "$dry" ]] && exit 0
-    [[ -n "$made" ]] && "${say[@]}" "for the run: export TORCHTITAN_ACTOR_TOKEN=$TORCHTITAN_ACTOR_TOKEN" >&2
+    [[ -n "$made" ]] && "${say[@]}" "set this where the run starts: export TORCHTITAN_ACTOR_TOKEN=$TORCHTITAN_ACTOR_TOKEN" >&2
     exec "${command[@]}"
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S, until
+from tests.processes import free_ports, status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -36,7 +37,9 @@ def test_wrong_configurations_end_the_run_command_with_code_2_before_anything_st
     assert "2 configuration problems" in done.stderr
     assert "Traceback" not in done.stderr
     assert "debug checkpoint" not in done.stderr
-    assert run(ROOT / "run_grpo.sh", NGPU="none").returncode == 2
+    for name, value in (("NGPU", "none"), ("LOG_RANK", "0,1"), ("LOG_RANK", "all"), ("MAX_RESTARTS", "-1")):
+        done = run(ROOT / "run_grpo.sh", **{name: value})
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and f"{name}={value}" in done.stderr, done.stderr
 
 
 def test_dry_run_plans_for_all_ranks_without_torchrun() -> None:
@@ -66,6 +69,20 @@ def test_environment_check_names_what_is_missing() -> None:
     assert run(sys.executable, ROOT / "scripts/check_environment.py", "--only", "torch").returncode == 0
 
 
+@pytest.mark.slow
+def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_made(tmp_path: Path) -> None:
+    making = f"{sys.executable} -m torchtitan.preflight.debug_checkpoint --output {tmp_path}/debug_arithmetic & echo $!"
+    parent = subprocess.Popen(["bash", "-c", f"{making}; wait"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert parent.stdout is not None
+        maker = int(parent.stdout.readline())
+        until(lambda: list(tmp_path.glob("*/latest")), process=parent)
+    finally:
+        parent.kill()
+        parent.wait(PATIENCE_S)
+    until(lambda: status_of(maker) == "dead" and not list(tmp_path.iterdir()))
+
+
 def launch(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", *arguments]
 
@@ -85,6 +102,30 @@ def test_the_launcher_starts_ranks_again_unless_a_person_must_change_something_a
     lines = (tmp_path / "starts").read_text().splitlines()
     assert len(lines) == starts and len({line.split()[0] for line in lines}) == 1
     assert all("rank 0" in line for line in lines[1:]) and "nothing" in lines[0]
+
+
+def test_a_launcher_whose_first_machine_is_gone_says_so_without_a_traceback(tmp_path: Path) -> None:
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--master-addr", "127.0.0.1"]
+    meeting += ["--master-port", str(free_ports(1)), "--no-python", "bash", "-c"]
+    left = f"until [[ -e {tmp_path}/gone ]]; do sleep 0.1; done; exit 75"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torchtitan.utils.launch", "--node-rank", str(node), *meeting, program],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        )
+        for node, program in enumerate(["exit 2", left])
+    ]
+    try:
+        nodes[0].communicate(timeout=PATIENCE_S)
+        (tmp_path / "gone").touch()
+        _, errors = nodes[1].communicate(timeout=PATIENCE_S)
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [2, 75]
+    assert "that of rank 0 has ended" in errors and "Traceback" not in errors
 
 
 def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -> None:

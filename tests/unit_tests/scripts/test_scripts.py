@@ -73,7 +73,7 @@ def test_a_server_is_our_agent_with_the_engines_options_behind(engine: str, mode
         (["--model", "/nowhere"], "must be a Hugging Face checkpoint directory"),
         (["--model"], "--model needs a value"),
         ([], "--model (nothing)"),
-        (["--model", "MODEL", "--host", "0.0.0.0"], "lets other machines in: set TORCHTITAN_ACTOR_TOKEN"),
+        (["--model", "MODEL", "--host", "0.0.0.0"], "accepts other machines: set the same TORCHTITAN_ACTOR_TOKEN"),
     ],
 )
 def test_a_server_that_cannot_or_must_not_be_started(words: list[str], said: str, model: Path) -> None:
@@ -191,7 +191,7 @@ def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model
     for rank, node in enumerate(nodes):
         started = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "SLURMD_NODENAME": node})
         if node == "gpu11":  # serves
-            assert started.returncode == 2 and "gpu11 is none of the training nodes" in started.stderr
+            assert started.returncode == 2 and "gpu11 is not one of the training nodes" in started.stderr
             continue
         words = started.stdout.split()
         assert words[words.index("--node-rank") + 1] == str(rank)
@@ -227,7 +227,8 @@ def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path)
     ("words", "environment", "said"),
     [
         (["--grpo.group_size", "7"], {}, "group_size = 7"),
-        ([], {"TRAIN_NODES": "4"}, "TRAIN_NODES=4, and the allocation has 3"),
+        ([], {"TRAIN_NODES": "4"}, "TRAIN_NODES=4 must be 1 to 3, the number of nodes in the allocation"),
+        ([], {"MAX_REQUEUES": "many", "TRAIN_NODES": "3"}, "MAX_REQUEUES=many is not a number"),
         (["--inference.tensor_parallel_size", "3"], {}, "can be shared by [1, 2, 4] GPUs"),
         (["--inference.engine_python", "/nowhere/python"], {}, "is not a program"),
         ([], {"GPUS_PER_NODE": "eight"}, "is not a number of GPUs"),
