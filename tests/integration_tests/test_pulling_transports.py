@@ -122,12 +122,15 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
         "print(job.publication.registry_address, job.token, flush=True)\n"
         "sys.stdin.readline(); job.step(); sys.stdin.read()"
     )
+    # ipc on the CPU sends from another process, which the fault would kill instead: version 1 must not arrive meanwhile.
+    faults, action = tmp_path / "faults.txt", "kill" if transport == "nccl" else "drop"
+    faults.write_text(f"{action}:phase=send,version=1,bucket=5,times=1000\n")
     dying = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "dying")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env={**os.environ, FAULTS: "kill:phase=send,version=1,bucket=5" if transport == "nccl" else ""},
+        env={**os.environ, FAULTS: f"@{faults}"},
     )
     assert dying.stdout is not None and dying.stdin is not None
     address, token = dying.stdout.readline().decode().split()
@@ -139,8 +142,8 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
         wait_for(lambda: actor.newest() == 0, "version 0 is served")
         dying.stdin.write(b"\n")
         dying.stdin.flush()
-        if transport == "ipc":  # on the CPU its shard server is another process, which the fault would hit
-            dying.kill()
+        wait_for(lambda: list(tmp_path.glob("faults.txt.struck/*.json")), "version 1 is half-way")
+        dying.kill()
         dying.wait(PATIENCE_S)
         wait_for(lambda: is_free(port) and is_free(port + 1), "its servers end with it")
         assert actor.process.is_alive() and actor.newest() == 0
@@ -176,7 +179,7 @@ def test_thread_that_fails_is_replaced_within_a_bound(start: Callable[..., Job])
 
 @pytest.mark.parametrize("what", ["checksums", "loop"])
 def test_thread_that_hangs(start: Callable[..., Job], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_server, "LONGEST_BUCKET_SECONDS", 0.5)
+    monkeypatch.setattr(shard_server, "MAX_BUCKET_SECONDS", 0.5)
     released, hangs = threading.Event(), threading.Event()
     checksum = shard_server.checksum_function("xxh3")
 
