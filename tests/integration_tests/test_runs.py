@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from simulator.measured import values_from_run
 from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.report.trace_format import check_trace
@@ -199,6 +200,13 @@ def test_trace_opens_and_shows_all_processes(story: Story) -> None:
     assert {"step", "train"} <= {e.get("cat") for e in check_trace((story.replay_dir / "trace.json").read_text())}
 
 
+def test_simulator_reads_the_run(story: Story, debug_checkpoint: Path) -> None:
+    values = values_from_run(story.run_dir)
+    assert values["actors"] == 2
+    file = debug_checkpoint / "model.safetensors"
+    assert values["gigabytes"] * 1e9 == pytest.approx(file.stat().st_size, rel=0.05)
+
+
 def test_report_is_there(story: Story) -> None:
     report = (story.run_dir / "report.html").read_text()
     assert "<svg" in report and "Trainer and actors on one clock" in report and "Weight synchronisation" in report
@@ -210,27 +218,34 @@ def test_actors_sleep_while_the_trainer_trains(
     debug_checkpoint: Path, processes: Processes, tmp_path: Path, ranks: int
 ) -> None:
     """In blocking mode, by the real command, with evaluations in between. Two ranks of tensor parallelism have their
-    devices freed together, and every step waits for both actors."""
+    devices freed together, and every step waits for all actors that have joined."""
     run = start(
-        processes, debug_checkpoint, tmp_path, 4, "--grpo.async_weight_update", "false", "--eval.interval", "2",
+        processes, debug_checkpoint, tmp_path, ENDLESS, "--grpo.async_weight_update", "false", "--eval.interval", "2",
         "--inference.sleep_level", str(ranks), "--parallelism.tensor_parallel_degree", str(ranks), ranks=ranks,
     )  # fmt: skip
-    run.end()
-    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4]
-    for row in run.steps():
+
+    def versions(row: dict[str, Any]) -> set[int | None]:
+        return {row.get(f"weight_sync/actor-{i}/version") for i in (0, 1)}
+
+    def evaluated() -> list[int]:
+        return [row["eval/version"] for row in run.rows() if "eval/version" in row]
+
+    # On a busy machine one of them may join late.
+    run.wait(lambda: len(evaluated()) >= 3 and None not in versions(run.steps()[-1]))
+    run.end(128 + signal.SIGTERM, by=signal.SIGTERM)
+    steps = run.steps()
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    for row in steps:
         assert row["time/sleep_s"] > 0 and row["time/wake_s"] > 0 and row["staleness/max"] == 0
         assert row["time/sleep_s"] + row["time/wake_s"] < row["time/step_s"]
         assert row["weight_sync/versions_skipped"] == 0
-        # On a busy machine one of them may join late.
-        versions = [row.get(f"weight_sync/actor-{i}/version") for i in (0, 1)]
-        assert set(versions) - {None} == {row["policy_version"]}
+        assert versions(row) - {None} == {row["policy_version"]}
         # Sampled right after waking, with the weights that the trainer still had.
         assert row["mismatch_kl/same_version"] < 1e-6
-    assert None not in versions
-    assert [row["eval/version"] for row in run.rows() if "eval/version" in row] == [0, 2, 4]
+    assert evaluated() == list(range(0, 2 * len(evaluated()), 2))
     for kind in ("actor_evicted", "actor_stays_awake", "actor_stays_asleep", "evaluation_missing"):
         assert not run.events(kind)
-    assert (run.folder / "hf" / "step-4" / "model.safetensors").exists()
+    assert whole_steps(run.folder / "checkpoint")[-1] == len(steps)
 
 
 def test_a_run_survives_the_faults_of_its_configuration_and_saves_when_asked_to_stop(
