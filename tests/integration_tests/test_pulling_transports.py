@@ -122,7 +122,7 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
         "print(job.publication.registry_address, job.token, flush=True)\n"
         "sys.stdin.readline(); job.step(); sys.stdin.read()"
     )
-    # ipc on the CPU sends from another process, which the fault would kill instead: version 1 must not arrive meanwhile.
+    # ipc on the CPU sends from another process, which the fault would kill: version 1 must not arrive meanwhile.
     faults, action = tmp_path / "faults.txt", "kill" if transport == "nccl" else "drop"
     faults.write_text(f"{action}:phase=send,version=1,bucket=5,times=1000\n")
     dying = subprocess.Popen(
