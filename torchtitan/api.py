@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import re
+import signal
 import symtable
 import sys
 import textwrap
@@ -191,7 +192,8 @@ def train(
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal. Call it in the main thread.
 
-    SIGINT and SIGTERM save and end the run; a second one ends the process. The previous handlers are then restored.
+    SIGINT and SIGTERM save and end the run; a second one ends the process. The previous handlers are then restored, and
+    KeyboardInterrupt (after SIGTERM SystemExit) is raised, whose attribute `run` is the Run: a loop of runs ends, too.
 
     Args:
         config: a TOML file (or the name of a shipped one, such as "debug_cpu"), a dict of its tables, or a JobConfig.
@@ -205,6 +207,7 @@ def train(
 
     Raises:
         UserError: a mistake in the configuration (ConfigError, which lists all of them), or what stopped the run early.
+        KeyboardInterrupt, SystemExit: a signal stopped the run.
     """
     if world_size() > 1:
         raise UserError("train() runs one rank; start several with: torchrun -m torchtitan.grpo_train (run_grpo.sh)")
@@ -230,7 +233,14 @@ def train(
         name = rows if isinstance(rows, str) else write_rows(rows, folder)
         draft.set("rollout.dataset", name, "dataset")
     with _as_found(folder):
-        return run_job(ready(draft))
+        run = run_job(ready(draft))
+    if run.exit_code:
+        interrupted = run.exit_code == 128 + signal.SIGINT
+        said = f"stopped after {run.version} steps; run folder {run.folder}"
+        stopped = KeyboardInterrupt(said) if interrupted else SystemExit(run.exit_code)
+        stopped.run = run  # type: ignore[union-attr]
+        raise stopped
+    return run
 
 
 @contextlib.contextmanager

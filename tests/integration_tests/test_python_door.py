@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,25 @@ asyncio.run(kernel())
 logging.warning("still mine")
 """
 
+SWEEP = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from torchtitan import train
+NUMBER = signal.Signals[sys.argv[1]]
+def interrupt():
+    while not list(Path(sys.argv[1]).glob("*/metrics.jsonl")):
+        time.sleep(0.05)
+    os.kill(os.getpid(), NUMBER)
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    for begun in range(2):
+        train("debug_cpu", SMALL | {"training.steps": 10**6, "checkpoint.enable": True, "job.dump_folder": NUMBER.name})
+except (KeyboardInterrupt, SystemExit) as stopped:
+    run = stopped.run
+    print(type(stopped).__name__, begun, run.exit_code, (run.folder / f"checkpoint/step-{run.version}").is_dir())
+    raise
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(debug_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,13 +92,13 @@ def execute(folder: Path, name: str, source: str) -> subprocess.CompletedProcess
     return run(folder, name)
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=12 * PATIENCE_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done
 
 
@@ -92,6 +112,17 @@ def test_a_notebook_trains_twice_and_keeps_its_process(folder: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["trained", "again", "intact"]
     assert "again 3\nintact False" in done.stdout
     assert done.stderr.rstrip().endswith("mine: still mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "raised", "code"),
+    [("SIGINT", "KeyboardInterrupt", -signal.SIGINT), ("SIGTERM", "SystemExit", 128 + signal.SIGTERM)],
+)
+def test_a_signal_ends_a_loop_of_runs_once_the_first_is_saved(folder: Path, name: str, raised: str, code: int) -> None:
+    small = SCRIPT[SCRIPT.index("SMALL") : SCRIPT.index("def digits")]
+    (folder / "sweep.py").write_text(small + SWEEP)
+    done = run(folder, "sweep.py", name, code=code)
+    assert done.stdout.splitlines() == [f"{raised} 0 {128 + signal.Signals[name]} True"]
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
