@@ -42,8 +42,9 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import common  # noqa: E402
 from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
+from torchtitan import faults  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync import faults, servers  # noqa: E402
+from torchtitan.weight_sync import servers  # noqa: E402
 from torchtitan.weight_sync.digest import slot_checksums  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402

@@ -38,8 +38,8 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
+from torchtitan import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -118,7 +118,7 @@ class Pair:
     def __init__(self, weights: Mapping[str, torch.Tensor], folder: Path, *, delta: bool, bytes_per_s: int = 0):
         self.weights, self.version = dict(weights), -1
         self.applied = threading.Semaphore(0)
-        os.environ[faults.VARIABLE] = f"throttle:bytes_per_s={bytes_per_s}" if bytes_per_s else ""
+        os.environ.update(faults.variables(f"throttle:bytes_per_s={bytes_per_s}" if bytes_per_s else ""))
         token = secrets.token_urlsafe(16)
         config = WeightSyncConfig(bucket_bytes=16 << 20, delta=delta, apply_timeout_s=SECONDS)
         self.publication = WeightSync(config, self.weights, epoch=EPOCH, token=token, run_dir=folder, dtype="bfloat16")

@@ -32,8 +32,8 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
+from torchtitan import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -116,7 +116,7 @@ def _sent(run_dir: Path, versions: int) -> dict[str, int]:
 def depth_cost(many: int, versions: int, megabytes: int, folder: Path) -> float:
     """Seconds of `many` actors ÷ seconds of one, over links of the same speed."""
     links = [f"throttle:phase={phase},bytes_per_s={LINK_BYTES_PER_S}" for phase in ("send", "relay")]
-    os.environ[faults.VARIABLE] = ";".join(links)
+    os.environ.update(faults.variables(";".join(links)))
     seconds = [egress_per_version(actors, True, versions, megabytes, folder)["seconds"] for actors in (many, 1)]
     del os.environ[faults.VARIABLE]
     return seconds[0] / seconds[1]

@@ -34,8 +34,8 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
+from torchtitan import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -82,7 +82,7 @@ def run(world: World, megabytes: float, step_s: float, seconds: float, folder: P
     """The figures of one world."""
     names = ["healthy", *(f"slow-{number}" for number in range(len(world.rates)))]
     throttles = [f"throttle:actor=slow-{n},bytes_per_s={int(rate)}" for n, rate in enumerate(world.rates)]
-    os.environ[faults.VARIABLE] = ";".join(throttles)
+    os.environ.update(faults.variables(";".join(throttles)))
     weights = {f"layer{index}": torch.zeros(int(megabytes * 1e6) // 16) for index in range(4)}
     token, steps, skipped = secrets.token_urlsafe(16), round(seconds / step_s), 0
     with contextlib.ExitStack() as closing:

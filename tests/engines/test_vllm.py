@@ -33,10 +33,10 @@ from tests.engines.models import FP32_TOLERANCE
 from tests.engines.two_ranks import check_two_ranks
 from tests.patience import PATIENCE_S
 from tests.processes import Processes, started_by
+from torchtitan import faults
 from torchtitan.inference.agent.engine import AdminClient
 from torchtitan.inference.engine_server import FOLDER_PREFIX
 from torchtitan.inference.types import Completion
-from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 
 # More than a block of the KV cache, so that its beginning may be found in the prefix cache.
 LONG_PROMPT = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
@@ -251,7 +251,8 @@ def test_no_prefix_outlives_its_weights(server: Server, trainer: Trainer) -> Non
 @pytest.fixture
 def slow_second_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 1 takes seconds to send. (The shard servers read this when they start.)"""
-    monkeypatch.setenv(FAULTS, "throttle:version=1-1,bytes_per_s=400000")
+    for name, value in faults.variables("throttle:version=1-1,bytes_per_s=400000").items():
+        monkeypatch.setenv(name, value)
 
 
 def wait_receiving(trainer: Trainer) -> None:

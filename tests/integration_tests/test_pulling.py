@@ -25,10 +25,10 @@ from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
+from torchtitan.faults import variables
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.weight_sync.disk import FolderOwner
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.weight_files import read_weights
 
@@ -56,7 +56,7 @@ class ActorProcess:
             "sparse": job.values is sparse_values,
             "where": where,
         }
-        self.process = fork(pulling_actor.run, arguments, **{FAULTS: faults})
+        self.process = fork(pulling_actor.run, arguments, **variables(faults))
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -271,7 +271,8 @@ def test_deltas_are_small_and_damaged_ones_are_replaced_by_the_bucket(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On its way, so that it makes other bytes or none. The memory that it was for is no base any more.
-    monkeypatch.setenv(FAULTS, "corrupt:phase=send,version=2,bucket=3")
+    for name, value in variables("corrupt:phase=send,version=2,bucket=3").items():
+        monkeypatch.setenv(name, value)
     job = start(transport="delta")
     size = sum(2 * parameter.numel() for parameter in job.parameters.values())
     actor = job.actor("actor-0")
@@ -309,7 +310,8 @@ def test_damaged_files_are_replaced_by_their_bytes_and_a_full_disk_drops_a_versi
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ["corrupt:phase=write,version=1,bucket=2", "drop:phase=write,version=2,bucket=3", "full_disk:version=3"]
-    monkeypatch.setenv(FAULTS, ";".join(plan))
+    for name, value in variables(";".join(plan)).items():
+        monkeypatch.setenv(name, value)
     job = start(transport="disk")
     actors = [job.actor("actor-0"), job.actor("actor-1")]
     for _ in range(3):

@@ -21,10 +21,10 @@ from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, free_ports, has_ended, status_of
+from torchtitan.faults import variables
 from torchtitan.weight_sync import device_slots, publisher, shard_server
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.device_slots import DeviceSlots
-from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.servers import ShardServerThread
 from torchtitan.weight_sync.staging import StagedVersion
@@ -96,7 +96,8 @@ def test_trainer_that_freezes_half_way(
     job.publish()
     job.served_by(actor)
     # Of the shard server's process, where it is one (the first of the two ends before the second has begun).
-    monkeypatch.setenv(FAULTS, "freeze:phase=send,version=1,bucket=5,seconds=5")
+    for name, value in variables("freeze:phase=send,version=1,bucket=5,seconds=5").items():
+        monkeypatch.setenv(name, value)
     job.publish()
     job.served_by(actor)
     job.publish()
@@ -130,7 +131,7 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env={**os.environ, FAULTS: f"@{faults}"},
+        env={**os.environ, **variables(f"@{faults}")},
     )
     assert dying.stdout is not None and dying.stdin is not None
     address, token = dying.stdout.readline().decode().split()

@@ -18,9 +18,9 @@ from tests.integration_tests.test_pulling import EPOCH, Job, wait_for
 from tests.integration_tests.weight_sync_worker import WORKERS
 from tests.patience import PATIENCE_S
 from tests.processes import fork
+from torchtitan import faults
 from torchtitan.weight_sync import puller
 from torchtitan.weight_sync.actor import Actor, Worker
-from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.puller import Served
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
@@ -138,11 +138,11 @@ def test_an_actor_without_a_worker_leaves_and_joins_again(job: Job, how: signal.
 
 
 def test_a_worker_that_dies_during_the_transfer_costs_that_transfer(tmp_path: Path) -> None:
-    os.environ[FAULTS] = "throttle:version=1,bytes_per_s=1000000"
+    os.environ.update(faults.variables("throttle:version=1,bytes_per_s=1000000"))
     try:
         job = Job(tmp_path)
     finally:
-        del os.environ[FAULTS]
+        del os.environ[faults.VARIABLE]
     with contextlib.closing(job), contextlib.closing(Group(job)) as group:
         group.start(*range(WORKERS))
         job.publish()

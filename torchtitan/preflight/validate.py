@@ -36,6 +36,7 @@ from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
+from torchtitan.faults import Fault, FaultError
 from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
 from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
@@ -45,7 +46,6 @@ from torchtitan.rollout.prompts import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.rewards.isolation import isolation_command
 from torchtitan.utils.child_process import child_environment
-from torchtitan.weight_sync.faults import Fault, FaultError
 
 Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan import faults
 from torchtitan.config.derived import has_engines, sleeps_between_batches, trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig, Profiling
 from torchtitan.distributed import device
@@ -39,7 +40,6 @@ from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, mint_
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
-from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.facade import WeightSync
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.weight_sync import faults
+from torchtitan.weight_sync import hook
 from torchtitan.weight_sync.handshake import PEER, Acceptor, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout
 from torchtitan.weight_sync.transfer import Transfer
@@ -165,7 +165,7 @@ class BucketServer:
             self._send_bucket(reader, version, *asked)
 
     def _send_bucket(self, reader: Reader, version: int, bucket: int, base: int | None, again: bool) -> None:
-        asked = faults.at(self.phase, version=version, actor=reader.actor, rank=reader.rank, bucket=bucket)
+        asked = hook.at(self.phase, version=version, actor=reader.actor, rank=reader.rank, bucket=bucket)
         if "drop" in asked:
             return  # as if the network had lost it
         message = {"type": "bucket", "pull": reader.pull, "rank": reader.rank, "bucket": bucket}
@@ -174,11 +174,11 @@ class BucketServer:
             reader.channel.send({**message, **fields})
             return
         reader.channel.throttle = partial(
-            faults.bytes_per_second, self.phase, version=version, actor=reader.actor, rank=reader.rank
+            hook.bytes_per_second, self.phase, version=version, actor=reader.actor, rank=reader.rank
         )
         reader.sending = reader.serial
         sent = partial(self.sent, reader)
-        reader.channel.send({**message, **fields}, faults.damaged(data) if "corrupt" in asked else data, sent)
+        reader.channel.send({**message, **fields}, hook.damaged(data) if "corrupt" in asked else data, sent)
 
     def sent(self, reader: Reader) -> None:
         """A bucket has been sent: send the next one."""

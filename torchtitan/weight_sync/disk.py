@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import faults
+from torchtitan.weight_sync import hook
 from torchtitan.weight_sync.manifest import Layout, Manifest
 from torchtitan.weight_sync.weight_files import (
     FORMAT,
@@ -67,10 +67,10 @@ class SlotFiles:
             for bucket in range(self._layout.bucket_count(0)):
                 data = memory[bucket * step : (bucket + 1) * step]
                 hasher.update(data)
-                asked = faults.at("write", version=version, rank=self._rank, bucket=bucket)
+                asked = hook.at("write", version=version, rank=self._rank, bucket=bucket)
                 lost |= "drop" in asked  # truncated from here on, as if the writer had not noticed
                 if not lost:
-                    file.write(faults.damaged(data) if "corrupt" in asked else data)
+                    file.write(hook.damaged(data) if "corrupt" in asked else data)
                 moved()
 
         try:

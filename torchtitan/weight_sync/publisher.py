@@ -24,7 +24,7 @@ import torch
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
 from torchtitan.distributed.placement import StackPart
-from torchtitan.weight_sync import faults
+from torchtitan.weight_sync import hook
 from torchtitan.weight_sync.device_slots import DeviceSlots, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.layout_tables import ShardEntry
 from torchtitan.weight_sync.manifest import Layout
@@ -215,7 +215,7 @@ class Publisher:
         """
         index = self._writer.begin(version, serial)
         under_way = index, version, time.time()
-        faults.at("snapshot", version=version, rank=self.rank)
+        hook.at("snapshot", version=version, rank=self.rank)
         sources = self._locals.now()
         self._fence = self._stream.run(lambda: self._filler.fill(index, sources))
         if self._fence.done():

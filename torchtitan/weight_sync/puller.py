@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from torchtitan.weight_sync import faults
+from torchtitan.weight_sync import hook
 from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.clients import RegistryClient, ShardServerConnection
 from torchtitan.weight_sync.handshake import PEER, Identity
@@ -268,7 +268,7 @@ class Puller:
 
     def _begin(self, serial: int, manifest: Manifest, peer: Message | None) -> None:
         assert self._layout is not None
-        if not self._passes_faults("pull", manifest.version):
+        if not self._passes("pull", manifest.version):
             return
         now, missing = self._runtime.now(), set(self._needs)
         transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
@@ -370,7 +370,7 @@ class Puller:
             return
         key = message["rank"], message["bucket"]
         version = transfer.manifest.version
-        asked = faults.at("receive", version=version, actor=self.name, rank=key[0], bucket=key[1])
+        asked = hook.at("receive", version=version, actor=self.name, rank=key[0], bucket=key[1])
         if "reference" in message:
             if "drop" in asked:
                 return
@@ -443,17 +443,17 @@ class Puller:
     def _finish_transfer(self, pull: Transfer) -> None:
         self.transfer = None
         self._gone_in_a_row = self._pauses = 0
-        if not self._passes_faults("staged", pull.manifest.version):
+        if not self._passes("staged", pull.manifest.version):
             self._react()
             return
         self._tell_ended(pull.manifest.version, "staged")
         self._staged = pull.manifest, pull.figures(self._runtime.now())
         self._react()
 
-    def _passes_faults(self, phase: str, version: int) -> bool:
+    def _passes(self, phase: str, version: int) -> bool:
         """Return whether fault injection lets this pass."""
         try:
-            return "drop" not in faults.at(phase, version=version, actor=self.name)
+            return "drop" not in hook.at(phase, version=version, actor=self.name)
         except ConnectionResetError as error:
             self.registry.hang_up(str(error))
             return True
@@ -466,7 +466,7 @@ class Puller:
         self._runtime.work("apply", work, partial(self._applied, manifest, figures, self._runtime.now()))
 
     def _apply(self, manifest: Manifest) -> Mapping[str, float]:
-        faults.at("apply", version=manifest.version, actor=self.name)
+        hook.at("apply", version=manifest.version, actor=self.name)
         return self.engine.apply(manifest)
 
     def _applied(
@@ -486,7 +486,7 @@ class Puller:
         else:
             self.poisoned = False
             self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
-            if self._passes_faults("applied", manifest.version):
+            if self._passes("applied", manifest.version):
                 self._tell_serving(self.serving, {**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
             if torn is not None and torn[0] == manifest.version:
                 self._poison(*torn)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync import faults, wire
+from torchtitan.weight_sync import hook, wire
 from torchtitan.weight_sync.disk import Catalogue
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Acceptor, Identity
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, merge_layouts
@@ -200,7 +200,7 @@ class Registry:
 
     def _publish(self, serial: int) -> None:
         gathered = self._incomplete[serial]
-        faults.at("publish", version=gathered.version)
+        hook.at("publish", version=gathered.version)
         snapped = [gathered.snapped[rank] for rank in range(self.settings.world_size)]
         checksums = [message["checksums"] for message in snapped]
         self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], checksums)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.weight_sync import faults
+from torchtitan.weight_sync import hook
 from torchtitan.weight_sync.bucket_server import BucketServer, Reader
 from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.delta import Deltas, element_bytes, encode
@@ -123,7 +123,7 @@ class ShardServer(BucketServer):
 
     def _take(self, index: int, serial: int, version: int) -> Message:
         """Return what the registry is to be told of a snapshot."""
-        faults.at("checksum", version=version, rank=self.rank)
+        hook.at("checksum", version=version, rank=self.rank)
         memory: Any = self._slots.slot(index)
         sums = []
         for start in range(0, len(memory), self._layout.bucket_bytes):

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 
 from tests.patience import PATIENCE_S
+from torchtitan import faults
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.disk import Catalogue, FolderOwner, SlotFiles, read_file, replace_file
 from torchtitan.weight_sync.manifest import Layout, Manifest, content_digest
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank
@@ -185,7 +185,8 @@ def test_version_of_some_ranks_only_is_no_version(tmp_path: Path) -> None:
 
 def test_full_disk_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.publish(1)
-    monkeypatch.setenv(faults.VARIABLE, "full_disk:version=2,bucket=1")
+    for name, value in faults.variables("full_disk:version=2,bucket=1").items():
+        monkeypatch.setenv(name, value)
     faults._plans.clear()
     with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left on device"):
         folder.publish(2)
@@ -228,7 +229,8 @@ def test_damaged_file_is_never_taken_for_a_whole_one(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     if damage in ("corrupt", "drop"):
-        monkeypatch.setenv(faults.VARIABLE, f"{damage}:phase=write,version=1,bucket=2")
+        for name, value in faults.variables(f"{damage}:phase=write,version=1,bucket=2").items():
+            monkeypatch.setenv(name, value)
         faults._plans.clear()
     folder.publish(1)
     path = folder.path / "latest" / "model.safetensors"

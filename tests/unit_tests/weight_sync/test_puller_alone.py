@@ -10,7 +10,7 @@ import xxhash
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
-from torchtitan.weight_sync import faults
+from torchtitan.weight_sync import hook
 from torchtitan.weight_sync.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, content_digest
 from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
@@ -164,7 +164,7 @@ def test_a_connection_that_is_reset_with_the_last_bucket_costs_no_transfer(monke
             raise ConnectionResetError("fault injection")
         return frozenset()
 
-    monkeypatch.setattr(faults, "at", at)
+    monkeypatch.setattr(hook, "at", at)
     world = World()
     world.newest(5, 3)
     for bucket in range(BUCKETS):
@@ -181,7 +181,7 @@ def test_a_connection_that_is_reset_when_a_pause_ends_is_made_anew(monkeypatch: 
             raise ConnectionResetError("fault injection")
         return frozenset()
 
-    monkeypatch.setattr(faults, "at", at)
+    monkeypatch.setattr(hook, "at", at)
     world.newest(1, 0)
     world.server.say("gone", pull=1)
     world.run(2.0)

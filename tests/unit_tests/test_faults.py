@@ -14,23 +14,25 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE_S, until
+from torchtitan import faults
 from torchtitan.errors import ConfigError
+from torchtitan.faults import Fault, FaultError
 from torchtitan.preflight.validate import load_config
-from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.faults import Fault, FaultError
+from torchtitan.weight_sync import hook
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DRY_RUN = ["--model.name", "qwen3", "--model.flavor", "debug", "--dry-run"]
 
 
 def switch(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
-    monkeypatch.setenv(faults.VARIABLE, ";".join(texts))
+    for name, value in faults.variables(";".join(texts)).items():
+        monkeypatch.setenv(name, value)
     faults._plans.clear()  # each test counts for itself
 
 
 def in_a_process(program: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", f"from torchtitan.weight_sync import faults\n{program}"],
+        [sys.executable, "-c", f"from torchtitan import faults\n{program}"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -39,6 +41,16 @@ def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(faults.VARIABLE, raising=False)
     assert faults.active() == "" and faults.at("send", version=1) == frozenset()
     assert faults.bytes_per_second(version=1, actor="a", rank=0) == 0
+    assert hook.at("send", version=1) == frozenset() and hook.bytes_per_second("send") == 0
+
+
+def test_the_synchronisation_meets_faults_through_its_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch(monkeypatch, "corrupt:version=2", "throttle:bytes_per_s=700")
+    assert hook.at("send", version=2) == {"corrupt"} and hook.bytes_per_second("send", version=2) == 700
+    assert faults.active()
+    monkeypatch.delenv(hook.VARIABLE)
+    with pytest.raises(FaultError, match="TORCHTITAN_WEIGHT_SYNC_HOOK=torchtitan.faults must be"):
+        faults.active()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +117,7 @@ def test_probability_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_is_counted_over_all_processes_and_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tmp_path / "sync" / "faults.txt"
+    monkeypatch.setenv(hook.VARIABLE, "")
     monkeypatch.setenv(faults.VARIABLE, f"@{plan}")
     faults._plans.clear()
     assert faults.at("apply", version=4, actor="a") == frozenset(), "no file yet, no faults"

@@ -1,5 +1,6 @@
 """Fault injection: breaks the weight synchronisation on purpose, at named phases. Off by default; logged when on.
 
+    export TORCHTITAN_WEIGHT_SYNC_HOOK=torchtitan.faults
     TORCHTITAN_WEIGHT_SYNC_FAULTS="seed=3;corrupt:version=3,times=2;kill:phase=apply,actor=actor-1,version=60-"
     TORCHTITAN_WEIGHT_SYNC_FAULTS="@/run/weight_sync/faults.txt"
 
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.weight_sync import hook
 
 VARIABLE = "TORCHTITAN_WEIGHT_SYNC_FAULTS"
 logger = logging.getLogger(__name__)
@@ -248,9 +250,16 @@ def _plan(source: str) -> _Plan:
 def active() -> str:
     """Return the variable's value, empty if fault injection is off. Logs that it is on. Raises FaultError."""
     source = os.environ.get(VARIABLE, "")
+    if source and os.environ.get(hook.VARIABLE) != __name__:
+        raise FaultError(f"{VARIABLE} is set, so {hook.VARIABLE}={__name__} must be, too")
     if source:
         _plan(source)
     return source
+
+
+def variables(source: str) -> dict[str, str]:
+    """Return the environment variables that turn fault injection on. source: the faults with `;` between, or @file."""
+    return {hook.VARIABLE: __name__, VARIABLE: source}
 
 
 def switch_on(seed: int, texts: Iterable[str], file: Path, write: bool) -> None:
@@ -260,7 +269,7 @@ def switch_on(seed: int, texts: Iterable[str], file: Path, write: bool) -> None:
         temporary = file.with_name(file.name + ".tmp")
         temporary.write_text("\n".join([f"seed={seed}", *texts]) + "\n")
         os.replace(temporary, file)
-    os.environ[VARIABLE] = f"@{file}"
+    os.environ.update(variables(f"@{file}"))
 
 
 def _striking(throttles: bool, phase: str, where: dict[str, Any]) -> list[Fault]:
