@@ -191,8 +191,23 @@ def lease(sync: WeightSync, version_bytes: int) -> float:
 
 
 def trains_only_adapters(config: JobConfig) -> bool:
-    """Whether the policy without its adapters stays what it began as, so that a KL term needs no second one."""
+    """Whether only the policy's adapters change, so that a KL term needs no second policy."""
     return config.lora.rank > 0 and not config.lora.modules_to_save
+
+
+def keeps_start(config: JobConfig) -> bool:
+    """Whether the policy holds a frozen copy of the adapters that it began with, as the reference of a KL term."""
+    return trains_only_adapters(config) and bool(origins_of_adapters(config).get("lora.adapter_path"))
+
+
+def origins_of_adapters(config: JobConfig) -> dict[str, str]:
+    """The directories, by the key that names each, on whose weights the meaning of trained adapters depends: the base
+    model's, and for a KL term those that they began with, if any."""
+    if config.lora.rank == 0:
+        return {}
+    close = config.job.stage == "grpo" and has_reference(config)
+    start = {"lora.adapter_path": config.lora.adapter_path} if close else {}
+    return {"model.hf_assets_path": config.model.hf_assets_path} | start
 
 
 def environment_name(config: JobConfig) -> str:

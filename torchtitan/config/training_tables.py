@@ -82,7 +82,8 @@ class Lora:
     """Modules that are trained in full beside the adapters, such as lm_head or norm"""
 
     adapter_path: str = ""
-    """Adapter directory in PEFT's format to start from; empty starts with new adapters, which change nothing yet"""
+    """Adapter directory in PEFT's format to start from, also for the reference of a KL term; empty starts with new
+    adapters, which change nothing yet"""
 
     base_bits: Literal[4, 16] = 16
     """Bits of the layers' frozen projections: 4 quantises them (QLoRA, NF4), 16 keeps them in training.dtype"""

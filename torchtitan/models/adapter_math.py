@@ -24,6 +24,8 @@ from torchtitan.models.model_args import PROJECTIONS
 from torchtitan.models.shape import BLOCK
 
 FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
+START = "start_"
+"""What comes before the names of factors that are the frozen copies of those that a policy began with"""
 ALPHA = "lora_alpha"
 """The name under which alpha is published beside the factors, as a tensor whose sum is alpha"""
 BASE_BITS = "lora_base_bits"

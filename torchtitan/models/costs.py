@@ -9,6 +9,7 @@ from torchtitan.config.derived import (
     ON_DEVICE,
     has_reference,
     is_colocated,
+    keeps_start,
     shard_degree,
     trains_on_gpu,
     trains_only_adapters,
@@ -31,7 +32,8 @@ class MemoryEstimate:
     tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. Adapters are
     fp32, and only they and lora.modules_to_save have gradients and moments; with lora.base_bits = 4 a projection takes
     4.25 bits per weight. A reference policy takes the same share of the model again (in host memory if offloaded),
-    unless it is the trained policy without its adapters. The rest is a rough estimate:
+    unless it is the trained policy without its adapters, or with a copy of those that it began with, which counts as
+    parameters. The rest is a rough estimate:
 
     - gathered, activations, logits, unreduced: their values at the moment when their sum is largest. The candidates
       are: in the head, the root (embedding and head) and one layer are gathered in mixed_precision_param; in a layer's
@@ -104,6 +106,8 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     if has_reference(config):
         taught = config.job.stage == "distill"
         second = base if taught or not trains_only_adapters(config) else 0
+        if second and not taught and config.lora.adapter_path:
+            second += adapters * BYTES["float32"]
         if taught and (teacher := read_teacher_shape(config)) is not None:
             second = teacher.num_parameters() * master
         reference = -(-second // (shard * tensor))
@@ -133,7 +137,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         whole_gradients = (own + adapters) // tensor * BYTES[training.mixed_precision_reduce]
     slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
     return MemoryEstimate(
-        parameters=-(-(base + adapters * BYTES["float32"]) // (shard * tensor)),
+        parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // (shard * tensor)),
         gradients=trained_bytes + whole_gradients,
         optimizer=2 * trained_bytes,
         reference=reference,

@@ -11,8 +11,9 @@ the backward each rebuild the weight; between the two only the four bits exist.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from torchtitan.models.adapter_math import (
     BASE_BITS,
     FACTOR_A,
     FACTOR_B,
+    START,
     dequantize,
     is_factor,
     is_quantized,
@@ -144,12 +146,14 @@ class Adapter:
     def __init__(self, scale: float, dropout: float):
         self.scale, self.dropout = scale, dropout
         self.enabled = True
+        self.prefix = ""
+        """Of the factors' names: START selects the frozen copies"""
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         """output + scale · B A x, all of them DTensors if the module is sharded."""
         if not self.enabled:
             return output
-        x, a, b = inputs[0], module.get_parameter(FACTOR_A), module.get_parameter(FACTOR_B)
+        x, (a, b) = inputs[0], self._factors(module)
         if isinstance(module, ExpertLinear):
             reduced = grouped_linear(x, local_tensor(a).to(x.dtype), inputs[1])
             return output + self.scale * grouped_linear(reduced, local_tensor(b).to(x.dtype), inputs[1])
@@ -161,14 +165,16 @@ class Adapter:
     def pair(self, module: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [N, H] (whole, even under tensor parallelism) -> scale · A hidden [N, rank], and this rank's rows of
         B: another pair of operands for the head."""
-        a: torch.Tensor = module.get_parameter(FACTOR_A)
-        b: torch.Tensor = module.get_parameter(FACTOR_B)
+        a, b = self._factors(module)
         if is_distributed(a) and is_distributed(b):
             from torch.distributed.tensor import Partial
 
             # Each rank's gradient covers only its own vocabulary, so they add up.
             a, b = a.to_local(grad_placements=[Partial()]), b.to_local()
         return (self.scale * F.linear(self._drop(module, hidden), a.to(hidden.dtype))).to(b.dtype), b
+
+    def _factors(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        return module.get_parameter(self.prefix + FACTOR_A), module.get_parameter(self.prefix + FACTOR_B)
 
     def _drop(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, self.dropout) if self.dropout and module.training else x
@@ -182,21 +188,23 @@ def adapted_modules(policy: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter
             yield name, module, adapter
 
 
-def add_adapters(policy: Decoder, settings: Lora) -> None:
+def add_adapters(policy: Decoder, settings: Lora, keep_start: bool = False) -> None:
     """Add adapters (fp32, without values yet) to the target modules; freeze everything else but modules_to_save.
 
     Call this after tensor parallelism, whose layout the factors follow, and before anything that wraps forwards.
+    keep_start: with a second, frozen pair of factors, for `copy_start_` and `as_begun`.
     """
     for name, module in list(policy.named_modules()):
         if name.rpartition(".")[2] in settings.target_modules:
-            _adapt(module, settings)
+            _adapt(module, settings, ("", START) if keep_start else ("",))
     for name, parameter in policy.named_parameters():
         owner = name.rpartition(".")[0].rpartition(".")[2]
-        parameter.requires_grad_(is_factor(name) or owner in settings.modules_to_save)
+        trained = is_factor(name) and not owner.startswith(START)
+        parameter.requires_grad_(trained or owner in settings.modules_to_save)
     policy.lora = settings
 
 
-def _adapt(module: nn.Module, settings: Lora) -> None:
+def _adapt(module: nn.Module, settings: Lora, prefixes: Sequence[str]) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     adapter = Adapter(settings.alpha / settings.rank, settings.dropout)
@@ -210,10 +218,10 @@ def _adapt(module: nn.Module, settings: Lora) -> None:
     of_a = placement if stack or placement == Shard(1) else Replicate()
     of_b = placement if placement == Shard(0) else Replicate()
     shapes = ("lora_A", (*stack, settings.rank, columns), of_a), ("lora_B", (*stack, rows, settings.rank), of_b)
-    for name, shape, where in shapes:
+    for prefix, (name, shape, where) in itertools.product(prefixes, shapes):
         factor, values = nn.Module(), torch.empty(shape, device=weight.device, dtype=torch.float32)
         factor.weight = nn.Parameter(values if mesh is None else distribute_tensor(values, mesh, [where]))
-        module.add_module(name, factor)
+        module.add_module(prefix + name, factor)
     module.adapter = adapter  # type: ignore[assignment]
     if not isinstance(module, LogProbHead):
         # The hook comes first, because tensor parallelism's own hook turns the output into a plain tensor.
@@ -234,6 +242,14 @@ def initialize_adapters(policy: Decoder, seed: int) -> None:
             full.uniform_(-bound, bound, generator=generator)
         copy_full_(a, full)
         module.get_parameter(FACTOR_B).zero_()
+
+
+@torch.no_grad()
+def copy_start_(policy: Decoder) -> None:
+    """Make the frozen factors of a policy with keep_start what its trained ones are now."""
+    for _, module, _ in adapted_modules(policy):
+        for factor in (FACTOR_A, FACTOR_B):
+            module.get_parameter(START + factor).copy_(module.get_parameter(factor))
 
 
 @torch.no_grad()
@@ -314,6 +330,13 @@ def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor | StackPart]:
 def adapters_off(policy: Decoder) -> AbstractContextManager[None]:
     """Run the base model inside the block."""
     return _changed(policy, "enabled", False)
+
+
+@contextmanager
+def as_begun(policy: Decoder) -> Iterator[None]:
+    """Run the policy with its frozen factors, without dropout, inside the block."""
+    with without_dropout(policy), _changed(policy, "prefix", START):
+        yield
 
 
 def without_dropout(policy: Decoder) -> AbstractContextManager[None]:

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from torchtitan.config.derived import keeps_start
 from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
@@ -38,7 +39,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.elementwise import RotaryTables
 from torchtitan.models.hf_checkpoint import load_adapter, load_into
 from torchtitan.models.logprob_head import VocabularyPart
-from torchtitan.models.lora import add_adapters, initialize_adapters, quantize_projections
+from torchtitan.models.lora import add_adapters, copy_start_, initialize_adapters, quantize_projections
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
 from torchtitan.models.shape import ForeignArgs, find_flavor, read_args
@@ -180,6 +181,8 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
         load_into(policy, directory)
     if config.lora.rank and config.lora.adapter_path:
         load_adapter(policy, config.lora.adapter_path)
+        if keeps_start(config):
+            copy_start_(policy)
     elif config.lora.rank:
         initialize_adapters(policy, config.training.seed)
     policy.train()
@@ -221,7 +224,7 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     if config.lora.base_bits == 4:
         quantize_projections(policy, config.lora.modules_to_save)
     if config.lora.rank:
-        add_adapters(policy, config.lora)
+        add_adapters(policy, config.lora, keeps_start(config))
     if config.compile.enable:
         for layer in policy.layers:
             # A mixture's exchange of tokens stays outside the graph.

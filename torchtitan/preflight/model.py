@@ -54,7 +54,7 @@ def check_lora(check: Check) -> None:
     refuse("lora.modules_to_save", both, text)
     text = "needs training.dtype = float32, the type of everything that is trained"
     refuse("lora.modules_to_save", lora.modules_to_save and config.training.dtype != "float32", text)
-    text = "must be 0 with lora.rank > 0: the reference is the model without adapters"
+    text = "must be 0 with lora.rank > 0: the reference stays what the adapters began with"
     follows = config.grpo.kl_coefficient > 0 and config.grpo.reference_ema_decay > 0
     refuse("grpo.reference_ema_decay", follows, text)
     if config.parallelism.tensor_parallel_degree > 1:

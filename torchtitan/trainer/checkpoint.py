@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,8 +60,8 @@ def collect(
     """Live tensors by name: model.NAME, optimizer.NAME.KEY, reference.NAME (of a reference policy that changes) and
     random.RANK.DEVICE; sharing memory with the run's.
 
-    Frozen parameters are not in here: they come from model.hf_assets_path again. Nor are hyperparameters: a resumed run
-    takes them from its configuration.
+    Frozen parameters are not in here: they come from model.hf_assets_path and lora.adapter_path again. Nor are
+    hyperparameters: a resumed run takes them from its configuration.
     """
     state: dict[str, torch.Tensor] = {}
     for name, parameter in _trained(policy).items():
@@ -181,16 +181,17 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         scheduler: BatchLRScheduler,
         reference: nn.Module | None = None,
-        base: str = "",
+        origins: Mapping[str, str] | None = None,
     ):
-        """base: the checkpoint directory whose weights the policy's adapters are added to; it is in no checkpoint."""
+        """origins: directories, by the key that names each, whose weights the run goes on using but no checkpoint has:
+        what the policy's adapters are added to, and the adapters that its reference keeps."""
         self.config = config
         self.folder = Path(run_dir) / config.folder
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.reference = reference
-        self.base = base
+        self.origins = origins or {}
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self._world_size = dist.get_world_size() if several else 1
@@ -217,8 +218,8 @@ class Checkpointer:
             return
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
         facts = {"version": step, "scheduler": self.scheduler.state_dict(), **self._adapters}
-        if self.rank == 0 and self._base:  # which reads some of every tensor's file
-            facts["base"] = self._base
+        if self.rank == 0 and self.origins:
+            facts["origins"] = self._fingerprints
         # A tensor in most optimizers, and then saved with the others.
         counts = [values["step"] for values in self.optimizer.state.values() if isinstance(values.get("step"), int)]
         facts["optimizer_steps"] = max(counts, default=0)
@@ -309,11 +310,13 @@ class Checkpointer:
                     f"{path} holds adapters of lora.{key} = {found:g}, but this run has {own:g}: resume with "
                     f"lora.{key} = {found:g}, or start a new run"
                 )
-        if facts.get("base", self._base) != self._base:
-            raise UserError(
-                f"{path} holds adapters of other weights than those in {self.base}: resume with model.hf_assets_path "
-                f"as it stands in {self.folder.parent / CONFIG_FILE}, or start a new run"
-            )
+        for key, weights in self._fingerprints.items():
+            if facts.get("origins", {}).get(key, weights) != weights:
+                there = self.origins[key] or '""'
+                raise UserError(
+                    f"{path} holds adapters that began with other weights than those in {there}: resume with {key} as "
+                    f"it stands in {self.folder.parent / CONFIG_FILE}, or start a new run"
+                )
         try:
             with torch.no_grad():
                 self._distributed(state_dict_loader.load, state, storage_reader=reader)
@@ -362,8 +365,9 @@ class Checkpointer:
         return {} if lora is None else {"base_bits": lora.base_bits, "alpha": lora.alpha}
 
     @functools.cached_property
-    def _base(self) -> str:
-        return fingerprint(self.base) if self.base else ""
+    def _fingerprints(self) -> dict[str, str]:
+        # Which reads some of every tensor's file.
+        return {key: fingerprint(path) if path else "" for key, path in self.origins.items()}
 
     def _write_guarded(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
         try:

@@ -16,7 +16,13 @@ from pathlib import Path
 import torch
 
 from torchtitan import faults
-from torchtitan.config.derived import has_engines, sleeps_between_batches, trains_on_gpu, without_masters
+from torchtitan.config.derived import (
+    has_engines,
+    origins_of_adapters,
+    sleeps_between_batches,
+    trains_on_gpu,
+    without_masters,
+)
 from torchtitan.config.job_config import JobConfig, Profiling
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
@@ -326,7 +332,7 @@ class Job:
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(
             config.checkpoint, self.run_dir, policy, optimizer, trainer.scheduler, changing,
-            base=config.model.hf_assets_path if config.lora.rank else "",
+            origins_of_adapters(config),
         )  # fmt: skip
         self._closing.callback(self.checkpointer.wait, config.checkpoint.save_deadline_s)
         restored = None

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.derived import (
     has_reference,
+    keeps_start,
     learns_from_rewards,
     ranks_per_pack,
     reward_weights,
@@ -37,7 +38,7 @@ from torchtitan.inference.types import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.lora import adapters_off, weights, without_dropout
+from torchtitan.models.lora import adapters_off, as_begun, weights, without_dropout
 from torchtitan.models.parallelize import build_policy, reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
@@ -399,38 +400,39 @@ class _Totals:
 
 
 def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
-    """The reference for `policy`: its teacher, or itself without its adapters where those are all that is trained, or
-    else a second one that begins as it does.
+    """The reference for `policy`: its teacher, or itself with the adapters that it began with where those are all that
+    is trained, or else a second one that begins as it does.
 
     A collective.
     """
     if config.job.stage == "distill":
         return ReferencePolicy(teacher_config(config), dims)
     if trains_only_adapters(config):
-        return BaseReference(policy)
+        return OwnReference(policy, keeps_start(config))
     return ReferencePolicy(config, dims)
 
 
-class BaseReference:
-    """The trained policy itself, its adapters switched off while it is asked."""
+class OwnReference:
+    """The trained policy itself, with the adapters that it began with: copies of them (kept), or none."""
 
     follows = False
 
-    def __init__(self, policy: Decoder):
-        self.policy = policy
+    def __init__(self, policy: Decoder, kept: bool):
+        self.policy, self._kept = policy, kept
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the block `policy` is the reference."""
-        return adapters_off(self.policy)
+        return as_begun(self.policy) if self._kept else adapters_off(self.policy)
 
     def follow(self, policy: Decoder, version: int) -> None:
-        """The base model does not change."""
+        """What the policy began with does not change."""
 
 
 class ReferencePolicy:
     """A second policy, laid out over the ranks as the trained one, without gradients.
 
-    Begins with the weights of model.hf_assets_path, also in a resumed run; one that follows is in the checkpoints.
+    Begins with the weights of model.hf_assets_path, and the adapters of lora.adapter_path, also in a resumed run; one
+    that follows is in the checkpoints.
     """
 
     def __init__(self, config: JobConfig, dims: ParallelDims):
@@ -439,8 +441,9 @@ class ReferencePolicy:
         own.activation_checkpoint.mode = "none"
         # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
         own.parallelism.fsdp_reshard_after_forward = "always"
-        # The model that adapters were added to, in as many bits.
-        own.lora.rank = 0
+        if not config.lora.adapter_path:
+            # The model that adapters were added to, in as many bits.
+            own.lora.rank = 0
         self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
         self._decay, self._interval = config.grpo.reference_ema_decay, config.grpo.reference_sync_interval
 
@@ -464,4 +467,4 @@ class ReferencePolicy:
             own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)
 
 
-Reference = BaseReference | ReferencePolicy
+Reference = OwnReference | ReferencePolicy

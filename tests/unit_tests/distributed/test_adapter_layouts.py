@@ -24,6 +24,7 @@ from torchtitan.models.hf_checkpoint import export_policy, save_adapter
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.policy_trainer import build_reference
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -65,11 +66,14 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
     for group in optimizer.param_groups:
         group.update(lr=LR, eps=EPSILON)
     optimizer.step()
+    with torch.no_grad(), build_reference(config, dims, policy).active():
+        start = policy(tokens, PackedLayout([14] * len(rows)), targets)[0].sum()
+    reference = collectives.all_reduce_sum(start) / dims.tp
     folder = Path(scratch)
     export_policy(policy, folder / "merged")
     save_adapter(policy, folder / "adapter")
     (folder / "largest").write_text(str(largest))
-    return {"loss": total.item(), "norm": norm.item()}
+    return {"loss": total.item(), "norm": norm.item(), "reference": reference.item()}
 
 
 @pytest.mark.slow
@@ -79,6 +83,11 @@ def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, lay
     if EP in layout:
         directory = make_mixture(tmp_path / "mixture", "qwen3_moe", mlp_only_layers=[])
     alone = {key: value for key, value in layout.items() if key.partition(".")[0] in ("training", "lora")}
+    start = build_policy(config_of(str(directory), alone), ParallelDims(1, 1, 1, world_size=1))
+    fill(start, seed=1)
+    save_adapter(start, tmp_path / "start")
+    began = {"lora.adapter_path": str(tmp_path / "start"), "grpo.kl_coefficient": 0.1}
+    alone, layout = alone | began, layout | began
     expected = step(str(directory), alone, str(tmp_path / "alone"))
     assert expected["norm"] > 0.1
     function, scratch = "tests.unit_tests.distributed.test_adapter_layouts:step", str(tmp_path / "two")

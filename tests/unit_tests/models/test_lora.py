@@ -12,6 +12,7 @@ import torch
 
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
+from torchtitan.config.derived import origins_of_adapters
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.distributed.placement import ParallelDims, copy_full_, held_part
 from torchtitan.errors import UserError
@@ -33,8 +34,8 @@ from torchtitan.models.lora import (
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape import trained_parameters
-from torchtitan.trainer.checkpoint import collect
-from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.checkpoint import Checkpointer, collect
+from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.trainer.policy_trainer import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused
 
@@ -49,7 +50,7 @@ def fill(policy: Decoder, seed: int = 0) -> None:
     """Adapters that change something, the same on any layout."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in policy.named_parameters():
-        if is_factor(name):
+        if is_factor(name) and parameter.requires_grad:
             copy_full_(parameter, 0.2 * torch.randn(parameter.shape, generator=generator))
 
 
@@ -390,3 +391,44 @@ def test_reference_is_the_base_model(untied: Path) -> None:
     second = build_reference(config, ALONE, policy)
     assert second.policy is not policy and second.policy.lora is None
     assert config.lora.rank == 3
+
+
+@pytest.mark.parametrize("whole", [[], ["norm"]])
+def test_reference_is_what_the_adapters_began_with(untied: Path, tmp_path: Path, whole: list[str]) -> None:
+    before = build_policy(config_of(str(untied), {"lora.modules_to_save": whole}), ALONE)
+    fill(before)
+    save_adapter(before, tmp_path / "start")
+    start = log_probs(merged(before, untied))
+    settings = {"grpo.kl_coefficient": 0.1, "lora.dropout": 0.5, "lora.adapter_path": str(tmp_path / "start")}
+    config = config_of(str(untied), settings | {"lora.modules_to_save": whole})
+
+    def attach() -> tuple[Decoder, Checkpointer]:
+        policy = build_policy(config, ALONE)
+        optimizer = build_optimizer(policy, config.optimizer)
+        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
+        run = tmp_path / "run"
+        return policy, Checkpointer(
+            config.checkpoint, run, policy, optimizer, scheduler, origins=origins_of_adapters(config)
+        )
+
+    def assert_is_start(policy: Decoder) -> None:
+        reference = build_reference(config, ALONE, policy)
+        assert (reference.policy is policy) == (not whole)
+        with reference.active():
+            torch.testing.assert_close(log_probs(reference.policy), start, rtol=1e-5, atol=1e-5)
+
+    policy, checkpointer = attach()
+    fill(policy, seed=1)
+    assert_is_start(policy)
+    # Nobody else sees the copies.
+    assert synced(policy).keys() == synced(before).keys()
+    assert base_parameters(policy).keys() == base_parameters(before).keys()
+    checkpointer.save(1)
+    save_adapter(policy, tmp_path / "after")
+    resumed, other = attach()
+    other.load()
+    assert_is_start(resumed)
+    torch.testing.assert_close(synced(resumed), synced(policy), rtol=0, atol=0)
+    for config.lora.adapter_path in ("", str(tmp_path / "after")):
+        with pytest.raises(UserError, match="resume with lora.adapter_path as it stands"):
+            attach()[1].load()

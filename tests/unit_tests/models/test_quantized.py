@@ -395,7 +395,7 @@ def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
         (
             {},
             {},
-            "adapters of other weights than those in .*: resume with model.hf_assets_path as it stands",
+            "began with other weights than those in .*: resume with model.hf_assets_path as it stands",
         ),
     ],
 )
@@ -410,7 +410,9 @@ def test_a_checkpoint_of_other_adapters_is_refused(
         policy = quantized(checkpoint, **changes)
         optimizer = build_optimizer(policy, Optimizer())
         scheduler = BatchLRScheduler(optimizer, LRScheduler(), total_batches=10)
-        return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler, base=str(base))
+        return Checkpointer(
+            CheckpointConfig(), tmp_path, policy, optimizer, scheduler, origins={"model.hf_assets_path": str(base)}
+        )
 
     attach(saved).save(3)
     assert attach(saved).load().version == 3

@@ -17,6 +17,7 @@ from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import MemoryEstimate, estimate_memory
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import save_adapter
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape import read_shape
 from torchtitan.trainer.checkpoint import Checkpointer
@@ -106,21 +107,29 @@ def estimate(config: JobConfig) -> MemoryEstimate:
     [
         ({}, True),
         ({"rank": 4}, False),
+        ({"rank": 4, "adapter_path": "start"}, False),
         ({"rank": 4, "modules_to_save": ["norm", "down_proj"]}, True),
+        ({"rank": 4, "modules_to_save": ["norm", "down_proj"], "adapter_path": "start"}, True),
         ({"rank": 4, "modules_to_save": ["norm", "down_proj"], "base_bits": 4}, True),
     ],
-    ids=["whole", "adapters", "adapters and modules", "four bits"],
+    ids=["whole", "adapters", "begun adapters", "adapters and modules", "begun adapters and modules", "four bits"],
 )
-def test_plan_counts_its_bytes(config: JobConfig, layout: dict[str, Any], second: bool, offload: bool) -> None:
-    config.lora = Lora(target_modules=["q_proj", "up_proj"], **layout)
-    config.grpo.reference_cpu_offload = offload
+def test_plan_counts_its_bytes(
+    config: JobConfig, tmp_path: Path, layout: dict[str, Any], second: bool, offload: bool
+) -> None:
     dims = ParallelDims(1, 1, 1, world_size=1, rank=0)
+    config.lora = Lora(target_modules=["q_proj", "up_proj"], **layout | {"adapter_path": ""})
+    if "adapter_path" in layout:
+        save_adapter(build_policy(config, dims), tmp_path)
+        config.lora.adapter_path = str(tmp_path)
+    config.grpo.reference_cpu_offload = offload
     policy = build_policy(config, dims)
     shared = {id(one) for one in policy.parameters()}
     reference = build_reference(config, dims, policy).policy
     planned = estimate(config)
     assert planned.reference == sum(one.nbytes for one in reference.parameters() if id(one) not in shared)
     assert (planned.reference > 0) == second
+    assert planned.parameters == sum(one.nbytes for one in policy.parameters())
     config.grpo.kl_coefficient = 0.0
     alone = estimate(config)
     assert alone.reference == 0
