@@ -26,6 +26,7 @@ from torchtitan.inference.client import base_url
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.weight_sync.handshake import HTTP, role_key
 
 VERSION = 7  # the fake takes the registry's port for its version
 
@@ -239,7 +240,7 @@ async def test_running_servers_are_used_and_a_wrong_token_ends_the_run_at_once(
     second.mkdir(), third.mkdir()
     async with running(make_config(num_actors=1), tmp_path) as pool:
         url = pool._actors[0]._client.url
-        monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "secret")
+        monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", role_key("secret", HTTP, "actor-0"))
         async with running(make_config(servers=[url]), second) as outer:
             assert await outer.generate(request(0))
         monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "wrong")

@@ -59,7 +59,7 @@ class ActorProcess(ChildProcess):
     """Starts and stops one actor. Belongs to one asyncio loop."""
 
     def __init__(self, name: str, config: JobConfig, token: str, run_dir: Path, number: int = 0):
-        """`number` (from 0) tells the actors that a run starts apart."""
+        """`token` lets us in at this actor. `number` (from 0) tells the actors that a run starts apart."""
         self._logs = run_dir / "logs"
         super().__init__("the process", self._logs / f"{name}.log")
         self._name, self._config, self._number = name, config, number

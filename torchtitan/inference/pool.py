@@ -22,7 +22,7 @@ from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError,
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.utils.json_lines import EventLog
-from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.handshake import ACTOR, HTTP, role_key
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +56,10 @@ class InferencePool:
         events: EventLog,
         make_client: Callable[[str, str], ActorClient] | None = None,
     ):
-        """`token` authorises us at the actors that we start; servers that run already let us in with the one in the
-        environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one. For the weights each actor gets its own key,
-        which is derived from `token`. make_client: of another engine than inference.backend names."""
-        self._config, self._epoch, self._job_token = config, epoch, token
-        self.token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
-        """Of the actors"""
+        """`token` is the job's, and stays here: keys derived from it authorise each actor for the weights, and us at
+        each actor. Servers that run already let us in with the token in the environment variable
+        TORCHTITAN_ACTOR_TOKEN instead. make_client: of another engine than inference.backend names."""
+        self._config, self._epoch, self._token = config, epoch, token
         self._run_dir, self._events = run_dir, events
         self._make_client = make_client or partial(make_engine_client, config.inference.backend)
         self._actors: list[Actor] = []
@@ -110,16 +108,20 @@ class InferencePool:
         servers = self._config.inference.servers
         for i in range(len(servers) or self._config.inference.num_actors):
             name = f"actor-{i}"
+            key = role_key(self._token, HTTP, name)
+            if servers:
+                key = os.environ.get(TOKEN_VARIABLE, key)
+            process = None if servers else ActorProcess(name, self._config, key, self._run_dir, i)
             self._actors.append(
                 Actor(
                     name,
                     self._config,
                     self._epoch,
-                    role_key(self._job_token, ACTOR, name),
+                    role_key(self._token, ACTOR, name),
                     self._events,
-                    make_client=lambda url: self._make_client(url, self.token),
+                    make_client=partial(self._client_of, key),
                     changed=self._dispatch,
-                    process=None if servers else ActorProcess(name, self._config, self.token, self._run_dir, i),
+                    process=process,
                     url=servers[i] if servers else "",
                 )
             )
@@ -127,6 +129,9 @@ class InferencePool:
             await asyncio.gather(*(actor.check_token() for actor in self._actors))
         self._guard = asyncio.create_task(self._parity.run(self._actors))
         self._tasks = [*(asyncio.create_task(actor.supervise()) for actor in self._actors), self._guard]
+
+    def _client_of(self, key: str, url: str) -> ActorClient:
+        return self._make_client(url, key)
 
     async def connect_weights(self, registry: str) -> None:
         """Have all actors, also those that (re)join later, pull their weights from the trainer with this registry

@@ -26,6 +26,8 @@ MAX_HANDSHAKES = 256
 TRAINER, RANK, ACTOR = "trainer", "rank", "actor"
 # An actor that pulls from another one, under its own name. Its key is derived from the other's; the registry tells it.
 PEER = "peer"
+# The run's key to an actor's HTTP server, under the actor's name. It opens no port of the weight synchronisation.
+HTTP = "http"
 # A part of an actor. Its name is its number; its key is derived from the actor's.
 WORKER = "worker"
 

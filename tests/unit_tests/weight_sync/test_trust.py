@@ -1,0 +1,118 @@
+"""What docs/weight_sync.md promises under "Trust", tried by somebody who wants it broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deterministic.machine import Machine, Process
+from deterministic.parts import REGISTRY, TOKEN
+from tests.patience import eventually
+from tests.tiny_models import SHAPE
+from tests.unit_tests.inference.test_parity import Liar
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.actor_parts import ActorProcess
+from torchtitan.inference.pool import InferencePool
+from torchtitan.utils.child_process import ChildProcess
+from torchtitan.utils.json_lines import EventLog
+from torchtitan.weight_sync.handshake import ACTOR, HTTP, PEER, RANK, TRAINER, WORKER, Dialer, Identity, role_key
+from torchtitan.weight_sync.registry import Registry
+from torchtitan.weight_sync.registry_state import Settings
+
+ROLES = (TRAINER, RANK, ACTOR, PEER, WORKER, HTTP)
+NAMES = ("0", "1", "actor-0", "actor-1")
+
+
+class Told(Liar):
+    """An actor that keeps what it is told for its connection to the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    async def connect_weights(self, *given: Any) -> None:
+        self.given += given
+
+
+def told_to_actors(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """Every string that a run gives to each of the two actors that it starts: arguments, environment, and messages."""
+    found: dict[str, set[str]] = {"actor-0": set(), "actor-1": set()}
+    actors: dict[str, Told] = {}
+
+    async def launch(self: ActorProcess, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        found[self._name] |= {*command, *environment.values()}
+        await ChildProcess.launch(self, ["sleep", "600"], environment)
+
+    async def read_port(self: ActorProcess, *_: Any) -> int:
+        return 1 + int(self._name[-1])
+
+    def make_client(url: str, key: str) -> Told:
+        name = f"actor-{int(url[-1]) - 1}"
+        found[name].add(key)
+        actors[name] = Told()
+        return actors[name]
+
+    monkeypatch.setattr(ActorProcess, "launch", launch)
+    monkeypatch.setattr(ActorProcess, "read_port", read_port)
+    config = JobConfig()
+    config.model.hf_assets_path = str(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    inference = config.inference
+    inference.backend, inference.engine_python, inference.num_actors = backend, sys.executable, 2  # type: ignore[assignment]
+
+    async def work() -> None:
+        pool = InferencePool(config, "e1", TOKEN, folder, EventLog(folder / "events.jsonl"), make_client)  # type: ignore[arg-type]
+        await pool.start()
+        await pool.connect_weights("127.0.0.1:9")
+        await eventually(lambda: len(actors) == 2 and all(actor.given for actor in actors.values()))
+        await pool.close()
+
+    asyncio.run(work())
+    return {name: strings | set(map(str, actors[name].given)) for name, strings in found.items()}
+
+
+@pytest.mark.parametrize("backend", ["embedded", "vllm", "sglang"])
+def test_no_actor_that_the_run_starts_can_speak_as_another_part(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = told_to_actors(backend, tmp_path, monkeypatch)
+    machine = Machine(0)
+    runtime = Process(machine, REGISTRY).runtime
+    registry = Registry(runtime, Settings(2), "e1", 1, TOKEN, lambda *_: None, lambda: None)
+    registry.start(REGISTRY)
+
+    def opens(role: str, name: str, key: str) -> bool:
+        answers: list[str] = []
+        caller, fields = Process(machine, "actor").runtime, {"epoch": "e1", "address": "127.0.0.1:9"}
+        ready = lambda _channel, _fields: answers.append("")  # noqa: E731
+        Dialer(caller, REGISTRY, Identity(role, name, key), fields, ready, answers.append)
+        machine.run(machine.now + 0.05)
+        assert answers and (not answers[0] or "refused" in answers[0])
+        return not answers[0]
+
+    for name, strings in told.items():
+        derived = {role_key(one, role, other) for one in strings for role in ROLES for other in NAMES}
+        known = strings | derived
+        opened = {
+            (role, other) for role in (TRAINER, RANK, ACTOR) for other in NAMES if role_key(TOKEN, role, other) in known
+        }
+        assert TOKEN not in known and opened == {(ACTOR, name)}
+        # The registry's door agrees, also with what the actor has not derived but is given.
+        secrets = {one for one in strings if len(one) == len(role_key("", "", ""))}
+        tried = {
+            (role, other)
+            for role in (TRAINER, RANK, ACTOR)
+            for other in NAMES
+            for key in secrets
+            if opens(role, other, key)
+        }
+        assert tried == {(ACTOR, name)}
+        # Nor does it know the key to another actor's HTTP server.
+        (other,) = told.keys() - {name}
+        assert role_key(TOKEN, HTTP, name) in known and role_key(TOKEN, HTTP, other) not in known
