@@ -200,8 +200,8 @@ class Training:
 @dataclass(config=TABLE)
 class Optimizer:
     name: Literal["AdamW", "Muon", "AdamW8bit"] = "AdamW"
-    """AdamW; Muon, for the matrices of layers, with AdamW for the rest; or AdamW8bit, whose state has eight bits (needs
-    the `bitsandbytes` extra). Muon and AdamW8bit need a single trainer rank"""
+    """AdamW; Muon, for the matrices of layers and of every expert, with AdamW for the rest; or AdamW8bit, whose state
+    has eight bits (needs the `bitsandbytes` extra). Muon and AdamW8bit need a single trainer rank"""
 
     lr: Share = 1e-6
     """Peak learning rate; Muon's updates are scaled to the size of AdamW's"""

@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,56 +19,42 @@ from torchtitan.distributed.collectives import all_reduce_sum
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import mixtures
+from torchtitan.models.roles import Role, role_of
 
 logger = logging.getLogger(__name__)
 
 # Momentum of Muon, as its author has it (Jordan et al. 2024).
 MUON_MOMENTUM = 0.95
-# Matrices that Muon is not meant for: they multiply a token, not an activation.
-NOT_FOR_MUON = ("embed_tokens", "lm_head")
 
 
 def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the optimizer that the configuration names, over the trained parameters.
 
-    Weight decay is decoupled and applies to matrices and embeddings, not to norms and biases (one dimension). AdamW
+    Weight decay is decoupled and applies to matrices and embeddings, not to norms and biases (models/roles.py). AdamW
     falls back from `fused` to `foreach`, with a log line, if torch has no fused kernel for the parameters.
 
     Raises:
-        UserError: Muon or AdamW8bit for sharded parameters, or if torch or bitsandbytes lacks it.
+        UserError: Muon or AdamW8bit for sharded parameters, or bitsandbytes is missing.
     """
     trained = {name: one for name, one in policy.named_parameters() if one.requires_grad}
     if config.name != "AdamW" and any(isinstance(one, DTensor) for one in trained.values()):
-        # torch's Muon computes wrong updates of a DTensor without a word, and bitsandbytes knows none.
+        # Muon needs whole matrices, and bitsandbytes knows no DTensor.
         raise UserError(f"optimizer.name = {config.name} needs one trainer rank, which holds all parameters")
+    roles = {one: role_of(policy, name) for name, one in trained.items()}
     if config.name == "Muon":
-        matrices = [one for name, one in trained.items() if one.dim() == 2 and not _is_for_tokens(name)]
-        chosen = set(matrices)
-        rest = [one for one in trained.values() if one not in chosen]
-        return _Together([*([_muon(matrices, config)] if matrices else []), *([_adamw(rest, config)] if rest else [])])
-    return _adamw(list(trained.values()), config)
+        matrices = [one for one, role in roles.items() if role is Role.MATRIX]
+        rest = {one: role for one, role in roles.items() if role is not Role.MATRIX}
+        muon = [Muon(matrices, config.lr, config.weight_decay)] if matrices else []
+        return _Together([*muon, *([_adamw(rest, config)] if rest else [])])
+    return _adamw(roles, config)
 
 
-def _is_for_tokens(name: str) -> bool:
-    return any(part in name.split(".") for part in NOT_FOR_MUON)
-
-
-def _muon(matrices: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Muon with updates of the same size as AdamW's, so that one rate and one decay suit both (Liu et al. 2025,
-    Moonlight, section 2.2)."""
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(f"optimizer.name = Muon needs torch 2.9 or newer, this is {torch.__version__}")
-    return torch.optim.Muon(
-        matrices, lr=config.lr, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw"
-    )
-
-
-def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _adamw(roles: Mapping[nn.Parameter, Role], config: OptimizerConfig) -> torch.optim.Optimizer:
     # One kernel updates a group, whose parameters must have the same mesh; experts have their own.
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter, role in roles.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
+        groups.setdefault((role is not Role.VECTOR, mesh), []).append(parameter)
     chosen: list[dict[str, Any]] = [
         {"params": g, "weight_decay": config.weight_decay if decays else 0.0} for (decays, _), g in groups.items()
     ]
@@ -78,7 +64,7 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
         except ImportError as error:
             raise UserError(f"optimizer.name = AdamW8bit needs the package bitsandbytes ({error})") from error
         return eight_bit.AdamW8bit(chosen, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-    fused = config.implementation == "fused" and _fused_kernel_works(parameters)
+    fused = config.implementation == "fused" and _fused_kernel_works(roles)
     return torch.optim.AdamW(
         chosen,
         lr=config.lr,
@@ -87,6 +73,42 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
         fused=fused,
         foreach=not fused and config.implementation != "for-loop",
     )
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for matrices, and for stacks of them [..., rows, columns], which torch's does not take.
+
+    Its updates have the size of AdamW's, so that one rate and one decay suit both (Liu et al. 2025, Moonlight, section
+    2.2).
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                momentum = self.state[one].setdefault("momentum_buffer", torch.zeros_like(one.grad))
+                momentum.lerp_(one.grad, 1 - MUON_MOMENTUM)
+                update = orthogonalized(one.grad.lerp(momentum, MUON_MOMENTUM))
+                one.mul_(1 - group["lr"] * group["weight_decay"])
+                one.add_(update, alpha=-0.2 * math.sqrt(max(one.shape[-2:])) * group["lr"])
+
+
+def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+    """Bring the singular values of every matrix [..., rows, columns] near 1, in bfloat16, by five steps of Newton and
+    Schulz with the coefficients of Muon's author."""
+    x = matrices.bfloat16().reshape(-1, *matrices.shape[-2:])
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if tall else x).reshape(matrices.shape)
 
 
 class _Together(torch.optim.Optimizer):
@@ -105,7 +127,7 @@ class _Together(torch.optim.Optimizer):
             part.step()
 
 
-def _fused_kernel_works(parameters: list[nn.Parameter]) -> bool:
+def _fused_kernel_works(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether torch's fused AdamW supports these devices and types; torch itself only checks in the first step."""
     for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
         probe = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
