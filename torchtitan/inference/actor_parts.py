@@ -61,7 +61,7 @@ class ActorProcess(ChildProcess):
     def __init__(self, name: str, config: JobConfig, token: str, run_dir: Path, number: int = 0):
         """`token` lets us in at this actor. `number` (from 0) tells the actors that a run starts apart."""
         self._logs = run_dir / "logs"
-        super().__init__("the process", self._logs / f"{name}.log")
+        super().__init__(f"the process of {name}", self._logs / f"{name}.log")
         self._name, self._config, self._number = name, config, number
         self._variables = {TOKEN_VARIABLE: token}
         self._activity_file = actor_file(run_dir, name)

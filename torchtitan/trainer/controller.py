@@ -380,11 +380,11 @@ class Controller:
             if status.evictions > self._evictions.get(name, 0):
                 self.events.write(
                     "actor_evicted_from_sync", level=logging.WARNING, actor=name, version=status.version,
-                    reason=status.reason,
+                    reason=status.eviction,
                 )  # fmt: skip
                 # An actor that is back by now had only lost its connection.
                 if status.state in GONE and self.actors is not None:
-                    await self.actors.redo_elsewhere(name, status.reason)
+                    await self.actors.redo_elsewhere(name, status.eviction)
             self._evictions[name] = status.evictions
 
     def evaluated(self, version: int, figures: Mapping[str, Figure], begun: float) -> None:

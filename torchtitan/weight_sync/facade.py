@@ -122,6 +122,8 @@ class ActorStatus(NamedTuple):
     """Why it is in this state, after a failure"""
     evictions: int
     """How often its connection was lost, or it was given up"""
+    eviction: str = ""
+    """Why that happened last, also when it is back"""
 
 
 class SyncOutcome(NamedTuple):

@@ -276,8 +276,8 @@ class Registry:
         if actor is not None and actor.channel is not None:
             actor.channel.close("replaced by a newer connection")
         if actor is None or actor.instance != instance:
-            evictions = 0 if actor is None else actor.evictions
-            actor = self.actors[name] = Actor(None, instance, address, 0.0, evictions=evictions)
+            evictions, eviction = (0, "") if actor is None else (actor.evictions, actor.eviction)
+            actor = self.actors[name] = Actor(None, instance, address, 0.0, evictions=evictions, eviction=eviction)
             self.lanes.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
         actor.state, actor.version = "JOINING", -1
@@ -294,7 +294,7 @@ class Registry:
         phase = actor.state
         if phase != "GIVEN_UP":
             actor.state, actor.reason = "LOST", f"{reason} (it was {phase})"
-        actor.evictions += 1
+        actor.evictions, actor.eviction = actor.evictions + 1, actor.reason
         self._evictions += 1
         self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
         self.lanes.leave(name)

@@ -75,6 +75,8 @@ class Actor:
     reason: str = ""
     evictions: int = 0
     """How often it has been lost or given up"""
+    eviction: str = ""
+    """Why it was lost or given up last, also when it is back"""
     failures: int = 0
     """How many versions in a row it could not take: refused, or partly applied"""
     figures: Message = field(default_factory=dict)
@@ -98,7 +100,7 @@ class Actor:
 
     def status(self) -> Message:
         """Return what the trainer is told."""
-        shown = ("state", "version", "serves", "pinned", "reason", "figures", "evictions", "failures")
+        shown = ("state", "version", "serves", "pinned", "reason", "figures", "evictions", "eviction", "failures")
         return {name: getattr(self, name) for name in shown}
 
 

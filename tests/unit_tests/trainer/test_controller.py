@@ -84,7 +84,9 @@ def make(folder: Path, parts: Any, config: JobConfig | None = None) -> Controlle
 
 
 def status(state: str, evictions: int) -> ActorStatus:
-    return ActorStatus(state, 3, state == "READY", "no byte within 5 s", evictions)
+    # The registry keeps the reason of a state only until the actor is back.
+    reason = "no byte within 5 s"
+    return ActorStatus(state, 3, state == "READY", reason if state == "LOST" else "", evictions, reason)
 
 
 class Evicted:
@@ -116,8 +118,8 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     ):
         asyncio.run(controller._note_evictions(actors))
     assert parts.redone == [("a", "no byte within 5 s")] * 2
-    told = [(event["kind"], event["actor"]) for event in read_json_lines(controller.events.path)]
-    assert told == [("actor_evicted_from_sync", actor) for actor in ("a", "b", "a")]
+    told = [(event["kind"], event["actor"], event["reason"]) for event in read_json_lines(controller.events.path)]
+    assert told == [("actor_evicted_from_sync", actor, "no byte within 5 s") for actor in ("a", "b", "a")]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torchtitan.weight_sync.wire import Message
 
 def actor(version: int, state: str = "READY", **others: Any) -> Message:
     serves = state not in ("LOST", "GIVEN_UP", "POISONED") and version >= 0
-    usual = {"pinned": False, "failures": 0, "reason": "", "figures": {}, "evictions": 0}
+    usual = {"pinned": False, "failures": 0, "reason": "", "figures": {}, "evictions": 0, "eviction": ""}
     return {"state": state, "version": version, "serves": serves, **usual, **others}
 
 
@@ -82,7 +82,7 @@ def test_who_is_missing_and_why() -> None:
 
 def test_what_is_told_of_actors() -> None:
     sync = sync_of(Registry(3, {"a": actor(3, figures={"apply_s": 1.5, "bytes_full": 7})}))
-    assert sync.actors()["a"] == ("READY", 3, True, "", 0)
+    assert sync.actors()["a"] == ("READY", 3, True, "", 0, "")
     told = {"weight_sync/a/version": 3, "weight_sync/a/apply_s": 1.5, "weight_sync/evictions": 2}
     counted = {"weight_sync/versions_published": 5, "weight_sync/versions_skipped": 1}
     assert sync.statistics() == {**told, **counted, "time/snapshot_s": 0.0, "time/sync_stall_s": 0.0}

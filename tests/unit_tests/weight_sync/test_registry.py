@@ -278,10 +278,12 @@ def test_same_process_may_come_back_and_another_one_starts_afresh() -> None:
     assert actor.over and not again.over
     shown = trainer.last("status")["actors"]["a"]
     assert (shown["state"], shown["version"], shown["evictions"]) == ("JOINING", -1, 1)
+    assert shown["reason"] == "" and "replaced by a newer connection (it was READY)" in shown["eviction"]
     again.say("serving", version=0, digest=world.digest, figures={})
     assert trainer.last("status")["actors"]["a"]["serves"] and world.events("serves")
     other = world.actor(instance="a-2")
-    assert again.over and not other.over and trainer.last("status")["actors"]["a"]["evictions"] == 2
+    shown = trainer.last("status")["actors"]["a"]
+    assert again.over and not other.over and shown["evictions"] == 2 and shown["eviction"]
 
 
 def test_shard_server_that_comes_back_replaces_its_connection_and_hears_what_lives() -> None:
