@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import hmac
 import json
-import logging
 import os
 import re
 import secrets
@@ -36,8 +35,6 @@ from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline
 from torchtitan.utils.child_process import child_environment, end_with_parent
 from torchtitan.utils.json_lines import CHUNK_BYTES, line_start, read_json_lines, read_lines, write_whole
-
-logger = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
 MAX_EVENTS = 200
@@ -221,7 +218,8 @@ class LivePage:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
-            logger.info("live page: %s", url_of(listener, token))
+            # Not to the log: others may read that file.
+            print(f"live page: {url_of(listener, token)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the process. May be called twice."""

@@ -161,7 +161,9 @@ def answer_of(url: str, **headers: str) -> int:
         return error.code
 
 
-def test_a_run_serves_its_page_from_another_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_serves_its_page_from_another_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = write_run(tmp_path / "run", steps=3)
     with listen(0, "x") as free:
         port = free.getsockname()[1]
@@ -169,7 +171,8 @@ def test_a_run_serves_its_page_from_another_process(tmp_path: Path, caplog: pyte
             LivePage(run_dir, port)
     with caplog.at_level(logging.INFO):
         page = LivePage(run_dir, port)
-    url = caplog.messages[-1].removeprefix("live page: ")
+    url = capsys.readouterr().err.strip().removeprefix("live page: ")
+    assert caplog.messages == []  # others may read the log
     try:
         assert answer_of(url) == 200
         assert answer_of(url.partition("?")[0]) == 401
@@ -183,12 +186,11 @@ def test_a_run_serves_its_page_from_another_process(tmp_path: Path, caplog: pyte
 
 def test_the_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = "import sys, time; from pathlib import Path; from torchtitan.report.page import LivePage\n"
-    code += "import logging; logging.basicConfig(level='INFO', stream=sys.stdout, format='%(message)s')\n"
     code += "page = LivePage(Path(sys.argv[1]), 0); time.sleep(1000)"
     command = [sys.executable, "-u", "-c", code, str(write_run(tmp_path / "run", steps=3))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        url = run.stdout.readline().removeprefix("live page: ").strip()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        url = run.stderr.readline().removeprefix("live page: ").strip()
         assert answer_of(url) == 200
         run.kill()
     deadline = time.monotonic() + PATIENCE_S
