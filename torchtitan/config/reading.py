@@ -7,6 +7,7 @@ import difflib
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ GONE_KEYS: dict[str, str] = {
 }
 """A key that has no meaning any more -> why; it is passed over for now, and a line says so"""
 PLACE = "command line"
+PROGRAMS = {"__main__.py": "run_grpo.sh", "grpo_train.py": "torchrun -m torchtitan.grpo_train"}
+"""What people have typed where Python was called with this file"""
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,12 @@ class Draft:
 
 
 def nearest_key(name: str) -> str:
-    """Like `nearest` for a whole key `table.key`: a like key of its table, else the same key in another table."""
+    """Like `nearest` for a whole key `table.key`: a like key of its table, else the same key in another table. A name
+    without a table may be a key of any."""
     table, _, key = name.rpartition(".")
-    inside = {known.rpartition(".")[2]: known for known in known_keys() if known.startswith(f"{table}.")}
+    # Without a table, the key may be of any; the first one counts.
+    prefix = f"{table}." if table else ""
+    inside = {known.rpartition(".")[2]: known for known in reversed(known_keys()) if known.startswith(prefix)}
     close = difflib.get_close_matches(key, list(inside), n=1, cutoff=0.75)
     if close:
         return f" (nearest: {inside[close[0]]})"
@@ -168,7 +174,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
     and exits with code 0.
     """
     if {"-h", "--help"} & set(argv):
-        print(help_text())
+        program = Path(sys.argv[0]).name
+        print(help_text(PROGRAMS.get(program, program)))
         raise SystemExit(0)
     draft = Draft()
     options: list[tuple[str, list[str]]] = []
@@ -176,6 +183,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
         if token.startswith("--"):
             name, equals, value = token[2:].partition("=")
             options.append((name, [value] if equals else []))
+        elif (key := token.partition("=")[0]) in known_keys():
+            draft.refuse(key, f"{PLACE}: {token!r} must begin with two dashes: --{token}")
+            options.append((key, [token[len(key) + 1 :]] if "=" in token else []))
         elif options:
             options[-1][1].append(token)
         else:
@@ -207,8 +217,8 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
     if takes_options:
         text = f"needs the name of an option, such as --{name}.NAME VALUE"
     else:
-        known = nearest_key(name) if table else nearest(name, ["dry_run", "help", *known_keys()])
-        text = f"is not a known key{known}"
+        known = "" if table else nearest(name, ["dry_run", "help"])
+        text = f"is not a known key{known or nearest_key(name)}"
     draft.refuse(name, f"{PLACE}: --{name} {text}")
     return None
 

@@ -33,9 +33,9 @@ def markdown() -> str:
     return "".join(parts)
 
 
-def help_text() -> str:
-    """Every option of the command line."""
-    lines = ["usage: run_grpo.sh [--dry-run] [--table.key value …]", ""]
+def help_text(program: str) -> str:
+    """Every option of the command line of `program`."""
+    lines = [f"usage: {program} [--dry-run] [--table.key value …]", ""]
     for name, info in known_keys().items():
         kind = "|".join(map(str, _choices(info))) or _short_type(info.annotation).upper()
         lines += [f"--{name} {kind}", f"    {_meaning(info)} (default: {_default(info)})"]

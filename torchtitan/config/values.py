@@ -164,13 +164,15 @@ def read_toml(file: str) -> tuple[dict[str, Any], str]:
         # Some editors begin a file with a byte order mark.
         return tomllib.loads(path.read_text(encoding="utf-8-sig")), ""
     except FileNotFoundError:
-        text = f"does not exist (looked in {Path.cwd()})"
+        text = f"does not exist (looked in {path.parent.absolute()})"
         if path.parent.is_dir():
             text += nearest(path.name, [other.name for other in path.parent.glob("*.toml")])
     except OSError as error:
         text = f"cannot be read: {error.strerror}"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         text = f"is not valid TOML: {error}"
+    except RecursionError:
+        text = "cannot be read: its lists or tables are nested too deeply"
     return {}, text
 
 
@@ -185,7 +187,7 @@ def value_of_words(words: list[str]) -> Any:
 def _value(word: str) -> Any:
     try:
         tables = tomllib.loads(f"value = {word}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return word
     # More than one key: the word had a line break in it.
     return tables["value"] if len(tables) == 1 and is_free(tables) else word

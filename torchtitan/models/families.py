@@ -426,5 +426,7 @@ def read_unturned(config: dict[str, Any]) -> tuple[int, ...]:
     if config["model_type"] != "smollm3":
         return ()
     layers, every = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
+    if every < 1:
+        raise UserError(f"no_rope_layer_interval in config.json must be 1 or more, not {every}")
     turned = config.get("no_rope_layers") or [int((index + 1) % every != 0) for index in layers]
     return tuple(index for index in layers if not turned[index])

@@ -7,6 +7,7 @@ is started except the process that makes a missing debug checkpoint.
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.rollout.environments.agent_worker import FUNCTION
-from torchtitan.rollout.prompts import BUILT_IN
+from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.rewards.isolation import isolation_command
 from torchtitan.utils.child_process import child_environment
@@ -50,7 +51,6 @@ from torchtitan.utils.child_process import child_environment
 Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
 MAKING_TIMEOUT_S = 600.0
-FILE_ENDINGS = (".jsonl", ".parquet")
 # A cap on the importance ratio above this value does not count as a bound.
 NO_BOUND = 10.0
 
@@ -275,9 +275,13 @@ def _check_rollout(check: Check) -> None:
 def _evaluates_training_data(config: JobConfig) -> bool:
     rollout, evaluation = config.rollout, config.eval
     # An environment may have only a few initial states, and none of them reveals an answer.
-    if rollout.replay or rollout.dataset != evaluation.dataset or has_environment(config):
+    if rollout.replay or has_environment(config):
         return False
-    has_splits = rollout.dataset not in BUILT_IN and not rollout.dataset.endswith(FILE_ENDINGS)
+    is_file = rollout.dataset.endswith(FILE_ENDINGS)
+    both = (rollout.dataset, evaluation.dataset)
+    if len(set(map(os.path.realpath, both) if is_file else both)) > 1:
+        return False
+    has_splits = rollout.dataset not in BUILT_IN and not is_file
     return not has_splits or rollout.dataset_split == evaluation.dataset_split
 
 
@@ -286,7 +290,9 @@ def _check_dataset(check: Check, key: str, name: str) -> None:
     path = Path(name)
     if name in BUILT_IN:
         return
-    if name.endswith(FILE_ENDINGS):
+    if problem := file_problem(name):
+        check.refuse(key, True, problem)
+    elif name.endswith(FILE_ENDINGS):
         if not path.is_file():
             found = [other.name for other in path.parent.glob("*") if other.name.endswith(FILE_ENDINGS)]
             check.refuse(key, True, f"no such file (looked in {Path.cwd()}){nearest(path.name, found)}")
@@ -328,8 +334,12 @@ def _check_environment(check: Check) -> None:
     if FUNCTION.fullmatch(environment.agent):
         named.append(("agent", "agent", environment.agent))
     elif environment.agent:
-        program = shlex.split(environment.agent)[0]
-        check.refuse("environment.agent", shutil.which(program) is None, f"there is no program {program!r} here")
+        try:
+            program = next(iter(shlex.split(environment.agent)), "")
+        except ValueError as error:
+            check.refuse("environment.agent", True, f"it cannot be split into words as a shell does: {error}")
+        else:
+            check.refuse("environment.agent", shutil.which(program) is None, f"there is no program {program!r} here")
     kinds = [name for name in ("agent", "verifiers") if getattr(environment, name)]
     others = bool(environment.factory or environment.tools)
     for kind in kinds:

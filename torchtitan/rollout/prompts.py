@@ -5,13 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import has_engines, has_environment, judging_reward, plays_through_gateway
+from torchtitan.config.derived import (
+    environment_name,
+    has_engines,
+    has_environment,
+    judging_reward,
+    plays_through_gateway,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments import builtin
@@ -22,6 +29,13 @@ from torchtitan.rollout.types import Prompt
 Row = dict[str, Any]
 
 FILE_ENDINGS = (".jsonl", ".parquet")
+# Endings of other files -> how people make a .jsonl or .parquet file of them.
+CONVERSIONS = {
+    ".csv": 'convert it: python -c "from pyarrow import csv, parquet; '
+    "parquet.write_table(csv.read_csv('{name}'), '{stem}.parquet')\"",
+    ".gz": "unpack it: gunzip {name}",
+    ".json": "write one object of its list per line: jq -c '.[]' {name} > {stem}.jsonl",
+}
 LARGEST_OPERAND = 99
 
 
@@ -64,6 +78,8 @@ def load_rows(dataset: str, split: str = "train") -> list[Row]:
     """
     if dataset in BUILT_IN:
         return BUILT_IN[dataset]()
+    if problem := file_problem(dataset):
+        raise UserError(f"dataset {dataset}: {problem}")
     if not dataset.endswith(FILE_ENDINGS):
         return _load_hugging_face(dataset, split)
     path = Path(dataset).expanduser()
@@ -73,6 +89,22 @@ def load_rows(dataset: str, split: str = "train") -> list[Row]:
     if not rows:
         raise UserError(f"dataset file {path} has no rows")
     return rows
+
+
+def file_problem(dataset: str) -> str | None:
+    """Return why a file of this name cannot be a dataset, and what to do; None for one that may be, or is missing, and
+    for other names."""
+    path = Path(dataset).expanduser()
+    if not dataset.endswith(FILE_ENDINGS):
+        ending = path.suffix.lower()
+        how = f"rename it to {path.with_suffix(ending)}" if ending in FILE_ENDINGS else CONVERSIONS.get(ending)
+        says = "a dataset file is .jsonl, with one JSON object per line, or .parquet: "
+        return how and says + how.format(name=path, stem=path.with_suffix(""))
+    if os.path.isdir(path):
+        return "it is a folder, not a file"
+    if os.path.exists(path):
+        return None if os.path.isfile(path) else "it is not a regular file"
+    return "it is a link to nothing, or to itself" if os.path.islink(path) else None
 
 
 def arithmetic_rows() -> list[Row]:
@@ -161,6 +193,8 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, 
     wanted = {config.rollout.prompt_column: "rollout.prompt_column"}
     if NEEDS_ANSWER & functions:
         wanted[config.rewards.answer_column] = "rewards.answer_column"
+    # A function without a reference gives no reward; another one, or an environment, may.
+    needs_value = bool(functions) and functions <= NEEDS_ANSWER and not environment_name(config)
     for number, row in enumerate(rows, start=1):
         for column, setting in wanted.items():
             if column not in row:
@@ -168,6 +202,11 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, 
                 raise UserError(
                     f"{key} = {dataset!r}, row {number}: no column {column!r} ({setting}); there are {there}"
                 )
+        if needs_value and row[config.rewards.answer_column] is None:
+            raise UserError(
+                f"{key} = {dataset!r}, row {number}: column {config.rewards.answer_column!r} (rewards.answer_column) "
+                f"is null, but {', '.join(sorted(functions))} needs a reference: give one, or leave the row out"
+            )
         prompt = row[config.rollout.prompt_column]
         if problem := _prompt_problem(prompt):
             raise UserError(f"{key} = {dataset!r}, row {number}, column {config.rollout.prompt_column!r}: {problem}")

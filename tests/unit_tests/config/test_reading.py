@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit_tests.conftest import GOOD, WriteConfig
 from torchtitan.config.derived import engine_words
 from torchtitan.config.job_config import JobConfig, known_keys
-from torchtitan.config.reading import Draft
+from torchtitan.config.reading import Draft, read_command_line
 from torchtitan.config.reference import markdown
 from torchtitan.config.training_tables import LOSS_TYPES
 from torchtitan.config.values import Names, Range, config_to_toml
@@ -30,6 +30,28 @@ else:
 
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_values_that_are_nested_too_deeply_are_refused(write_config: WriteConfig) -> None:
+    arguments, deep = write_config(), "[" * 5000 + "]" * 5000
+    with pytest.raises(ConfigError, match="x.toml.* nested too deeply$"):
+        Path("x.toml").write_text(f"a = {deep}")
+        load_config(["--job.config_file", "x.toml"])
+    with pytest.raises(ConfigError, match="rewards.functions: unknown reward function"):
+        load_config([*arguments, "--rewards.functions", deep])
+
+
+@pytest.mark.parametrize(
+    ("called", "named"),
+    [("/bin/torchtitan-grpo", "torchtitan-grpo"), ("/x/torchtitan/preflight/__main__.py", "run_grpo.sh")],
+)
+def test_help_names_the_command_that_was_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], called: str, named: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [called])
+    with pytest.raises(SystemExit):
+        read_command_line(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {named} [--dry-run]")
 
 
 def test_file_then_command_line_then_defaults(write_config: WriteConfig) -> None:

@@ -273,6 +273,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
         ({"rms_norm_eps": None, "eos_token_id": ["2"]}, 'numbers, not ["2"], rms_norm_eps must be a number, not null'),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"rope_scaling": {**LINEAR, "factor": "8"}}, 'factor must be a number, not "8"'),
+        (
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval in config.json must be 1 or more",
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers in config.json names 1 of 2 layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 in config.json is not supported for llama"),
         ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "rope_parameters and rope_scaling in config.json differ"),

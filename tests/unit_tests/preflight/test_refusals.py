@@ -24,6 +24,11 @@ ON_THE_COMMAND_LINE = """
 --job.config_file checkpoint | checkpoint | cannot be read
 --grpo.group_sise 4 | --grpo.group_sise | nearest: grpo.group_size
 --grpo.no_async_weight_update x | 'x' does not belong to any | takes no value
+--steps 5 | --steps is not a known key | nearest: training.steps
+--stepz 5 | --stepz is not a known key | nearest: training.steps
+training.steps 5 | 'training.steps' must begin with two dashes: --training.steps
+--grpo.group_size 8 training.steps=5 | 'training.steps=5' must begin with two dashes
+--job.config_file ~/no-such-folder/x.toml | does not exist | looked in /
 --dry-rum | --dry_rum | nearest: dry_run
 oops | 'oops' does not belong to any
 --training.steps many | training.steps = many | takes an integer
@@ -77,6 +82,8 @@ oops | 'oops' does not belong to any
 --rewards.functions | rewards.functions = [] | at least one
 --rewards.weights 1 2 | rewards.weights = [1.0, 2.0] | one weight for each
 --environment.agent tests.agent_examples:pley | environment.agent | nearest: play
+--environment.agent "'unclosed" | environment.agent = "'unclosed" | No closing quotation
+--environment.agent ' ' | environment.agent = " " | there is no program ''
 --environment.agent 'no-such-program x' | environment.agent | no-such-program
 --environment.agent tests.agent_examples:play --environment.tools tests.agent_examples:raises \
     | environment.agent | cannot be combined with

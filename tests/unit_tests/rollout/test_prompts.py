@@ -130,9 +130,9 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
     with pytest.raises(UserError, match="line 1: not valid JSON.*utf-8"):
         load_rows(str(tmp_path / "latin.jsonl"))
-    (tmp_path / "rows.json").write_text("[]")
-    with pytest.raises(UserError, match="rows.json must end with .jsonl or .parquet"):
-        load_rows(str(tmp_path / "rows.json"))
+    (tmp_path / "rows.txt").write_text("[]")
+    with pytest.raises(UserError, match="rows.txt must end with .jsonl or .parquet"):
+        load_rows(str(tmp_path / "rows.txt"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="'some/name'.*cannot be loaded: .*datasets"):
         load_rows("some/name")

@@ -166,6 +166,7 @@ def test_chat_completions_are_read_too() -> None:
 def test_arithmetic(completion: str, reason: str, reward: float) -> None:
     # 12 + 34 = 046, digits reversed.
     assert call("arithmetic", [completion], answer=["640"], finish_reasons=[reason]) == [pytest.approx(reward)]
+    assert call("arithmetic", [completion] * 2, answer=[640, None], finish_reasons=[reason] * 2)[1] is None
 
 
 def test_exact_match() -> None:

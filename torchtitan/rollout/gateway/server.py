@@ -112,8 +112,8 @@ class GatewayServer:
     # Calls from the run
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES)
         await socket.prepare(request)

@@ -45,12 +45,12 @@ def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **k
 
 
 def arithmetic(
-    *, completions: Sequence[Completion], answer: Sequence[str], finish_reasons: Sequence[str], **kwargs: Any
+    *, completions: Sequence[Completion], answer: Sequence[Any], finish_reasons: Sequence[str], **kwargs: Any
 ) -> list[float | None]:
     """Return 1 for the exact answer, else half the fraction of correct digits; 0 if the length is wrong or the
-    completion was truncated."""
+    completion was truncated; None without an answer."""
     return [
-        _digits_right(text, gold) if reason == "stop" else 0.0
+        None if gold is None else _digits_right(text, str(gold)) if reason == "stop" else 0.0
         for text, gold, reason in zip(texts(completions), answer, finish_reasons, strict=True)
     ]
 
