@@ -122,11 +122,12 @@ def main() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     arguments = json.loads(sys.argv[1])
-    runtime, parent = SocketRuntime(), os.getppid()
+    runtime = SocketRuntime()
 
     def check_parent() -> None:
         runtime.call_later(PARENT_CHECK_SECONDS, check_parent)
-        if os.getppid() != parent:
+        # The parent says its number itself, because it may have been killed while this process imported its modules.
+        if os.getppid() != arguments["parent_pid"]:
             logger.info("the parent has ended, and so does this process")
             runtime.stop()
 

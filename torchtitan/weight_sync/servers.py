@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -151,7 +152,7 @@ class ServerProcess(Supervised):
     ):
         super().__init__(f"weight {log_file.stem.replace('-', ' ')}", where, pulse)
         descriptors = {**descriptors, "listen_fd": self._listener.fileno()}
-        self._told = {"part": part, "address": self.address, **arguments, **descriptors}
+        self._told = {"part": part, "parent_pid": os.getpid(), "address": self.address, **arguments, **descriptors}
         self._descriptors, self._token, self._log_file = list(descriptors.values()), token, log_file
         self.supervise()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import time
 from functools import partial
@@ -15,7 +16,8 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import main, servers
-from torchtitan.weight_sync.servers import FROZEN_LOOKS, ServerProcess, Supervised
+from torchtitan.weight_sync.registry_state import Settings
+from torchtitan.weight_sync.servers import FROZEN_LOOKS, RegistryServer, ServerProcess, Supervised
 from torchtitan.weight_sync.sockets import SocketRuntime
 
 LOOPBACK = "127.0.0.1"
@@ -98,6 +100,21 @@ def test_a_process_hears_its_parent_alone_and_ends_at_the_deadline(
     process.close(time.monotonic() + 0.2)
     assert json.loads(log.read_text()) == [1, process.process.pid, None] and process.process.pid != os.getsid(0)
     assert process.process.wait(PATIENCE_S) == -9 and not process.failure
+
+
+def test_a_registry_whose_parent_was_killed_while_it_started_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This process takes the place of init, which gets the children of the dead.
+    with subprocess.Popen(["true"]) as dead:
+        monkeypatch.setattr(servers.os, "getpid", lambda: dead.pid)
+        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0))
+    try:
+        until(lambda: registry.failure)
+        assert "exit code 0" in registry.failure
+        assert "the parent has ended" in (tmp_path / "registry.log").read_text()
+    finally:
+        registry.close(time.monotonic() + PATIENCE_S)
 
 
 def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
