@@ -36,11 +36,12 @@ from torchtitan.models.shape import fingerprint
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.run_dir import (
     CONFIG_FILE,
-    FORMAT,
-    MARKER,
     begin_checkpoint,
     checkpoint_path,
+    damage,
+    describe_file,
     finish_checkpoint,
+    other_checkpoint,
     prune_checkpoints,
     whole_steps,
     write_file,
@@ -118,8 +119,8 @@ class CheckedReader(FileSystemReader):
         try:
             with open(path, "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
+        except Exception as error:  # of a file that this program did not write, anything
+            raise UserError(f"{path} cannot be read: {error!r}") from error
         if not isinstance(metadata, dcp_metadata.Metadata) or any(
             not isinstance(entry, dcp_metadata.TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
         ):
@@ -267,18 +268,10 @@ class Checkpointer:
         """
         step = self._agree_on_step(step)
         path = checkpoint_path(self.folder, step)
-        marker = read_json(path / MARKER)
-        if marker.get("format") != FORMAT:
-            raise UserError(f"{path} has checkpoint format {marker.get('format')}; this version reads format {FORMAT}")
+        self._check_files(step)
         facts = read_json(path / "state.json")
         reader = CheckedReader(str(path))
         saved = reader.read_metadata().state_dict_metadata
-        for name, size in marker.get("sizes", {}).items():  # older checkpoints do not say
-            if not (path / name).is_file() or (path / name).stat().st_size < size:
-                raise UserError(
-                    f"{path} is not whole any more: {name} should have {size} bytes. Was it copied only in part? Copy "
-                    f"it again, or resume from another one with checkpoint.load_step, one of {whole_steps(self.folder)}"
-                )
         materialize_optimizer(self.optimizer)
         stepped = {name.rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
         for name, parameter in _trained(self.policy).items():
@@ -322,10 +315,7 @@ class Checkpointer:
                 self._distributed(state_dict_loader.load, state, storage_reader=reader)
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            raise UserError(
-                f"{path} cannot be read ({reason!r}): resume from another step with checkpoint.load_step, one of "
-                f"{whole_steps(self.folder)}"
-            ) from error
+            raise UserError(f"{path} cannot be read ({reason!r}): {other_checkpoint(self.folder, step)}") from error
         if all(name in state for name in random_state):
             torch.set_rng_state(state[f"random.{self.rank}.cpu"])
             if torch.cuda.is_available():
@@ -378,11 +368,13 @@ class Checkpointer:
     def _write(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
         started = time.perf_counter()
         temporary = self.folder / f"step-{step}.tmp"
-        self._on_rank_zero(lambda: self._begin(step, document, rollout))
+        self._on_ranks(lambda: self._begin(step, document, rollout))
         self._distributed(
             state_dict_saver.save, state, storage_writer=FileSystemWriter(str(temporary), sync_files=True)
         )
-        self._on_rank_zero(lambda: self._finish(step))
+        described = self._on_ranks(lambda: self._describe(temporary), all_ranks=True)
+        files = {name: one for own in described for name, one in own.items()}
+        self._on_ranks(lambda: self._finish(step, files))
         if self.rank == 0:
             logger.info("checkpoint of step %d written in %.1f s", step, time.perf_counter() - started)
 
@@ -392,25 +384,48 @@ class Checkpointer:
         if rollout is not None:
             write_file(temporary / "rollout.bin", rollout)
 
-    def _finish(self, step: int) -> None:
-        finish_checkpoint(self.folder, step, {"ranks": self._world_size})
+    def _describe(self, temporary: Path) -> dict[str, Any]:
+        """Describe the files that this rank has written: its shards, and on rank 0 all that are no shards."""
+        own = f"__{self.rank}_"  # as Distributed Checkpoint names them
+        return {
+            file.name: describe_file(file)
+            for file in temporary.iterdir()
+            if file.name.startswith(own) or (self.rank == 0 and not file.name.startswith("__"))
+        }
+
+    def _finish(self, step: int, files: dict[str, Any]) -> None:
+        finish_checkpoint(self.folder, step, files, ranks=self._world_size)
         prune_checkpoints(self.folder, self.config.keep_latest_k)
 
-    def _on_rank_zero(self, action: Callable[[], None]) -> None:
-        """Run an action on rank 0. Raises OSError on all ranks where it did not work."""
-        problem: OSError | None = None
-        if self.rank == 0:
+    def _check_files(self, step: int) -> None:
+        """Read all files of a checkpoint, each on one rank. Raises UserError on all ranks where one is damaged."""
+        path = checkpoint_path(self.folder, step)
+        found = self._on_ranks(lambda: damage(path, self.rank, self._world_size), all_ranks=True)
+        if problem := next(filter(None, found), ""):
+            (advice, *_) = self._on_ranks(lambda: other_checkpoint(self.folder, step))
+            raise UserError(f"{path} {problem}. To go on: {advice}")
+
+    def _on_ranks(self, action: Callable[[], Any], all_ranks: bool = False) -> list[Any]:
+        """Run an action on rank 0, or on all ranks. Returns every rank's result (None where it did not run).
+
+        Raises OSError on all ranks where it did not work on one.
+        """
+        result, problem = None, None
+        if all_ranks or self.rank == 0:
             try:
-                action()
+                result = action()
             except OSError as error:
                 problem = error
+        results: list[Any] = [(result, problem and str(problem))]
         if self._group is not None:
-            failed = torch.tensor([0 if problem is None else 1])
-            dist.broadcast(failed, 0, group=self._group)
-            if failed.item() and problem is None:
-                problem = OSError("rank 0 could not write; its message says why")
+            results *= self._world_size
+            dist.all_gather_object(results, (result, problem and str(problem)), group=self._group)
         if problem is not None:
             raise problem
+        for rank, (_, said) in enumerate(results):
+            if said:
+                raise OSError(f"rank {rank} could not write: {said}")
+        return [result for result, _ in results]
 
     def _distributed(self, operation: Callable[..., Any], state: dict[str, torch.Tensor], **arguments: Any) -> None:
         with warnings.catch_warnings():

@@ -2,6 +2,7 @@
 
 A checkpoint is the folder `step-N` with a marker file; anything else is the remains of a save that was interrupted. A
 save writes `step-N.tmp`, puts the marker in last and renames the folder, so that no reader takes a half for a whole.
+The marker holds the size and the checksum of every file, and its own checksum.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import config_to_toml, read_toml, show
 from torchtitan.errors import UserError
@@ -39,7 +42,8 @@ OF_THE_LAUNCH = ("job.config_file", "checkpoint.resume", "checkpoint.load_step")
 
 # Of checkpoints.
 MARKER = "complete.json"
-FORMAT = 1
+FORMAT = 2
+_READ_BYTES = 1 << 20
 _WHOLE_NAME = re.compile(r"step-(\d+)")
 _LEFTOVER_NAME = re.compile(r"step-\d+(\.tmp|\.removed)?")
 
@@ -242,18 +246,68 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def finish_checkpoint(folder: Path, step: int, facts: dict[str, Any]) -> None:
-    """Make the folder of begin_checkpoint() whole: marker, then rename, each on the disk before the next."""
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return the size and the checksum of a file, for the marker. Raises OSError."""
+    hasher = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            hasher.update(data)
+        return {"bytes": file.tell(), "xxh3_128": hasher.hexdigest()}
+
+
+def finish_checkpoint(folder: Path, step: int, files: Mapping[str, Any], **facts: Any) -> None:
+    """Make the folder of begin_checkpoint() whole: marker, then rename, each on the disk before the next.
+
+    files: describe_file() of each, by name.
+    """
     temporary, final = folder / f"step-{step}.tmp", checkpoint_path(folder, step)
-    # JSON that is cut off cannot be read.
-    data = [file for file in temporary.iterdir() if file.is_file() and file.suffix != ".json"]
-    sizes = {file.name: file.stat().st_size for file in data}
-    write_file(temporary / MARKER, json.dumps({"format": FORMAT, "step": step, "sizes": sizes, **facts}).encode())
+    write_file(temporary / MARKER, encode_marker({"format": FORMAT, "step": step, **facts, "files": files}))
     _sync(temporary)
     if final.exists():  # without a marker: whole ones are not saved again
         shutil.rmtree(final)
     temporary.rename(final)
     _sync(folder)
+
+
+def encode_marker(facts: Mapping[str, Any]) -> bytes:
+    """Return the content of a marker file: these facts and their checksum."""
+    facts = {name: value for name, value in facts.items() if name != "checksum"}
+    return json.dumps(facts | {"checksum": xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())}, indent=1).encode()
+
+
+def damage(path: Path, part: int = 0, parts: int = 1) -> str:
+    """Return what is wrong with a whole checkpoint's files (every `parts`-th, from `part` on), or an empty string."""
+    try:
+        data = (path / MARKER).read_bytes()
+        marker = json.loads(data)
+        intact = encode_marker(marker) == data
+        if marker["format"] != FORMAT and (intact or "checksum" not in marker):
+            return (
+                f"has checkpoint format {marker['format']}, which only the version reads that wrote it; this version "
+                f"reads format {FORMAT}"
+            )
+        if not intact:
+            return f"is damaged: {MARKER} is not as it was written"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"is damaged: {MARKER} cannot be read ({error!r})"
+    for name, written in sorted(marker["files"].items())[part::parts]:
+        try:
+            found = describe_file(path / name)
+        except OSError as error:
+            return f"is damaged: {name} cannot be read ({error.strerror})"
+        if found["bytes"] != written["bytes"]:
+            return f"is damaged: {name} has {found['bytes']} of {written['bytes']} bytes. Was it copied only in part?"
+        if found != written:
+            return f"is damaged: {name} is not as it was written (its checksum differs)"
+    return ""
+
+
+def other_checkpoint(folder: Path, step: int) -> str:
+    """Return what to do if the checkpoint of `step` cannot be loaded: which other one, whose files were read, can."""
+    for other in reversed(whole_steps(folder)):
+        if other != step and not damage(checkpoint_path(folder, other)):
+            return f"resume from step {other}, which is whole, with checkpoint.load_step = {other}"
+    return f"{folder} has no other checkpoint that can be read: start a new run"
 
 
 def go_back_to(folder: Path, step: int) -> None:

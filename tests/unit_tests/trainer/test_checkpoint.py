@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import pickle
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.trainer.run_dir import MARKER, go_back_to, whole_steps
+from torchtitan.trainer.run_dir import MARKER, describe_file, encode_marker, go_back_to, whole_steps
 
 
 class Policy(nn.Module):
@@ -168,24 +169,49 @@ def test_the_last_whole_one_survives_a_failed_save(tmp_path: Path, monkeypatch: 
         assert whole_steps(run.checkpointer.folder) == [2]
 
 
-def test_a_damaged_checkpoint_is_refused_and_names_the_others(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_with_one_that_can_be_loaded(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         run.train(1)
         run.save(step)
-    (file,) = (run.checkpointer.folder / "step-2").glob("*.distcp")
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(UserError, match=r"step-2 cannot be read \(.*checkpoint.load_step, one of \[1, 2\]"):
-        Run(tmp_path).checkpointer.load()
-    file.write_bytes(b"")
-    with pytest.raises(UserError, match=r"distcp should have \d+ bytes.*checkpoint.load_step, one of \[1, 2\]"):
+    folder = run.checkpointer.folder
+    (file,) = (folder / "step-3").glob("*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-7])
+    said = rf"step-3 is damaged: __0_0.distcp has {len(whole) - 7} of {len(whole)} bytes.* checkpoint.load_step = 2$"
+    with pytest.raises(UserError, match=said):
         Run(tmp_path).checkpointer.load()
     # A copy without the position in the data would begin with the first prompt again.
-    (run.checkpointer.folder / "step-1" / "rollout.bin").rename(tmp_path / "rollout.bin")
-    with pytest.raises(UserError, match=r"step-1 is not whole any more: rollout.bin should have 16 bytes"):
-        Run(tmp_path).checkpointer.load(1)
-    (tmp_path / "rollout.bin").rename(run.checkpointer.folder / "step-1" / "rollout.bin")
+    (folder / "step-2" / "rollout.bin").unlink()
+    with pytest.raises(UserError, match=r"step-2 is damaged: rollout.bin cannot be read .* checkpoint.load_step = 1$"):
+        Run(tmp_path).checkpointer.load(2)
+    with pytest.raises(UserError, match=r"step-3 is damaged: .* checkpoint.load_step = 1$"):
+        Run(tmp_path).checkpointer.load()
     assert Run(tmp_path).checkpointer.load(1).version == 1
+    marker = folder / "step-1" / MARKER
+    marker.write_text('{"format": 1, "step": 1, "sizes": {}, "ranks": 1}')
+    with pytest.raises(UserError, match=r"step-1 has checkpoint format 1, .* no other checkpoint that can be read"):
+        Run(tmp_path).checkpointer.load(1)
+
+
+def test_no_flipped_bit_is_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    run.save(1)
+    folder = run.checkpointer.folder / "step-1"
+    files = sorted(folder.iterdir())
+    assert [file.name for file in files] == [".metadata", "__0_0.distcp", MARKER, "rollout.bin", "state.json"]
+    bits = random.Random(1)
+    for number in range(500):
+        file = files[number % len(files)]
+        whole = file.read_bytes()
+        flipped = bytearray(whole)
+        flipped[bits.randrange(len(whole))] ^= 1 << bits.randrange(8)
+        file.write_bytes(flipped)
+        with pytest.raises(UserError, match=rf"step-1 is damaged: {file.name} (is not as|cannot be read)"):
+            run.checkpointer.load()
+        file.write_bytes(whole)
+    assert run.checkpointer.load().version == 1
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -219,6 +245,13 @@ class OlderPickler(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
+def seal(checkpoint: Path) -> None:
+    """Write the checksums of changed files into the marker."""
+    marker = json.loads((checkpoint / MARKER).read_bytes())
+    marker["files"] = {name: describe_file(checkpoint / name) for name in marker["files"]}
+    (checkpoint / MARKER).write_bytes(encode_marker(marker))
+
+
 def test_metadata_of_an_older_python_is_read(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
@@ -227,8 +260,10 @@ def test_metadata_of_an_older_python_is_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         OlderPickler(file).dump(metadata)
     assert b"getattr" in path.read_bytes()
+    seal(path.parent)
     assert Run(tmp_path, seed=1).checkpointer.load() is not None
     path.write_bytes(pickle.dumps(Payload(getattr, type(metadata), "__init__")))
+    seal(path.parent)
     with pytest.raises(UserError, match="'__init__' of .* has no place"):
         Run(tmp_path).checkpointer.load()
 
@@ -238,6 +273,7 @@ def test_a_crafted_pickle_is_not_executed(tmp_path: Path) -> None:
     run.save(1)
     metadata = run.checkpointer.folder / "step-1" / ".metadata"
     metadata.write_bytes(pickle.dumps(Payload(Path.touch, tmp_path / "executed")))
+    seal(metadata.parent)
     with pytest.raises(UserError, match="cannot be read"):
         Run(tmp_path).checkpointer.load()
     assert not (tmp_path / "executed").exists()
@@ -280,7 +316,22 @@ def sharded_run(run_dir: str) -> dict[str, list]:
     assert (restored.rollout is not None) == (resumed.checkpointer.rank == 0)
     resumed.train(2, without_dropout=True)
     assert full(resumed) == expected
+    shard = resumed.checkpointer.folder / "step-3" / "__1_0.distcp"
+    flip(shard, when=resumed.checkpointer.rank == 0)
+    with pytest.raises(UserError, match="step-3 is damaged: __1_0.distcp is not as it was written"):
+        build().checkpointer.load()
+    flip(shard, when=resumed.checkpointer.rank == 0)
     return expected
+
+
+def flip(file: Path, when: bool) -> None:
+    """Flip a bit on one rank while the others wait."""
+    torch.distributed.barrier()
+    if when:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    torch.distributed.barrier()
 
 
 def test_two_ranks_to_one(tmp_path: Path) -> None:
