@@ -20,7 +20,7 @@ from torchtitan.config.job_config import JobConfig, Metrics
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
 from torchtitan.rollout.types import Batch, Sample
-from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
+from torchtitan.utils.json_lines import JsonLines, JsonTail, write_whole
 
 if TYPE_CHECKING:
     from torchtitan.rollout.tokenizer import Tokenizer
@@ -203,6 +203,12 @@ def run_folder(path: str | Path) -> Path:
     return Path(path)
 
 
+def check_rows(run_dir: Path) -> None:
+    """Raise UserError if a row of a run that is to go on is damaged. Nothing is changed."""
+    for name in (METRICS_FILE, COMPLETIONS_FILE):
+        deque(JsonTail(run_dir / name, needs="step").read(), maxlen=0)
+
+
 def cut_after(path: Path, step: int) -> None:
     """Drop the rows of later steps, and a line truncated by a kill, from a JSON-lines file. The rename is atomic."""
     if not path.is_file():
@@ -210,7 +216,7 @@ def cut_after(path: Path, step: int) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(b"")
     with JsonLines(temporary, ensure_ascii=False) as file:
-        for row in read_json_lines(path):
+        for row in JsonTail(path, needs="step").read():
             if row["step"] <= step:
                 file.write(row)
     os.replace(temporary, path)

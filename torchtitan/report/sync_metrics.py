@@ -6,6 +6,7 @@ All of them are computed in one pass over the registry's journal and the trainer
 from __future__ import annotations
 
 import enum
+import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_json_lines
+
+logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
@@ -164,12 +167,15 @@ class DeliveryBook:
         for record in records:
             self._entries = []
             event = str(record.get("event"))
-            if event in _INCIDENTS:
-                text = str(record.get("reason", "")) if "actor" in record else f"rank {record.get('rank')}"
-                self._incident(record, _INCIDENTS[event], text)
             take = getattr(self, f"_on_{event}", None)
-            if take is not None:
-                take(record)
+            try:
+                if event in _INCIDENTS:
+                    text = str(record.get("reason", "")) if "actor" in record else f"rank {record.get('rank')}"
+                    self._incident(record, _INCIDENTS[event], text)
+                if take is not None:
+                    take(record)
+            except (LookupError, TypeError) as error:
+                logger.warning("a record of the weight registry is damaged, left out (%r): %.60s", error, record)
             yield from self._entries
 
     def close(self) -> list[Entry]:
@@ -347,7 +353,7 @@ class SyncMetrics:
             for row in earlier:
                 self._note_step(row)
             for row in read_json_lines(rank_file(run_dir, 0)):
-                self._note_snapshots(row["snapshots"])
+                self._note_snapshots(row.get("snapshots", ()))
             self._note(self._book.feed(self._tail.read()))
         os.replace(temporary, path)
         self._file = JsonLines(path)

@@ -296,9 +296,9 @@ class Checkpointer:
                 f"{path} is of another model, or of more adapters (lora.target_modules, lora.modules_to_save): "
                 f"{extra[0]} was trained there, and this run does not have it"
             )
-        # Shapes do not show these. Older checkpoints do not say.
+        # Shapes do not show these.
         for key, own in self._adapters.items():
-            if (found := facts.get(key, own)) != own:
+            if (found := facts[key]) != own:
                 raise UserError(
                     f"{path} holds adapters of lora.{key} = {found:g}, but this run has {own:g}: resume with "
                     f"lora.{key} = {found:g}, or start a new run"

@@ -21,7 +21,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool, Round
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Tag
-from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger
+from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger, check_rows
 from torchtitan.report.page import write_report
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
@@ -172,6 +172,8 @@ class Controller:
             self._held_out = self.demonstrations.held_out()
         self._loss: dict[str, Figure] = {}
         """The loss of the current evaluation"""
+        if restored is not None:
+            check_rows(run_dir)
         # All that can be refused has been. From here on files are cut back, and the console is taken until close().
         if restored is not None:
             go_back_to(run_dir / config.checkpoint.folder, restored.version)
@@ -199,8 +201,8 @@ class Controller:
         self.events.write("ranks_started_again", level=logging.WARNING, version=version, **fields)
 
     def close(self) -> None:
-        """Stop watching the actors, and draw the report. A file that cannot be written is only skipped, because the
-        outcome of the run is already decided."""
+        """Stop watching the actors, and draw the report. A file that cannot be written, or drawn from damaged rows, is
+        only skipped, because the outcome of the run is already decided."""
         if self._watch is not None:
             self._watch.cancel()
         for end in (
@@ -211,8 +213,8 @@ class Controller:
         ):
             try:
                 end()
-            except OSError as error:
-                logger.error("a file of %s could not be written: %s", self.run_dir, error)
+            except (OSError, LookupError, TypeError, ValueError) as error:
+                logger.error("a file of %s could not be written: %r", self.run_dir, error)
 
     def start(self, version: int) -> None:
         """Start the rollouts of `version`, which has just been published, and an evaluation if one is due.

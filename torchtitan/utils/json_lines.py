@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchtitan.errors import UserError
+
 logger = logging.getLogger(__name__)
 events_logger = logging.getLogger("torchtitan.events")
 
@@ -111,11 +113,12 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 class JsonTail:
     """Reads a file of JSON lines as it grows, whole lines only and never much at a time.
 
-    last_bytes: of what is there already, only so much (0: all).
+    last_bytes: of what is there already, only so much (0: all). needs: a key without which a row is damaged; `read`
+    then raises UserError for a damaged line, which is otherwise left out.
     """
 
-    def __init__(self, path: Path, last_bytes: int = 0):
-        self._path, self._place = path, 0
+    def __init__(self, path: Path, last_bytes: int = 0, needs: str = ""):
+        self._path, self._place, self._needs = path, 0, needs
         if last_bytes and path.is_file():
             self._place = line_start(path, path.stat().st_size - last_bytes)
 
@@ -125,7 +128,7 @@ class JsonTail:
             lines, self._place = read_lines(self._path, self._place)
             if not lines:
                 return
-            yield from _objects(self._path, lines)
+            yield from _objects(self._path, lines, self._needs)
 
 
 def read_lines(path: Path, place: int, most_bytes: int = CHUNK_BYTES) -> tuple[list[str], int]:
@@ -149,9 +152,14 @@ def line_start(path: Path, place: int) -> int:
         return file.tell()
 
 
-def _objects(path: str | Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _objects(path: str | Path, lines: Iterable[str], needs: str = "") -> Iterator[dict[str, Any]]:
     for line in lines:
         row = _object(line)
+        if needs and (row is None or needs not in row):
+            raise UserError(
+                f"{path} is damaged: a line is no JSON object with {needs!r}. Delete that line to go on without it: "
+                f"{line:.60}…"
+            )
         if row is not None:
             yield row
         else:

@@ -20,6 +20,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.report import metrics
 from torchtitan.report.metrics import (
@@ -27,6 +28,7 @@ from torchtitan.report.metrics import (
     DETAILED_TOKENS,
     REQUIRED_KEYS,
     MetricsLogger,
+    check_rows,
     cut_after,
     token_texts,
 )
@@ -95,6 +97,19 @@ def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
     rows = read_json_lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 1, 2, 2, 3, 3, 4] and rows[-1]["loss"] == 99.0
     assert {row["step"] for row in read_json_lines(tmp_path / "completions.jsonl")} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_damaged_row_is_shown_before_anything_is_cut(tmp_path: Path, name: str) -> None:
+    whole = b'{"step": 1}\n{"step": 2, "loss": 0.5}\n{"step": 3}\n{"step'
+    for place in (len(b'{"step": 1}\n{"s'), len(b'{"step": 1}\n{"step": 2, "loss": 0.5')):
+        (tmp_path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(UserError, match=rf"{name} is damaged: a line is no JSON object with 'step'. Delete that"):
+            check_rows(tmp_path)
+        assert (tmp_path / name).read_bytes() == before
+    (tmp_path / name).write_bytes(whole)
+    check_rows(tmp_path)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(2, 2), (-1, 5), (0, 0)])
@@ -247,8 +262,10 @@ def test_live_display_lets_log_lines_through(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:
     path = tmp_path / "completions.jsonl"
     rows = [{"step": 1, "completion": "a\u0085b\u2028c\u2029d\x1ce\r\nf"}, {"step": 2, "completion": ""}]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '3\n["x"]\nnull\n{"st')
+    whole = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(whole + '3\n["x"]\nnull\n{"st')
     assert read_json_lines(path) == rows
+    path.write_text(whole + '{"st')
     cut_after(path, 1)
     assert read_json_lines(path) == rows[:1]
 

@@ -301,9 +301,12 @@ def test_sums_of_steps_are_those_of_the_run_whatever_happens(seed: int, actors: 
         assert figures["applied"] == sum(actor == name for _, actor in applied)
 
 
-def test_records_of_no_interest_are_passed_over(tmp_path: Path) -> None:
+def test_records_of_no_interest_and_damaged_ones_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = Journal(tmp_path)
     journal.write("something_newer", actor="a")
     assert finish(tmp_path) == {}
-    with pytest.raises(KeyError):
-        list(DeliveryBook().feed([{"event": "pulling", "time": 1.0}]))
+    damaged = [{"event": "pulling", "time": 1.0}, {"event": "lost", "acton": "a"}, {"event": "publish", "version": []}]
+    assert list(DeliveryBook().feed(damaged)) == []
+    assert caplog.text.count("a record of the weight registry is damaged, left out") == 3

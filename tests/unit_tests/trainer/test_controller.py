@@ -142,9 +142,13 @@ def test_an_eviction_is_acted_on_while_no_command_is_asked_for(tmp_path: Path, l
     assert [actor for actor, _ in parts.redone] == ["b"], "it goes on after the end"
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(tmp_path: Path, damaged: bool) -> None:
     controller = make(tmp_path, Everything())
-    (tmp_path / "report.html.tmp").mkdir()  # a full disk gives OSError, too
+    if damaged:
+        (tmp_path / "metrics.jsonl").write_text('{"stop": 1, "loss": 0.5}\n')
+    else:
+        (tmp_path / "report.html.tmp").mkdir()  # a full disk gives OSError, too
     with pytest.raises(UserError, match="the checkpoint could not be written"), contextlib.ExitStack() as closing:
         closing.callback(controller.close)
         raise UserError("the checkpoint could not be written")
