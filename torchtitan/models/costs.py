@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -200,8 +201,9 @@ class Passes:
 
 def model_flops(args: ModelArgs, lengths: Sequence[int], completions: int, passes: Passes) -> float:
     """Return the operations that the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two per weight
-    and token in the forward and four in the backward, causal attention over each sequence, and the head over completion
-    tokens. Recomputation that saves memory does not count, nor do gradients of frozen weights.
+    and token in the forward and four in the backward, causal attention over each sequence (in a layer with a window,
+    within that), and the head over completion tokens. Recomputation that saves memory does not count, nor do gradients
+    of frozen weights.
 
     lengths: input tokens of each sequence; completions: sampled tokens of all sequences together.
     """
@@ -212,10 +214,18 @@ def model_flops(args: ModelArgs, lengths: Sequence[int], completions: int, passe
     by_weights[head] = args.vocab_size * args.hidden_size * completions
     forward = sum(by_weights.values())
     gradients = sum(by_weights[name] for name in by_weights if passes.updated is None or name in passes.updated)
-    attention = args.num_hidden_layers * query_and_value * sum(length**2 for length in lengths)
+    windows = Counter(args.window(layer) for layer in range(args.num_hidden_layers))
+    pairs = sum(layers * _attended(length, window) for window, layers in windows.items() for length in lengths)
+    attention = 2 * query_and_value * pairs
     # The backward computes the gradients of a weight's input and of the weight.
     products = forward * (passes.scored + 2 * passes.trained) + gradients * passes.trained
     return 2.0 * products + attention * (passes.scored + 3 * passes.trained)
+
+
+def _attended(length: int, window: int) -> int:
+    """Pairs of tokens of a sequence of which one attends to the other, within a window (0: none)."""
+    seen = min(window or length, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def throughput(flops: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:

@@ -418,7 +418,7 @@ def _layer_types(config: dict[str, Any], family: Family, layers: int) -> list[st
     if name == "smollm3":
         unturned = read_unturned(config)
         return [sliding if index in unturned else full for index in range(layers)]
-    return [sliding if name in ("mistral", "mixtral", "phi3", "qwen3_moe") else full] * layers
+    return [sliding if name in ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2") else full] * layers
 
 
 def read_unturned(config: dict[str, Any]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
-from torchtitan.models.families import FAMILIES, Family, Scaling, check_types
+from torchtitan.models.families import FAMILIES, Family, Scaling, check_types, read_windows
 from torchtitan.models.model_args import (
     COUNT_KEYS,
     FEED_FORWARD_PROJECTIONS,
@@ -205,6 +205,7 @@ FOREIGN_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", 
 FOREIGN_TYPES = (
     *(*FOREIGN_KEYS, "intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings"),
     *("tie_word_embeddings", "rope_parameters", "rope_scaling", "layer_types", "eos_token_id"),
+    *("sliding_window", "use_sliding_window"),
 )
 # Other kinds mix the sequences of a pack, or depend on the length of its longest sequence.
 FOREIGN_ATTENTION = {"full_attention", "sliding_attention"}
@@ -302,6 +303,7 @@ def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
         head_dim=config.get("head_dim") or hidden // heads,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", "lm_head.weight" not in shapes)),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
+        windows=read_windows(config, Family("its own")),
         source=json.dumps(config),
         shapes=tuple(shapes.items()),
     )

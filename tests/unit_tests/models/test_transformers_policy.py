@@ -16,7 +16,7 @@ from tests.unit_tests.distributed.test_parallel import Layout, check_layouts
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedLayout
+from torchtitan.models.attention import PackedLayout, packed_attention
 from torchtitan.models.hf_checkpoint import export_policy, load_into, save_adapter
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
@@ -76,6 +76,20 @@ def load_foreign(directory: Path) -> TransformersPolicy:
 @pytest.fixture(scope="module", params=list(CASES))
 def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_foreign(request.param, tmp_path_factory.mktemp("foreign") / request.param)
+
+
+def test_windows_that_count_are_those_that_layers_ask_for(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def spied(*inputs: Any, window: int, **named: Any) -> torch.Tensor:
+        asked.append(window)
+        return packed_attention(*inputs, window=window, **named)
+
+    monkeypatch.setattr("torchtitan.models.transformers_policy.packed_attention", spied)
+    policy = load_foreign(foreign)
+    with torch.no_grad():
+        policy(torch.arange(20), PackedLayout([20]), torch.arange(20))
+    assert asked == [policy.args.window(layer) for layer in range(len(policy.layers))]
 
 
 def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, tmp_path: Path) -> None:

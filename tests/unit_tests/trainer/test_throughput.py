@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit_tests.trainer.test_gradient_independence import make_batch
@@ -13,8 +14,9 @@ from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_confi
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed import device
 from torchtitan.models.batch_invariance import InvariantSizes
-from torchtitan.models.costs import throughput
+from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape import FLAVORS
 from torchtitan.rollout.types import Sample
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
@@ -77,8 +79,21 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
 def attention_flops(args: ModelArgs, samples: list[Sample], forwards: int) -> float:
     """Scores and weighted values, each a product of 2 operations per element, over half of a square (causal)."""
     lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
-    square = sum(length**2 for length in lengths) / 2
+    square = sum(length * (length + 1) for length in lengths) / 2
     return forwards * args.num_hidden_layers * args.num_attention_heads * args.head_dim * square * 2 * 2
+
+
+@pytest.mark.parametrize("length", [1, 100, 128, 129, 700])
+def test_windows_bound_what_attention_costs(length: int) -> None:
+    args = FLAVORS["gpt_oss"]["20B"]
+    # All other layers see 128 tokens, themselves included.
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    pairs = (((distance >= 0) & (distance < 128)).sum() + (distance >= 0).sum()).item() * args.num_hidden_layers // 2
+    weights = 2 * sum(args.weights_per_token().values()) * length
+    # Scores and weighted values, 2 operations per element.
+    expected = weights + 2 * 2 * args.num_attention_heads * args.head_dim * pairs
+    assert model_flops(args, [length], 0, Passes(0, scored=1)) == expected
+    assert model_flops(args, [length], 0, Passes(1)) == 3 * expected
 
 
 def test_share_of_the_peak() -> None:
