@@ -15,10 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.wire import Channel, Encoded, Message, OnDone, PayloadTarget, ProtocolError, Timer, validate
+from torchtitan.weight_sync.messages import parse
+from torchtitan.weight_sync.wire import Channel, Encoded, Message, OnDone, PayloadTarget, ProtocolError, Timer
 
 Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1
+PING = {"type": "ping"}
 
 
 class Event(list[Any]):
@@ -309,7 +311,7 @@ class SimChannel(Channel):
             return
         try:
             if isinstance(what, dict):
-                self.on_message(self, what)
+                self.on_message(self, self._parsed(what))
             else:
                 what()
         except ProtocolError as error:
@@ -324,15 +326,17 @@ class SimChannel(Channel):
                     on_sent()
                 self._to_peer(self._plain(message))
             else:
-                self._begin_payload(validate({**message, "bytes": len(payload)}), payload, on_sent)
+                self._begin_payload({**message, "bytes": len(payload)}, payload, on_sent)
 
     def _plain(self, message: Message) -> Message:
         """Return the message as it arrives, with Encoded values decoded."""
-        if message["type"] in ("ping", "pong"):
-            return message
-        if message["type"] in ("model", "newest"):
+        if message.get("type") in ("model", "newest"):
             message = {name: _read(value) if type(value) is Encoded else value for name, value in message.items()}
-        return validate(message) if self.machine.validates else message
+        return message
+
+    def _parsed(self, message: Message) -> Message:
+        """Return the message as the other end has sent it, if it is well-formed. Raises ProtocolError."""
+        return message if message == PING or not self.machine.validates else parse(message)
 
     def _begin_payload(self, message: Message, payload: memoryview, on_sent: Callback | None) -> None:
         half = len(payload) // 2
@@ -365,7 +369,7 @@ class SimChannel(Channel):
             self.machine.at(0.0, self.peer.process, stalled)
 
     def _begin_arrival(self, message: Message, piece: bytes) -> None:
-        self._target = self.payload_target(self, message)
+        self._target = self.payload_target(self, self._parsed(message))
         if self._target is not None:
             self._fill(self._target, 0, piece)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_json_lines
+from torchtitan.weight_sync.messages import parse_record
+from torchtitan.weight_sync.wire import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
 _COUNTS = ("pulls", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
 # A delivery ends long before this many newer versions are trained.
 _REMEMBERED_VERSIONS = 1024
+# An actor tries a version a few times, unless it means harm.
+_REMEMBERED_ATTEMPTS = 100
 
 
 class Outcome(enum.Enum):
@@ -163,20 +167,24 @@ class DeliveryBook:
         self._newest: Publication | None = None
 
     def feed(self, records: Iterable[Record]) -> Iterator[Entry]:
-        """Process records in order; irrelevant events are ignored."""
-        for record in records:
+        """Process records in order. Irrelevant events are ignored, and lines that make no sense (a journal may be of
+        another release): they must not end a run, nor keep it from being resumed."""
+        for line in records:
             self._entries = []
-            event = str(record.get("event"))
-            take = getattr(self, f"_on_{event}", None)
             try:
-                if event in _INCIDENTS:
-                    text = str(record.get("reason", "")) if "actor" in record else f"rank {record.get('rank')}"
-                    self._incident(record, _INCIDENTS[event], text)
-                if take is not None:
-                    take(record)
-            except (LookupError, TypeError) as error:
-                logger.warning("a record of the weight registry is damaged, left out (%r): %.60s", error, record)
+                self._take(parse_record(line))
+            except (ProtocolError, KeyError) as error:
+                logger.warning("a record of the weight registry is damaged, left out (%r): %.60s", error, line)
             yield from self._entries
+
+    def _take(self, record: Record) -> None:
+        event = record["event"]
+        if event in _INCIDENTS:
+            text = record.get("reason", "") if "actor" in record else f"rank {record.get('rank')}"
+            self._incident(record, _INCIDENTS[event], text)
+        take = getattr(self, f"_on_{event}", None)
+        if take is not None:
+            take(record)
 
     def close(self) -> list[Entry]:
         """End all deliveries after the last record; the newest version of each live actor stays pending."""
@@ -195,6 +203,8 @@ class DeliveryBook:
 
     def _delivery(self, actor: str, version: int) -> Delivery:
         deliveries = self._open.setdefault(actor, {})
+        if len(deliveries) > _REMEMBERED_VERSIONS:
+            self._end(actor, min(deliveries))
         return deliveries.setdefault(version, Delivery(self.epoch, version, actor))
 
     def _end(self, actor: str, up_to: int) -> None:
@@ -264,7 +274,9 @@ class DeliveryBook:
     def _on_pulling(self, record: Record) -> None:
         actor = record["actor"]
         self._live.add(actor)
-        self._delivery(actor, record["version"]).attempts.append(Attempt(record["time"]))
+        attempts = self._delivery(actor, record["version"]).attempts
+        del attempts[_REMEMBERED_ATTEMPTS:]
+        attempts.append(Attempt(record["time"]))
 
     def _on_ended(self, record: Record) -> None:
         attempt, outcome = self._attempt(record["actor"], record["version"]), record["outcome"]
@@ -279,8 +291,8 @@ class DeliveryBook:
     def _on_applied(self, record: Record) -> None:
         actor, version = record["actor"], record["version"]
         delivery = self._delivery(actor, version)
-        delivery.outcome, delivery.figures = Outcome.APPLIED, dict(record.get("figures") or {})
-        moved = sum(delivery.figures.get(name) or 0 for name in BYTES)
+        delivery.outcome, delivery.figures = Outcome.APPLIED, dict(record.get("figures", {}))
+        moved = sum(delivery.figures.get(name, 0) for name in BYTES)
         if moved and delivery.figures.get("transfer_s"):
             delivery.figures["gigabytes_per_s"] = moved / delivery.figures["transfer_s"] / 1e9
         if delivery.attempts:

@@ -8,6 +8,7 @@ all workers are there; what they hold counts only if it is the same everywhere.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -325,6 +326,7 @@ class LeadingEngine:
 
 
 def as_figures(cost: float | Mapping[str, float] | None, begun: float) -> dict[str, float]:
-    """Return an engine's figures by name."""
+    """Return an engine's figures by name, without those that are not finite: no peer accepts them."""
     named = cost if isinstance(cost, Mapping) else {} if cost is None else {"pause_s": cost}
-    return {"pause_s": time.monotonic() - begun, **{str(name): float(value) for name, value in named.items()}}
+    finite = {str(name): float(value) for name, value in named.items() if math.isfinite(value)}
+    return {"pause_s": time.monotonic() - begun, **finite}

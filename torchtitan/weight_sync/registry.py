@@ -214,7 +214,12 @@ class Registry:
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # One message for both: the version that an actor is pulling may live on as a lane.
         self._told = live = self._live()
-        sources = relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, self._token)
+        try:
+            sources = relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, self._token)
+        except Exception:
+            # Whatever is wrong with an actor: the newest version is announced to all.
+            logger.exception("no actor relays version %d", gathered.version)
+            sources = {}
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.channel.send({**live, **self._newest_message, "source": sources.get(name)})

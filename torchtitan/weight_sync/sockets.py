@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.wire import Channel, Message, OnDone, PayloadTarget, ProtocolError, payload_bytes, validate
+from torchtitan.weight_sync.messages import parse, payload_bytes
+from torchtitan.weight_sync.wire import Channel, Message, OnDone, PayloadTarget, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class SocketChannel(Channel):
         body = bytes(self._buffer[wire.LENGTH.size : end])
         del self._buffer[:end]
         try:
-            return validate(json.loads(body))
+            return parse(json.loads(body))
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a message is not JSON: {error}") from error
 

@@ -28,54 +28,6 @@ TICK_SECONDS, HEARTBEAT_SECONDS = 0.2, 0.5
 # A peer that says nothing for this long is considered dead.
 SILENCE_SECONDS = 3.0
 RETRY_SECONDS = 0.2
-Fields = dict[str, type | tuple[type, ...]]
-_MAYBE_NUMBER = (int, type(None))
-# newest: serial of the last published snapshot; lanes: older serials that are still being pulled; room: whether another
-# lane may begin; base: a serial that is kept for deltas; dropped: serials that will never be published. Once the
-# trainer has said so, there is also `pinned`: the version that actors keep, if any.
-_LIVE: Fields = {"newest": int, "lanes": list, "room": bool, "base": _MAYBE_NUMBER, "dropped": list}
-# The fields that each message must have; one that may be None may be omitted.
-SCHEMA: dict[str, Fields] = {
-    # Handshake
-    "challenge": {"nonce": str},
-    "hello": {"role": str, "name": str, "nonce": str, "proof": str, "fields": dict},
-    "welcome": {"proof": str, "fields": dict},
-    "refuse": {"reason": str},
-    # Any client -> registry, and the answer. bytes: how many a pulling actor has received
-    "ping": {"bytes": _MAYBE_NUMBER},
-    "pong": {},
-    # Shard server -> registry. snapped may name the file that holds the snapshot; failed may say why there is none
-    "layout": {"layout": dict},
-    "snapped": {"serial": int, "version": int, "checksums": list},
-    "failed": {"serial": int, "version": int},
-    # Registry -> shard servers and actors
-    "live": _LIVE,
-    # Registry -> actor. servers: one address per rank; progress_s: [weight_sync] progress_timeout_s. newest is also
-    # sent to an actor that joins, and may name another actor to pull from, as `source`
-    "model": {"layout_id": str, "layout": dict, "servers": list, "progress_s": (int, float)},
-    "newest": {**_LIVE, "version": int, "digest": str, "checksums": list},
-    # Actor -> registry. ended: how a pull ended (staged, gone, lost), or that its version was refused, and why
-    "pulling": {"serial": int, "version": int},
-    "ended": {"version": int, "outcome": str, "reason": str},
-    "serving": {"version": int, "digest": str, "figures": dict},
-    "poisoned": {"version": int, "reason": str},
-    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets; base: the snapshot that deltas may be
-    # taken against; again (optional): an earlier copy was damaged or lost, and the bytes themselves are wanted
-    "open": {"pull": int, "serial": int, "buckets": list, "base": _MAYBE_NUMBER},
-    # Shard server -> actor. A bucket carries its bytes or a delta against the snapshot `base`, or says in `reference`
-    # where the bytes are
-    "gone": {"pull": int},
-    "bucket": {"pull": int, "rank": int, "bucket": int},
-    # Shard server <-> actor, for nccl. entry: what the two ends of a communicator need in order to connect (value in
-    # hexadecimal); credit: the actor has posted the receive of another chunk. link: names the communicator
-    "entry": {"link": str, "key": str, "value": str},
-    "credit": {"link": str},
-    # Leader -> worker: apply the version that all have staged
-    "apply": {"version": int},
-    # Trainer (rank 0) <-> registry
-    "pin": {"version": _MAYBE_NUMBER},
-    "status": {"actors": dict, "newest": _MAYBE_NUMBER, "dropped": list},
-}
 
 
 class ProtocolError(Exception):
@@ -139,32 +91,6 @@ def field_of(fields: Any, name: str, kind: type) -> Any:
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**64):
         raise ProtocolError(f"a reference needs field {name!r} of type {kind.__name__}")
     return value
-
-
-def validate(message: Any) -> Message:
-    """Return the message if its type is known and it has the required fields. Raises ProtocolError otherwise."""
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise ProtocolError("a message is not an object with a type")
-    kind = message["type"]
-    fields = SCHEMA.get(kind)
-    if fields is None:
-        raise ProtocolError(f"unknown message type {kind!r}")
-    for name, expected in fields.items():
-        value = message.get(name)
-        if not isinstance(value, expected) or (type(value) is bool and expected is not bool):
-            raise ProtocolError(f"message {kind!r} needs field {name!r} of type {expected}")
-    for name in ("lanes", "dropped") if kind in ("live", "newest") else ():
-        if any(type(element) is not int for element in message[name]):
-            raise ProtocolError(f"message {kind!r} needs a list of numbers as {name!r}")
-    size = message.get("bytes", 0) if kind == "bucket" else 0
-    if type(size) is not int or size < 0:
-        raise ProtocolError(f"a bucket of {size!r} bytes")
-    return message
-
-
-def payload_bytes(message: Message) -> int:
-    """Return how many bytes follow this message."""
-    return message.get("bytes", 0) if message["type"] == "bucket" else 0
 
 
 OnDone = Callable[[Any, BaseException | None], None]

@@ -310,3 +310,43 @@ def test_records_of_no_interest_and_damaged_ones_are_passed_over(
     damaged = [{"event": "pulling", "time": 1.0}, {"event": "lost", "acton": "a"}, {"event": "publish", "version": []}]
     assert list(DeliveryBook().feed(damaged)) == []
     assert caplog.text.count("a record of the weight registry is damaged, left out") == 3
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        ("pulling", {}),
+        ("pulling", {"actor": "a", "version": "1"}),
+        ("ended", {"actor": "a", "version": 1, "outcome": "whatever", "reason": ""}),
+        ("applied", {"actor": "a", "version": 1, "figures": {"bytes_full": "x"}}),
+        ("applied", {"actor": "a", "version": 1, "figures": {"transfer_s": float("nan")}}),
+        ("serves", {"actor": ["a"], "version": 1}),
+        ("lost", {"actor": "a", "version": 1, "phase": {}}),
+    ],
+)
+def test_a_line_that_makes_no_sense_ends_no_run_and_keeps_none_from_being_resumed(
+    tmp_path: Path, event: str, fields: dict[str, Any]
+) -> None:
+    journal = Journal(tmp_path)
+    journal.start("e1", "a")
+    journal.publish(1)
+    metrics = SyncMetrics(tmp_path)
+    journal.pull(1, "a")
+    journal.write(event, **fields)
+    metrics.step({"policy_version": 1})
+    journal.apply(1, "a", bytes_full=7)
+    assert metrics.step({"policy_version": 2})["weight_sync/bytes_full"] == 7
+    metrics.close()
+    again = SyncMetrics(tmp_path)
+    again.close()
+    (row,) = read_json_lines(tmp_path / "weight_sync" / "versions.jsonl")
+    assert (row["outcome"], row["bytes_full"]) == ("applied", 7)
+
+
+def test_what_one_actor_says_without_end_is_not_kept_without_end() -> None:
+    book = DeliveryBook()
+    lines: list[Row] = [{"event": "pulling", "time": 1.0, "actor": "a", "version": 7} for _ in range(1000)]
+    lines += [{"event": "pulling", "time": 1.0, "actor": "a", "version": version} for version in range(5000)]
+    list(book.feed(lines))
+    kept = book._open["a"]
+    assert len(kept) < 1100 and all(len(delivery.attempts) <= 101 for delivery in kept.values())

@@ -434,7 +434,7 @@ def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) 
 
 def test_registry_that_makes_no_sense_is_hung_up_on() -> None:
     for kind, fields, reason in (
-        ("status", {"actors": {}, "newest": None, "dropped": []}, "does not send"),
+        ("status", {"actors": {}, "newest": None, "dropped": [], "evictions": 0, "failure": ""}, "does not send"),
         ("newest", {"epoch": "e0"}, "of epoch e0"),
         ("newest", {"checksums": [["aa"]]}, ""),
     ):

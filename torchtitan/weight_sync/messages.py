@@ -1,0 +1,197 @@
+"""Every message by its fields: what arrives is parsed into values of these types, or refused at the door.
+
+Nothing else of a message goes further, to the registry's state, the journal or the trainer. Of the messages that only
+the trainer's own processes send, layouts and checksums are checked where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.utils.logs import escaped
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+MAX_NAME, MAX_VALUE, MAX_FIGURES = 256, 65536, 64
+MAX_FIGURE = 1e18
+OUTCOMES = ("staged", "gone", "lost", "refused")
+
+
+def _is(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise ValueError(f"not {kind.__name__}")
+        return value
+
+    return read
+
+
+boolean, anything, listed = _is(bool), _is(dict), _is(list)
+
+
+def integer(value: Any) -> int:
+    """-1 stands for none."""
+    if type(value) is not int or not -1 <= value < 2**63:
+        raise ValueError("not a number from -1 to 2^63")
+    return value
+
+
+def maybe(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """None is allowed, too."""
+    return lambda value: None if value is None else convert(value)
+
+
+def number(value: Any) -> float:
+    """A finite number, small enough to be added and divided."""
+    if type(value) not in (int, float) or not -MAX_FIGURE <= value <= MAX_FIGURE:
+        raise ValueError("not a finite number")
+    return value
+
+
+def name(value: Any, longest: int = MAX_NAME) -> str:
+    """A short text without control characters."""
+    if type(value) is not str or len(value) > longest or not value.isprintable():
+        raise ValueError(f"not a text of at most {longest} characters that print")
+    return value
+
+
+def _value(value: Any) -> str:
+    return name(value, MAX_VALUE)
+
+
+def prose(value: Any) -> str:
+    """A text for people: what is too long or does not print is not refused."""
+    return escaped(_is(str)(value))
+
+
+def outcome(value: Any) -> str:
+    """How a pull ended."""
+    if value not in OUTCOMES:
+        raise ValueError(f"not one of {', '.join(OUTCOMES)}")
+    return value
+
+
+def integers(value: Any) -> list[int]:
+    return [integer(element) for element in listed(value)]
+
+
+def figures(value: Any) -> dict[str, Any]:
+    """Numbers by name, and the name of the `source`."""
+    if len(anything(value)) > MAX_FIGURES:
+        raise ValueError(f"more than {MAX_FIGURES} figures")
+    return {name(key, 64): (name if key == "source" else number)(one) for key, one in value.items()}
+
+
+Fields = dict[str, Callable[[Any], Any]]
+
+
+def read(kind: str, fields: Fields, message: Any) -> Message:
+    """Return the fields of a message; one whose name ends with "?" may be missing. Raises ProtocolError."""
+    found: Message = {}
+    for field, convert in fields.items():
+        key = field.removesuffix("?")
+        if key is field or key in message:
+            try:
+                found[key] = convert(message.get(key))
+            except (ValueError, TypeError) as error:
+                raise ProtocolError(f"message {kind!r} needs field {key!r}: {error}") from None
+    return found
+
+
+# What a client and a server say of themselves in their handshake.
+_ABOUT: Fields = {"epoch?": name, "address?": name, "instance?": name, "rank?": integer, "term?": integer}
+
+
+def _about(value: Any) -> Message:
+    return read("hello", _ABOUT, anything(value))
+
+
+# newest: serial of the last published snapshot; lanes: older serials that are still being pulled; room: whether another
+# lane may begin; base: a serial that is kept for deltas; dropped: serials that will never be published. Once the
+# trainer has said so, there is also `pinned`: the version that actors keep, if any.
+_LIVE: Fields = {
+    "newest": integer, "lanes": integers, "room": boolean, "base?": maybe(integer), "dropped": integers,
+    "pinned?": maybe(integer),
+}  # fmt: skip
+SCHEMA: dict[str, Fields] = {
+    # Handshake
+    "challenge": {"nonce": name},
+    "hello": {"role": name, "name": name, "nonce": name, "proof": name, "fields": _about},
+    "welcome": {"proof": name, "fields": _about},
+    "refuse": {"reason": prose},
+    # Any client -> registry, and the answer. bytes: how many a pulling actor has received
+    "ping": {"bytes?": integer},
+    "pong": {},
+    # Shard server -> registry. snapped may name the file that holds the snapshot; failed may say why there is none
+    "layout": {"layout": anything},
+    "snapped": {"serial": integer, "version": integer, "checksums": listed, "file?": anything},
+    "failed": {"serial": integer, "version": integer, "reason?": prose},
+    # Registry -> shard servers and actors
+    "live": _LIVE,
+    # Registry -> actor. servers: one address per rank; progress_s: [weight_sync] progress_timeout_s; staging: of a
+    # leader's workers. newest is also sent to an actor that joins, and may name another actor to pull from, as `source`
+    "model": {
+        "layout_id": name, "layout": anything, "servers": listed, "progress_s": number, "staging?": anything,
+    },
+    "newest": {
+        **_LIVE, "epoch": name, "version": integer, "layout_id": name, "digest": name, "checksums": listed,
+        "source?": maybe(anything),
+    },
+    # Actor -> registry. ended: how a pull ended, or that its version was refused, and why
+    "pulling": {"serial": integer, "version": integer},
+    "ended": {"version": integer, "outcome": outcome, "reason": prose},
+    "serving": {"version": integer, "digest": name, "figures": figures},
+    "poisoned": {"version": integer, "reason": prose},
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets; base: the snapshot that deltas may be
+    # taken against; again: an earlier copy was damaged or lost, and the bytes themselves are wanted
+    "open": {"pull": integer, "serial": integer, "buckets": listed, "base?": integer, "again?": boolean},
+    # Shard server -> actor. A bucket carries its bytes or a delta against the snapshot `base`, or says in `reference`
+    # where the bytes are
+    "gone": {"pull": integer},
+    "bucket": {
+        "pull": integer, "rank": integer, "bucket": integer, "base?": integer, "reference?": anything,
+        "bytes?": integer,
+    },
+    # Shard server <-> actor, for nccl. entry: what the two ends of a communicator need in order to connect (value in
+    # hexadecimal); credit: the actor has posted the receive of another chunk. link: names the communicator
+    "entry": {"link": name, "key": name, "value": _value},
+    "credit": {"link": name},
+    # Leader -> worker: apply the version that all have staged
+    "apply": {"version": integer},
+    # Trainer (rank 0) <-> registry
+    "pin": {"version?": maybe(integer)},
+    "status": {
+        "actors": anything, "newest": maybe(integer), "dropped": listed, "pinned?": maybe(integer),
+        "evictions": integer, "failure": prose,
+    },
+}  # fmt: skip
+# A line of the registry's journal, as far as others read it.
+_RECORD: Fields = {
+    "time": number, "term?": integer, "event": name, "epoch?": name, "actor?": name, "rank?": integer,
+    "version?": integer, "outcome?": outcome, "reason?": prose, "phase?": name, "figures?": figures,
+}  # fmt: skip
+
+
+def parse(message: Any) -> Message:
+    """Return the message with the fields of its type, and no others. Raises ProtocolError."""
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ProtocolError("a message is not an object with a type")
+    kind = message["type"]
+    fields = SCHEMA.get(kind)
+    if fields is None:
+        raise ProtocolError(f"unknown message type {kind[:32]!r}")
+    found = read(kind, fields, message)
+    found["type"] = kind
+    if found.get("bytes", 0) < 0:
+        raise ProtocolError(f"a {kind} of {found['bytes']} bytes")
+    return found
+
+
+def parse_record(line: Any) -> Message:
+    """Return a line of the registry's journal in the same way. Raises ProtocolError."""
+    return read("of the journal", _RECORD, line if isinstance(line, dict) else {})
+
+
+def payload_bytes(message: Message) -> int:
+    """Return how many bytes follow this message."""
+    return message.get("bytes", 0) if message["type"] == "bucket" else 0
