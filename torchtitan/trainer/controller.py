@@ -37,7 +37,7 @@ from torchtitan.trainer.run_dir import go_back_to
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
 from torchtitan.utils.json_lines import EventLog, read_json_lines
-from torchtitan.weight_sync.facade import GONE, ActorStatus, WeightSync
+from torchtitan.weight_sync.facade import GONE, LATE, ActorStatus, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,8 @@ class Controller:
         self._newest = 0
         """The newest version that was sent to the actors"""
         self._evictions: dict[str, int] = {}
+        self._late: set[str] = set()
+        """Actors that an event has called late"""
         self._mismatched = False
         # Other ranks sit in a collective while rank 0 waits, so it must send a command well before the deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
@@ -376,8 +378,8 @@ class Controller:
             await asyncio.sleep(EVICTION_LOOK_S)
 
     async def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
-        """Copy evictions from weight sync's journal to the run's events. The requests of an actor that is gone are
-        redone on others."""
+        """Copy evictions and missed deadlines from weight sync's journal to the run's events. The requests of an actor
+        that is gone are redone on others."""
         for name, status in actors.items():
             if status.evictions > self._evictions.get(name, 0):
                 self.events.write(
@@ -388,6 +390,11 @@ class Controller:
                 if status.state in GONE and self.actors is not None:
                     await self.actors.redo_elsewhere(name, status.eviction)
             self._evictions[name] = status.evictions
+        late = {name for name, status in actors.items() if status.state == LATE}
+        for name in sorted(late - self._late):
+            said = actors[name]
+            self.events.write("actor_late", level=logging.WARNING, actor=name, version=said.version, reason=said.reason)
+        self._late = late
 
     def evaluated(self, version: int, figures: Mapping[str, Figure], begun: float) -> None:
         """Take the loss of held-out demonstrations; figures from sampling are added to it if there are any."""

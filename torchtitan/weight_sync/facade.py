@@ -32,6 +32,7 @@ from torchtitan.weight_sync.handshake import TRAINER, Identity
 from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.plan import unique_parameters
 from torchtitan.weight_sync.publisher import Publisher, Snapshot
+from torchtitan.weight_sync.registry_state import LATE as LATE
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.servers import (
     RegistryServer,
@@ -108,13 +109,15 @@ ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_ap
 # An actor with this many failures in a row is not waited for until it has applied a version again.
 MAX_FAILURES = 3
 GONE = ("LOST", "GIVEN_UP")
+NOT_AWAITED = (*GONE, LATE)
 
 
 class ActorStatus(NamedTuple):
     """One actor, as last reported by the registry. version is -1 if it serves none of this epoch."""
 
     state: str
-    """JOINING, PULLING, APPLYING, READY, POISONED (it may hold half a version), LOST or GIVEN_UP"""
+    """JOINING, PULLING, APPLYING, READY, POISONED (it may hold half a version), LATE (it missed a deadline and has
+    taken no version since), LOST or GIVEN_UP"""
     version: int
     serves: bool
     """Whether prompts may be sent to it"""
@@ -272,24 +275,14 @@ class WeightSync:
         """Wait until all live actors, and at least `at_least`, serve `version` or newer; at most `timeout` seconds.
 
         The wait counts as the trainer's (`time/sync_stall_s`) unless another thread waits, for example for an
-        evaluation. It excludes lost actors, pinned ones, and those that failed repeatedly and have not recovered.
+        evaluation. It excludes lost, late and pinned actors, and those that failed repeatedly and have not recovered.
         `missing` omits actors that were gone before the wait and still are. Rank 0 only.
         """
         assert self.watcher is not None
         begun = time.perf_counter()
         gone = {name for name, actor in self._actors().items() if not _is_live(actor)}
 
-        def all_have_it(status: Message) -> bool:
-            actors = status["actors"].values()
-            waited_for = [actor for actor in actors if _is_live(actor) and not actor["pinned"]]
-            return bool(self.failure) or (
-                status["newest"] is not None
-                and status["newest"] >= version
-                and sum(_has(actor, version) for actor in actors) >= at_least
-                and all(_has(actor, version) for actor in waited_for)
-            )
-
-        self.watcher.wait_for(all_have_it, timeout)
+        self.watcher.wait_for(lambda status: bool(self.failure) or all_have(status, version, at_least), timeout)
         self._check_alive()
         if counts_as_stall:
             self._stall_s += time.perf_counter() - begun
@@ -366,8 +359,20 @@ class WeightSync:
             self._owner.close()
 
 
+def all_have(status: Message, version: int, at_least: int = 0) -> bool:
+    """Return whether at least so many actors, and all that are waited for, serve `version` or newer."""
+    actors = status["actors"].values()
+    waited_for = [actor for actor in actors if _is_live(actor) and not actor["pinned"]]
+    return (
+        status["newest"] is not None
+        and status["newest"] >= version
+        and sum(_has(actor, version) for actor in actors) >= at_least
+        and all(_has(actor, version) for actor in waited_for)
+    )
+
+
 def _is_live(actor: Message) -> bool:
-    return actor["state"] not in GONE and actor["failures"] < MAX_FAILURES
+    return actor["state"] not in NOT_AWAITED and actor["failures"] < MAX_FAILURES
 
 
 def _has(actor: Message, version: int) -> bool:

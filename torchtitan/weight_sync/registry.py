@@ -15,7 +15,7 @@ from torchtitan.weight_sync import hook, wire
 from torchtitan.weight_sync.disk import Catalogue
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Acceptor, Identity
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, merge_layouts
-from torchtitan.weight_sync.registry_state import Actor, IncompleteVersion, Lanes, Rank, Settings, relay_sources
+from torchtitan.weight_sync.registry_state import KEPT, Actor, IncompleteVersion, Lanes, Rank, Settings, relay_sources
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.registry")
@@ -119,7 +119,12 @@ class Registry:
             elif now - actor.heard_at > SILENCE_SECONDS:
                 actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
             elif actor.apply_elapsed_s(now) > self.settings.apply_timeout_s:
-                actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
+                actor.late = f"did not apply a version within {self.settings.apply_timeout_s:g} s"
+                actor.channel.close(actor.late)
+            elif not actor.late and actor.take_elapsed_s(now) > self.settings.take_timeout_s:
+                actor.late = f"took no version within {self.settings.take_timeout_s:g} s though one is offered"
+                self._write("late", {"actor": name, "version": actor.version, "reason": actor.late})
+                self._changed()
         for serial, incomplete in list(self._incomplete.items()):
             if now - incomplete.since > self.settings.snapshot_timeout_s:
                 missing = [rank for rank in range(self.settings.world_size) if rank not in incomplete.snapped]
@@ -222,6 +227,7 @@ class Registry:
             sources = {}
         for name, actor in self.actors.items():
             if actor.channel is not None:
+                actor.offer(gathered.version, self._runtime.now())
                 actor.channel.send({**live, **self._newest_message, "source": sources.get(name)})
         for server in self._ranks.values():
             server.channel.send(live)
@@ -281,11 +287,13 @@ class Registry:
         if actor is not None and actor.channel is not None:
             actor.channel.close("replaced by a newer connection")
         if actor is None or actor.instance != instance:
-            evictions, eviction = (0, "") if actor is None else (actor.evictions, actor.eviction)
-            actor = self.actors[name] = Actor(None, instance, address, 0.0, evictions=evictions, eviction=eviction)
+            kept = {} if actor is None else {what: getattr(actor, what) for what in KEPT}
+            actor = self.actors[name] = Actor(None, instance, address, 0.0, **kept)
             self.lanes.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
         actor.state, actor.version = "JOINING", -1
+        if self.newest is not None:
+            actor.offer(self.newest.version, actor.heard_at)
         channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
         self._write("join", {"actor": name, "instance": instance})
         if self._model:
@@ -357,6 +365,7 @@ class Registry:
             raise ProtocolError(f"{name} serves version {message['version']} of other bytes than were published")
         actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
         actor.version, actor.figures = message["version"], message["figures"]
+        actor.take(actor.version, None if newest is None else newest.version, self._runtime.now())
         actor.pinned = actor.version == self._pinned
         # Without figures the actor only repeats what it already served.
         event = "applied" if actor.figures else "serves"
@@ -375,6 +384,8 @@ class Registry:
             actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
             if actor.applies_since is not None:
                 actor.applies_since = self._runtime.now()
+            if actor.offered_since is not None:
+                actor.offered_since = self._runtime.now()
         self._changed()
 
     @property

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from torchtitan.config.job_config import WeightSync
 
 
+# An actor that is connected, and not waited for until it has taken a version.
+LATE = "LATE"
+# What a new process inherits from an earlier one of its name.
+KEPT = ("evictions", "eviction", "taken", "late")
+
+
 @dataclass(frozen=True)
 class Settings:
     """From [weight_sync]; times in seconds."""
@@ -32,6 +38,11 @@ class Settings:
     snapshot_timeout_s: float = 60.0
     delta: bool = False
     """Whether to keep a snapshot as the base of deltas, which takes one more slot"""
+
+    @property
+    def take_timeout_s(self) -> float:
+        """How long an actor may take no version though one is offered, over all its attempts."""
+        return self.lease_s + self.apply_timeout_s
 
     @classmethod
     def of(cls, config: WeightSync, world_size: int, version_bytes: int, drain_s: float = 0.0) -> Settings:
@@ -81,6 +92,12 @@ class Actor:
     """How many versions in a row it could not take: refused, or partly applied"""
     figures: Message = field(default_factory=dict)
     applies_since: float | None = None
+    taken: int = -1
+    """The newest version that it has served"""
+    offered_since: float | None = None
+    """Since when a newer version than it serves is offered, or since the last one that it took after that"""
+    late: str = ""
+    """Which deadline it has missed; empty again once it has taken a version. A new process of this name inherits it."""
 
     @property
     def serves(self) -> bool:
@@ -98,10 +115,31 @@ class Actor:
         """Return for how many seconds a staged version has not been served. A pinned actor has to wait: 0."""
         return 0.0 if self.pinned or self.applies_since is None else now - self.applies_since
 
+    def offer(self, newest: int, now: float) -> None:
+        """Record that version `newest` is offered."""
+        if self.offered_since is None and self.version < newest:
+            self.offered_since = now
+
+    def take(self, version: int, newest: int | None, now: float) -> None:
+        """Record that it serves `version`. Only a version that it had not taken before restarts the deadline."""
+        if version > self.taken or version == newest:
+            self.taken, self.late = version, ""
+            self.offered_since = None if newest is None or version >= newest else now
+
+    def take_elapsed_s(self, now: float) -> float:
+        """Return for how many seconds it has taken no version though one is offered. A pinned actor has to wait: 0."""
+        return 0.0 if self.pinned or self.offered_since is None else now - self.offered_since
+
+    @property
+    def shown_state(self) -> str:
+        """Return the state that the trainer is told."""
+        return LATE if self.late and self.state in ("JOINING", "PULLING", "APPLYING", "READY") else self.state
+
     def status(self) -> Message:
         """Return what the trainer is told."""
-        shown = ("state", "version", "serves", "pinned", "reason", "figures", "evictions", "eviction", "failures")
-        return {name: getattr(self, name) for name in shown}
+        shown = ("version", "serves", "pinned", "figures", "evictions", "eviction", "failures")
+        about = {"state": self.shown_state, "reason": self.reason or self.late}
+        return {**about, **{name: getattr(self, name) for name in shown}}
 
 
 @dataclass

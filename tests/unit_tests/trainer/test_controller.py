@@ -122,6 +122,15 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     assert told == [("actor_evicted_from_sync", actor, "no byte within 5 s") for actor in ("a", "b", "a")]
 
 
+def test_a_late_actor_is_told_once_until_it_is_late_again(tmp_path: Path) -> None:
+    controller = make(tmp_path, Evicted())
+    late = ActorStatus("LATE", 3, True, "took no version within 70 s", 0)
+    for actor in (late, late, status("READY", 0), late):
+        asyncio.run(controller._note_evictions({"a": actor}))
+    told = [(event["kind"], event["actor"], event["reason"]) for event in read_json_lines(controller.events.path)]
+    assert told == [("actor_late", "a", "took no version within 70 s")] * 2
+
+
 @pytest.fixture
 def loop() -> Iterator[BackgroundLoop]:
     loop = BackgroundLoop("test")

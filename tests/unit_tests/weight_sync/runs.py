@@ -10,6 +10,8 @@ from functools import partial
 from deterministic.machine import Machine, Process, Violation
 from deterministic.parts import REGISTRY
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts, Shape
+from torchtitan.weight_sync.facade import all_have
+from torchtitan.weight_sync.registry_state import LATE
 from torchtitan.weight_sync.wire import Channel, Message
 
 JOIN_SECONDS = 0.1
@@ -249,6 +251,43 @@ def run_references(seed: int, parts: Parts | None = None) -> Job:
         raise Violation(f"versions {job.skipped} were skipped")
     finish(job, 8.0)
     job.check_bytes()
+    return job
+
+
+def run_hung(seed: int, parts: Parts | None = None) -> Job:
+    """One actor's engine hangs for ever, in an apply or in a read: in blocking mode it costs one wait."""
+    machine = Machine(seed)
+    rng = machine.random
+    lane = rng.choice(("apply", "fetch"))
+    shape = replace(draw_shape(rng, 0), by_reference=lane == "fetch", lease_s=2.0, apply_timeout_s=1.0)
+    slowest = max(shape.actor_seconds)
+    shape = replace(shape, actor_seconds=(*shape.actor_seconds, slowest), progress_timeout_s=0.5)
+    job = Job(machine, shape, parts or Parts())
+    stuck, hangs_at = job.actors[-1], rng.randint(0, 3)
+    machine.run(JOIN_SECONDS)
+    waits: list[float] = []
+    for version in range(hangs_at + 6):
+        if version == hangs_at:
+            stuck.process.hung_lanes.add(lane)
+        job.train(1)
+        begun = machine.now
+        while not all_have(job.registry.status(), version) and machine.now < begun + 30.0:
+            machine.run(machine.now + 0.05)
+        waits.append(machine.now - begun)
+        machine.run(machine.now + shape.interval)
+    usual = 2 * slowest * 1.25 + 0.3
+    longest = shape.apply_timeout_s + (shape.lease_s if lane == "fetch" else 0.0) + usual
+    if waits[hangs_at] > longest or max(waits[:hangs_at] + waits[hangs_at + 1 :]) > usual:
+        raise Violation(f"{stuck.name} hangs in {lane} at version {hangs_at}, and the trainer waited {waits}")
+    told = [event for _, event, fields in job.journal if event in ("late", "lost") and fields["actor"] == stuck.name]
+    if job.registry.status()["actors"][stuck.name]["state"] != LATE or not told:
+        raise Violation(f"{stuck.name} hangs, and nobody says so: {told}")
+    stuck.process.kill()
+    stuck.begin()
+    machine.run(machine.now + 1.0 + usual)
+    if job.registry.status()["actors"][stuck.name]["state"] != "READY":
+        raise Violation(f"{stuck.name} has taken a version, and is still late")
+    finish(job, 8.0)
     return job
 
 

@@ -55,6 +55,7 @@ def sync_of(registry: Registry, failure: str = "") -> WeightSync:
         (3, {"b": actor(3, "POISONED")}, 0, False),
         # These are not waited for, and count for nothing.
         (3, {"b": actor(2, pinned=True)}, 1, True), (3, {"b": actor(2, "LOST")}, 1, True),
+        (3, {"b": actor(2, "LATE")}, 1, True),
         (3, {"b": actor(2, "GIVEN_UP")}, 2, False), (3, {"b": actor(2, failures=MAX_FAILURES)}, 1, True),
         (3, {"b": actor(2, failures=MAX_FAILURES - 1)}, 1, False),
     ],

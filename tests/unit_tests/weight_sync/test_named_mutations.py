@@ -14,8 +14,10 @@ from tests.unit_tests.weight_sync.job import Job, Parts
 from torchtitan.weight_sync import clients
 from torchtitan.weight_sync.handshake import Identity
 from torchtitan.weight_sync.puller import Puller
+from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.slots import LiveSlots
+from torchtitan.weight_sync.wire import Channel, Message
 
 MOST_RUNS = 400
 
@@ -73,12 +75,23 @@ def hold_nothing(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(LiveSlots, name, lambda *_: None)
 
 
+class ForgivesAtEveryAttempt(Registry):
+    def _actor_entered(self, channel: Channel, name: str, fields: Message) -> None:
+        super()._actor_entered(channel, name, fields)
+        self.actors[name].late = ""
+
+    def _on_actor_message(self, name: str, channel: Channel, message: Message) -> None:
+        super()._on_actor_message(name, channel, message)
+        self.actors[name].offered_since = None
+
+
 # What is broken -> the runs that find it, and how it is broken: by other parts, or by patches of what there is.
 MUTATIONS: dict[str, tuple[Callable[[int, Parts], Job], Parts | Callable[[pytest.MonkeyPatch], None]]] = {
     "leases not ended when the registry is lost": (runs.run_without_registry, Parts(server=LeasesOutliveTheRegistry)),
     "a new pull that does not wait for old writers": (runs.run_references, Parts(puller=DoesNotWaitForWriters)),
     "a transport that does not hold its slot": (runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
     "restart reporting oldest first": (runs.run_faults, Parts(server=OldestFirst)),
+    "a deadline for each attempt alone": (runs.run_hung, Parts(registry=ForgivesAtEveryAttempt)),
     "a data port that ignores the epoch": (runs.run_relaunch, Parts(server=AnyEpoch)),
     "a hung checksum thread": (runs.run_faults, Parts(server=HangsInPeace)),
     "a client that does not check the server's proof": (runs.run_faults, believe_servers),

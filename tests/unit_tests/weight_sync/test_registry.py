@@ -251,6 +251,60 @@ def test_actor_that_does_not_apply_in_time_is_hung_up_on_unless_it_is_pinned() -
     assert pinned.over
 
 
+def test_deadline_for_a_version_is_over_all_attempts_and_processes() -> None:
+    world = World(lease_s=2.0, apply_timeout_s=1.0)
+    trainer, ranks, actor, good = world.trainer(), world.ranks(), world.actor(), world.actor("good")
+    world.publish(ranks, 1, 0)
+    for client in (actor, good):
+        client.say("serving", version=0, digest=world.digest, figures={})
+    old = world.digest
+
+    def seen(name: str = "a") -> str:
+        return str(trainer.last("status")["actors"][name]["state"])
+
+    for version in range(1, 6):
+        # Every version begins another attempt, and the clock does not begin again.
+        world.publish(ranks, version + 1, version)
+        good.say("serving", version=version, digest=world.digest, figures={"transfer_s": 0.1})
+        actor.say("pulling", serial=version + 1, version=version)
+        world.run(0.6)
+        actor.say("ended", version=version, outcome="gone", reason="")
+    assert (seen(), seen("good")) == ("LATE", "READY") and not actor.over
+    (late,) = world.events("late")
+    assert late["actor"] == "a" and "took no version within 3 s" in late["reason"]
+    # What it serves already is nothing new, neither over another connection nor from another process.
+    for again in (world.actor(), world.actor(instance="a-2")):
+        again.say("serving", version=0, digest=old, figures={})
+        again.say("pulling", serial=6, version=5)
+        assert seen() == "LATE"
+    # A version that it stages and does not apply: lost, and late once it is back.
+    again.say("ended", version=5, outcome="staged", reason="")
+    world.run(1.5)
+    assert again.over and seen() == "LOST"
+    again = world.actor(instance="a-3")
+    again.say("serving", version=0, digest=old, figures={})
+    assert seen() == "LATE" and trainer.last("status")["actors"]["a"]["reason"] == "did not apply a version within 1 s"
+    again.say("serving", version=5, digest=world.digest, figures={"transfer_s": 1.0})
+    assert seen() == "READY" and len(world.events("late")) == 1
+    world.run(5.0)
+    assert seen() == "READY", "nothing newer is offered"
+
+
+def test_pinned_actor_is_not_late() -> None:
+    world = World(lease_s=1.0, apply_timeout_s=1.0)
+    trainer, ranks, actor = world.trainer(), world.ranks(), world.actor()
+    world.publish(ranks, 1, 0)
+    actor.say("serving", version=0, digest=world.digest, figures={})
+    trainer.say("pin", version=0)
+    world.publish(ranks, 2, 1)
+    world.run(5.0)
+    trainer.say("pin", version=None)
+    world.run(1.5)
+    assert not world.events("late"), "the time that it was pinned counts"
+    world.run(1.5)
+    assert world.events("late")
+
+
 def test_silent_clients_are_hung_up_on_and_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "FORGET_SECONDS", 10.0)
     world = World()
