@@ -36,6 +36,13 @@ done
 source "$root/scripts/setup_env.sh"
 setup_env "${EXTRAS:-}"
 
+# Python takes a folder torchtitan of the working directory before this checkout.
+found="$("$PYTHON" -c 'import importlib.util; print(importlib.util.find_spec("torchtitan").origin)')"
+if [[ ! "$found" -ef "$root/torchtitan/__init__.py" ]]; then
+    echo "error: here torchtitan is another package ($found): start $root/run_grpo.sh from another folder" >&2
+    exit 2
+fi
+
 arguments=(--job.config_file "$config_file" "$@")
 
 # One quick process checks the configuration first: under torchrun every rank would report it, and exit code 2 become 1.

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from torchtitan.api import train as train
 
 __version__ = "0.1.0"
+# By this, programs tell this package from PyPI's (errors.py).
+DISTRIBUTION = "torchtitan-grpo"
 
 # PyPI's torchtitan is another package with the same import name; in one environment their files get mixed up. This
 # looks for its metadata by itself: importlib.metadata would slow down the start of every process.

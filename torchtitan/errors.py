@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torchtitan
+
 # Exit code of a rank whose failure a restart may cure, such as the loss of another rank.
 BROKEN_OFF = 75
 # Errors of a disk that cannot be written to.
@@ -36,6 +38,21 @@ class ConfigError(UserError):
         count = len(self.problems)
         head = "configuration problem" if count == 1 else f"{count} configuration problems"
         super().__init__(head + ":\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+
+
+def another_package() -> str:
+    """What to do where `torchtitan` is another package, whose files have replaced some of ours; else empty.
+
+    Programs ask before they import anything that might be gone. PyPI's torchtitan, installed after this package,
+    overwrites torchtitan/__init__.py and torchtitan/config, so nothing there could say it.
+    """
+    if getattr(torchtitan, "DISTRIBUTION", "") == "torchtitan-grpo":
+        return ""
+    return (
+        f"error: {torchtitan.__file__} belongs to another package that is imported as torchtitan, which has replaced "
+        "files of torchtitan-grpo: pip uninstall torchtitan torchtitan-grpo and install torchtitan-grpo anew, or give "
+        "each an environment of its own"
+    )
 
 
 def load_object(name: str, what: str) -> Callable[..., Any]:

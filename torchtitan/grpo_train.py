@@ -15,6 +15,11 @@ if __name__ == "__main__":
     # Handles Ctrl-C during the imports below, and until a run handles it.
     signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
 
+from torchtitan.errors import another_package
+
+if said := another_package():
+    sys.exit(said)
+
 import traceback
 from dataclasses import dataclass
 from pathlib import Path

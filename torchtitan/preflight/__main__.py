@@ -18,6 +18,11 @@ if __name__ == "__main__":
     # Handle Ctrl-C during the imports below, without a traceback.
     signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
 
+from torchtitan.errors import another_package
+
+if said := another_package():
+    sys.exit(said)
+
 from torchtitan.config.derived import world_size
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError

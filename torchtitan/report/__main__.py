@@ -9,8 +9,14 @@ A run writes both files when it ends. It also serves its own live page if metric
 
 from __future__ import annotations
 
-import argparse
 import sys
+
+from torchtitan.errors import another_package
+
+if said := another_package():
+    sys.exit(said)
+
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -19,6 +19,11 @@ if __name__ == "__main__":
     # Ctrl-C while the rest is imported, or before there is a run that answers it.
     signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
 
+from torchtitan.errors import another_package
+
+if said := another_package():
+    sys.exit(said)
+
 import os
 import tempfile
 

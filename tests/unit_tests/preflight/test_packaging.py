@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from zipfile import ZipFile
+
+import pytest
 
 from tests.patience import PATIENCE_S
 
@@ -35,6 +38,33 @@ def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Pa
     page = {f"torchtitan/report/{name}" for name in ("live.html", "report_page.html", "style.css")}
     assert packed == modules | configs | page
     assert "torchtitan-grpo = torchtitan.grpo_train:entry_point" in scripts
+
+
+@pytest.mark.parametrize("module", ["grpo_train", "preflight", "report", "utils.launch"])
+def test_a_namesake_that_was_installed_later_is_named(tmp_path: Path, module: str) -> None:
+    installed = tmp_path / "torchtitan"
+    ignored = shutil.ignore_patterns("__py*__", "train_configs")
+    shutil.copytree(ROOT / "torchtitan", installed, ignore=ignored)
+    # What PyPI's 0.3.0 puts in the place of our files.
+    (installed / "__init__.py").write_text('__version__ = "0.3.0"\n')
+    (installed / "config" / "__init__.py").write_text("import tyro_that_is_not_there\n")
+    done = subprocess.run(
+        [sys.executable, "-m", f"torchtitan.{module}"], cwd=tmp_path, capture_output=True, text=True,
+        env={"PYTHONPATH": str(tmp_path)}, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{installed}/__init__.py belongs to another package" in done.stderr and "uninstall" in done.stderr
+
+
+def test_the_script_sees_another_package_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "__init__.py").write_text("raise SystemExit('nobody may import this')")
+    command, environment = [str(ROOT / "run_grpo.sh"), "--dry-run"], {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 2
+    assert f"torchtitan is another package ({tmp_path}/torchtitan/__init__.py)" in done.stderr.splitlines()[-1]
 
 
 def test_beside_its_namesake_the_import_says_so(tmp_path: Path) -> None:
