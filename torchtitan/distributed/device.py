@@ -26,7 +26,7 @@ from torchtitan.config.derived import from_torchrun
 from torchtitan.config.derived import world_size as world_size  # as device.rank() and its like
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.utils.machine import gpus_of_driver, hides_gpus, is_loopback, keep_freed_memory, usable_cores
+from torchtitan.utils.machine import count_cores, gpus_of_driver, hides_gpus, is_loopback, keep_freed_memory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -251,7 +251,7 @@ def set_threads(threads: int, beside: int) -> int:
 
     If the CPU is the device, the process also keeps freed memory from here on.
     """
-    chosen = threads or max(1, len(usable_cores()) // (local_world_size() + beside))
+    chosen = threads or max(1, count_cores() // (local_world_size() + beside))
     torch.set_num_threads(chosen)
     if device().type == "cpu":
         keep_freed_memory()

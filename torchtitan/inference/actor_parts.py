@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import psutil
-
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
@@ -34,6 +32,7 @@ from torchtitan.inference.placement import engine_devices, threads_per_actor
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import actor_file
+from torchtitan.utils.machine import host_memory
 
 # After this many fruitless connections in a row, the process is restarted.
 ATTEMPTS = 3
@@ -92,7 +91,7 @@ class ActorProcess(ChildProcess):
 def cache_megabytes(config: JobConfig) -> int:
     """Return the limit in MiB of one actor's KV cache: all actors together may take half of the memory that is free
     now."""
-    return max(1, psutil.virtual_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
+    return max(1, host_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
 
 
 def embedded_command(config: JobConfig, port_file: Path) -> list[str]:

@@ -14,7 +14,7 @@ from torchtitan.errors import UserError
 from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
-from torchtitan.utils.machine import CUDA_VARIABLE, ask_driver, count_gpus, hides_gpus, usable_cores
+from torchtitan.utils.machine import CUDA_VARIABLE, ask_driver, count_cores, count_gpus, hides_gpus
 
 GIB = 2**30
 # What no formula gives: contexts, communicators, captured graphs, fragments.
@@ -28,7 +28,7 @@ SMALLEST_KV = 64 * 2**20
 
 def threads_per_actor(config: Inference) -> int:
     """inference.threads_per_actor, or else an equal share of this process's cores."""
-    return config.threads_per_actor or max(1, len(usable_cores()) // max(1, config.num_actors))
+    return config.threads_per_actor or max(1, count_cores() // max(1, config.num_actors))
 
 
 def visible_devices() -> list[str]:

@@ -28,6 +28,7 @@ from torchtitan.models.shape import (
     read_teacher_shape,
 )
 from torchtitan.preflight.check import Check
+from torchtitan.preflight.memory import check_memory
 
 KEY = "model.hf_assets_path"
 TEACHER = "distill.teacher"
@@ -92,6 +93,7 @@ def check_model(check: Check) -> None:
         _check_foreign(check, args)
     if args is not None:
         _check_shape(check, args)
+        check_memory(check, args)
 
 
 def _missing(check: Check) -> str:
@@ -176,6 +178,8 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     text = f"must be at most the model's max_position_embeddings = {args.max_position_embeddings}"
     check.refuse("training.seq_len", config.training.seq_len > args.max_position_embeddings, text)
     if lora.rank:
+        text = f"must be at most the model's hidden_size = {args.hidden_size}: no projection has a higher rank"
+        check.refuse("lora.rank", lora.rank > args.hidden_size, text)
         for key, names in (("target_modules", lora.target_modules), ("modules_to_save", lora.modules_to_save)):
             if tied := [name for name in ("lm_head", "embed_tokens") if args.tie_word_embeddings and name in names]:
                 text = f"this model ties lm_head and embed_tokens, which share one weight: leave out {tied[0]}"

@@ -30,6 +30,7 @@ from torchtitan.models.costs import (
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.inference import differing_nccl
+from torchtitan.preflight.memory import size_text, tight_memory
 
 # H100 (SXM): dense bf16 operations and bytes of memory per second from the data sheet, and the fraction often reached.
 OPERATIONS, REACHED_OPERATIONS = 989e12, 0.4
@@ -101,8 +102,9 @@ def describe_plan(config: JobConfig, ranks: int) -> str:
     batch, each = global_batch_size(config, ranks), group_size(config)
     tokens, generated = batch * config.training.seq_len, batch * config.rollout.max_completion_tokens
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
+    warnings = (without_masters(config), differing_nccl(config), tight_memory(config, ranks))
     lines = [
-        *(f"WARNING: {said}" for said in (without_masters(config), differing_nccl(config)) if said),
+        *(f"WARNING: {said}" for said in warnings if said),
         f"device: {_device(config)}",
         f"ranks: {ranks}",
         f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {shard_degree(parallelism, ranks)} shard × "
@@ -118,10 +120,10 @@ def describe_plan(config: JobConfig, ranks: int) -> str:
         memory, version = estimate_memory(config, args, ranks), version_bytes(config, args)
         lines += [
             f"model: {args.num_parameters():,} parameters",
-            f"bytes per weight version: {version:,} ({_size(version)}, {config.inference.dtype})",
+            f"bytes per weight version: {version:,} ({size_text(version)}, {config.inference.dtype})",
             *_weight_sync(config, memory, version),
             f"memory estimate per rank: {_total(config, memory)}",
-            *(f"  {part}: {_size(size)}{_where(config, part)}" for part, size in vars(memory).items()),
+            *(f"  {part}: {size_text(size)}{_where(config, part)}" for part, size in vars(memory).items()),
         ]
         if trains_on_gpu():
             lines += describe_step_time(config, args, ranks)
@@ -145,10 +147,10 @@ def _experts(config: JobConfig) -> str:
 
 def _total(config: JobConfig, memory: MemoryEstimate) -> str:
     if not trains_on_gpu():
-        return _size(memory.total)
+        return size_text(memory.total)
     of_gpu = on_device(config, memory)
     host = memory.total - of_gpu
-    return f"{_size(of_gpu)} of its GPU" + (f", {_size(host)} of host memory" if host else "")
+    return f"{size_text(of_gpu)} of its GPU" + (f", {size_text(host)} of host memory" if host else "")
 
 
 def _where(config: JobConfig, part: str) -> str:
@@ -163,16 +165,16 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
     on_gpu = "slots" not in parts_on_host(config)
     slots = sync.slots_per_rank
     host = "host memory, shared with its shard server"
-    lines = [f"slots per rank: {slots}, together {_size(memory.slots)} of {'GPU memory' if on_gpu else host}"]
+    lines = [f"slots per rank: {slots}, together {size_text(memory.slots)} of {'GPU memory' if on_gpu else host}"]
     if sync.delta:
         slot = memory.slots // slots
-        text = f"base of deltas per rank: {_size(slot)}, one of the slots; deltas of a version beside it: less than"
-        lines.append(f"{text} {_size(slot)} of host memory")
+        text = f"base of deltas per rank: {size_text(slot)}, one of the slots; deltas of a version beside it: less than"
+        lines.append(f"{text} {size_text(slot)} of host memory")
     workers = inference.tensor_parallel_size
     # The workers of one engine share host memory; see inference/vllm/backend.py.
     where = "GPU memory" if on_gpu and workers == 1 and inference.backend != "sglang" else "host memory"
     shared = f", once for its {workers} workers" if workers > 1 else ""
-    return [*lines, f"staging per actor: {_size(version_bytes)} of {where}{shared}"]
+    return [*lines, f"staging per actor: {size_text(version_bytes)} of {where}{shared}"]
 
 
 def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:
@@ -186,16 +188,18 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     training = on_device(config, memory) + (0 if inference.sleep_level else engine.total)
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
     fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, there is no room for one sequence"
-    cut = "" if engine.kv_cache == engine.kv_wanted else f" of {_size(engine.kv_wanted)} for inference.max_sequences"
-    asleep = {0: "", 1: f", {_size(engine.weights)} of weights in host memory meanwhile", 2: ""}
+    cut = (
+        "" if engine.kv_cache == engine.kv_wanted else f" of {size_text(engine.kv_wanted)} for inference.max_sequences"
+    )
+    asleep = {0: "", 1: f", {size_text(engine.weights)} of weights in host memory meanwhile", 2: ""}
     return [
-        f"{'colocated engine per rank' if is_colocated(config) else 'engine per GPU'}: {_size(engine.total)}{fits}",
-        f"  weights: {_size(engine.weights)}",
-        f"  kv_cache: {_size(engine.kv_cache)}{cut}",
-        f"  work: {_size(engine.work)}",
-        f"while training: {_size(training)}, the engine {'asleep' if inference.sleep_level else 'stays'}"
+        f"{'colocated engine per rank' if is_colocated(config) else 'engine per GPU'}: {size_text(engine.total)}{fits}",
+        f"  weights: {size_text(engine.weights)}",
+        f"  kv_cache: {size_text(engine.kv_cache)}{cut}",
+        f"  work: {size_text(engine.work)}",
+        f"while training: {size_text(training)}, the engine {'asleep' if inference.sleep_level else 'stays'}"
         f" (inference.sleep_level = {inference.sleep_level}{asleep[inference.sleep_level]})",
-        f"while generating: {_size(beside + engine.total)}, the optimizer's state "
+        f"while generating: {size_text(beside + engine.total)}, the optimizer's state "
         f"{'in host memory' if inference.offload_optimizer else 'stays'}",
         f"gpu_memory_utilization: {engine.utilization(planned):.3f} on {where} of {planned / GIB:.0f} GiB",
     ]
@@ -216,15 +220,6 @@ def _actors(config: JobConfig, ranks: int) -> str:
     update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"
     where = " on the ranks' GPUs" if shares_devices(config) else ""
     return f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}){where}, {update}"
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:,.2f} GiB"
 
 
 def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:

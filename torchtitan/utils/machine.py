@@ -1,19 +1,31 @@
-"""This process on its machine: the cores and GPUs, what happens to memory that is freed, and the end. No torch here."""
+"""This process on its machine: cores, memory and GPUs, what happens to memory that is freed, the end. No torch here."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import ipaddress
 import logging
+import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 DEVICES = Path("/dev")
+PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# Files of a control group of version 2 and of version 1: limit, use, and the line of memory.stat with cached files.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
@@ -21,6 +33,88 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 def usable_cores() -> list[int]:
     """Numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this machine, or of the control group that this process runs in where that has less."""
+
+    limit: int
+    """Bytes that all processes there can have together"""
+    available: int
+    """Of these, the bytes that are free now or can be freed at once"""
+    source: str
+    """What sets the limit"""
+
+
+def host_memory() -> HostMemory:
+    """Return the memory that this process may use: the least of the machine's and its control groups'."""
+    machine = psutil.virtual_memory()
+    limit, available, source = machine.total, machine.available, "its memory"
+    for folder in _control_groups("memory"):
+        for limit_file, usage_file, cache in _MEMORY_FILES:
+            numbers = [*_numbers(folder / limit_file), *_numbers(folder / usage_file)]
+            if len(numbers) == 2 and numbers[0] < limit:
+                limit, source = numbers[0], str(folder / limit_file)
+            if len(numbers) == 2:
+                available = max(0, min(available, numbers[0] - numbers[1] + _reclaimable(folder, cache)))
+    return HostMemory(limit, available, source)
+
+
+def count_cores() -> int:
+    """Return how many cores this process may keep busy: those that it may run on, or a control group's quota."""
+    cores = float(len(usable_cores()))
+    for folder in _control_groups("cpu"):
+        numbers = _numbers(folder / "cpu.max") or [
+            *_numbers(folder / "cpu.cfs_quota_us"), *_numbers(folder / "cpu.cfs_period_us")
+        ]  # fmt: skip
+        if len(numbers) == 2 and numbers[0] > 0 < numbers[1]:
+            cores = min(cores, numbers[0] / numbers[1])
+    return max(1, math.ceil(cores))
+
+
+def machine_cores() -> int:
+    """Return how many cores the machine has, also those that this process may not use."""
+    return os.cpu_count() or 1
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of the control groups, of version 1 or 2, that this process is in, from the inside out.
+
+    Inside a container the path may be that of the host, of which only the outermost folder, its own, is there.
+    """
+    try:
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CONTROL_GROUPS / controllers
+        folder = root / path.strip("/")
+        for one in (folder, *folder.parents):
+            yield one
+            if one == root:
+                break
+
+
+def _reclaimable(folder: Path, cache: str) -> int:
+    """Return the bytes of cached files that count as used, but are given up when memory is needed."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == cache:
+                return int(value)
+    return 0
+
+
+def _numbers(path: Path) -> list[int]:
+    """Return the numbers in a control group's file; none where there is no file, or it says max."""
+    try:
+        return [int(word) for word in path.read_text().split()]
+    except (OSError, ValueError):
+        return []
 
 
 def numa_nodes() -> int:

@@ -108,7 +108,7 @@ def test_the_ranks_of_this_machine_share_its_cores(beside: int, share: int, monk
     """Those of the other machines have cores of their own."""
     monkeypatch.setenv("WORLD_SIZE", "32")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(device, "usable_cores", lambda: list(range(16)))
+    monkeypatch.setattr(device, "count_cores", lambda: 16)
     asked: list[int] = []
     monkeypatch.setattr(device.torch, "set_num_threads", asked.append)
     assert device.set_threads(0, beside) == share and asked == [share]

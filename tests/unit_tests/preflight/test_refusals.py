@@ -40,6 +40,7 @@ oops | 'oops' does not belong to any
     | training.local_batch_size = 12 | divisible by grpo.group_size = 8
 --grpo.num_minibatches 3 | grpo.num_minibatches = 3 | 4 groups
 --training.global_batch_size 0 | global_batch_size = 0 | -1, or at least 1
+--lora.rank 100000 | lora.rank = 100000 | at most the model's hidden_size = 16
 --weight_sync.num_slots 1 | weight_sync.num_slots = 1 | at least 3
 --grpo.loss_type dap | grpo.loss_type = "dap" | dr_grpo | nearest: dapo
 --inference.backend embeded | "embeded" | nearest: embedded

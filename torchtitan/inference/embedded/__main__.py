@@ -10,7 +10,7 @@ import sys
 
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.client import base_url
-from torchtitan.utils.machine import usable_cores
+from torchtitan.utils.machine import count_cores, host_memory
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def restrict(threads: int) -> int:
     """Have this process compute with so many threads, 0: as many as it has cores; returns their number."""
-    threads = threads or len(usable_cores())
+    threads = threads or count_cores()
     # Read when numpy and torch are first imported.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
@@ -42,7 +42,6 @@ def restrict(threads: int) -> int:
 
 async def serve(arguments: argparse.Namespace, threads: int) -> int:
     """Load, listen, and run until SIGTERM, SIGINT or the engine's failure; returns the exit code."""
-    import psutil
     import torch
 
     from torchtitan.inference.embedded.engine import Engine
@@ -52,7 +51,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
 
     torch.set_num_threads(threads)
     policy = load_policy(arguments.model, getattr(torch, arguments.dtype))
-    cache_bytes = arguments.cache_mb * 2**20 or psutil.virtual_memory().available // 2
+    cache_bytes = arguments.cache_mb * 2**20 or host_memory().available // 2
     max_length = arguments.max_length or policy.args.max_position_embeddings
     engine = Engine(
         policy, arguments.max_sequences, max_length,

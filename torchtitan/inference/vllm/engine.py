@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from torchtitan.inference.agent.engine import (
     FINISHED,
@@ -42,7 +41,7 @@ from torchtitan.inference.types import (
     compact,
 )
 from torchtitan.inference.vllm.serve import BACKEND
-from torchtitan.utils.machine import has_gpu
+from torchtitan.utils.machine import has_gpu, host_memory
 
 # An engine that has nothing to finish says so within this time.
 LEAST_WAIT_S = 1.0
@@ -239,7 +238,7 @@ class VLLM(ForeignEngine):
 
 def default_memory_gb() -> float:
     """KV cache of an actor on a CPU, where nothing else is said: an eighth of what is free, at most 4 GiB."""
-    return min(4.0, psutil.virtual_memory().available / GIGABYTE / 8)
+    return min(4.0, host_memory().available / GIGABYTE / 8)
 
 
 def _completion(choice: dict[str, Any], request: GenerateRequest) -> Completion:
