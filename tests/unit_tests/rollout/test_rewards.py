@@ -43,7 +43,7 @@ def call(name: str, completions: list[Any], **arguments: Any) -> list[float | No
     [
         (r"thus \boxed{72}", "72", 1.0), (r"\boxed{71} is wrong, \boxed{72} right", "72", 1.0),
         (r"\boxed{72} because 3 + 4 = 7", "72", 1.0), ("The answer is 72.", "72", 1.0),
-        ("First 72, then 73", "72", 0.0), ("It costs $1,234.50!", "1234.5", 1.0), ("we get 10-3", "3", 1.0),
+        ("First 72, then 73", "72", 0.0), ("It costs $1,234.50!", "1234.5", 1.0), ("we get 10-3", "7", 1.0),
         ("x = -3", "-3", 1.0), ("x = -3", "3", 0.0), ("a half is 0.5", r"\frac{1}{2}", 1.0),
         (r"\boxed{\frac{2}{4}}", "0.5", 1.0), (r"\boxed{1+x^2}", "x^2+1", 1.0), (r"\boxed{1+x^2}", "$x^3+1$", 0.0),
         (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1.0), (r"<think>\boxed{5}</think> \boxed{6}", "6", 1.0),
@@ -62,10 +62,39 @@ def call(name: str, completions: list[Any], **arguments: Any) -> list[float | No
         (r"\boxed{1e999999999}", "1", 0.0), ("<think>the answer is \\boxed{7}", "7", 0.0), ("<think>it is 7", "7", 0.0),
         ("7 <think>or \\boxed{8}", "7", 1.0), (r"\boxed{\{1,2\}}", r"\{2,1\}", 1.0), (r"\boxed{5}\boxed{", "5", 1.0),
         (r"\boxed{\boxed{5}", "5", 1.0), (r"\boxed{a \{ b} \boxed{6", "6", 0.0),
+        (r"\boxed{4 divided by two}", "4", 0.0), (r"\boxed{1}", "1 1/2", 0.0), ("\u00b2", "2", 0.0),
+        ("2024-01-05", "5", 0.0),
     ],
 )  # fmt: skip
 def test_accuracy(completion: str, gold: Any, reward: float | None) -> None:
     assert call("accuracy", [completion], answer=[gold]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("completion", "right", "wrong"),
+    [
+        # Without a box: formulas, roots, powers and units are no plain last number.
+        (r"the answer is $\frac{3}{4}$", "3/4", "4"), ("so 5 m^2", "5", "2"), (r"it is \sqrt{3}", r"\sqrt{3}", "3"),
+        ("It is 2^10", "1024", "10"), ("3 \\pi", r"3\pi", "3"), ("at 10:30", "10:30", "30"),
+        ("1.5 × 10^3", "1500", "3"), ("so $x = 7$", "7", "5"), ("that makes $16 \\times 3 = 48$", "48", "16"),
+        ("5 - 3 apples", "2", "3"), (r"The answer is $(1, 2)$.", "(1,2)", "2"), ("H_2", "H_2", "2"),
+        ("answer: 3a", "3a", "3"), ("It is 1/2/3", "1/6", "3"), ("The answer is (C).", "C", "B"),
+        ("The answer is 72. Let me check: 3 steps", "72", "3"), ("<answer>72</answer>", "72", "7"),
+        ("He pays **$72** in all!", "72", "7"), ("- pens: 2\n* 72", "72", "144"), ("It costs $5, not $7.", "7", "5"),
+        # Signs, currencies, mixed numbers, scales, groups of digits; boxed or not.
+        ("−5", "-5", "5"), ("minus 5", "-5", "5"), (r"\boxed{−5}", "-5", "5"), ("It costs -$5", "-5", "5"),
+        (r"\boxed{£18}", "18", "8"), (r"\boxed{18 €}", "18", "8"), (r"\boxed{2 1/2}", "2.5", "1"),
+        ("2 1/2", "2.5", "1/2"), (r"\boxed{1\frac12}", "1 1/2", "1/2"), (r"\boxed{1.5}", "1 1/2", "1/2"),
+        ("2½", "5/2", "1"), (r"\boxed{5\text{ million}}", "5000000", "5"), ("5 million", "5e6", "5"),
+        ("1 234", "1234", "234"), ("1'000", "1000", "0"), (r"\boxed{72^\circ}", "72", "7"),
+        (r"\boxed{5:00 \text{ PM}}", "5:00 PM", "5:01 PM"), (r"\boxed{5\text{ cm}^2}", "5", "25"),
+        (r"\boxed{x = 1,080}", "1080", "80"), (r"\boxed{101_3}", "101_3", "101_2"), (r"\boxed{C) 5}", "C", "B"),
+        (r"\boxed{5}", r"\text{(C) }5", "(C) 6"), (r"\boxed{\varnothing}", r"\emptyset", "0"),
+        (r"\boxed{5 less}", "5", "6"), (r"\boxed{5 tens}", "50", "5"),
+    ],
+)  # fmt: skip
+def test_an_answer_is_the_whole_expression(completion: str, right: str, wrong: str) -> None:
+    assert call("accuracy", [completion] * 2, answer=[right, wrong]) == [1.0, 0.0]
 
 
 def test_a_result_of_a_tool_is_no_answer() -> None:

@@ -15,8 +15,9 @@ import select
 import signal
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from fractions import Fraction
 from typing import Any
+
+from torchtitan.rollout.rewards.answers import MAX_ANSWER_CHARACTERS, compare, final_answer, gold_answer
 
 PARTIAL_CREDIT = 0.5
 THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
@@ -85,104 +86,26 @@ def _repeated_share(ids: Sequence[Hashable]) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# One number: 1,234.5 or 12 or .5 or 1e5, or a plain fraction of integers. Longer exponents would take years.
-_NUMBER = r"(?:[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\w)|/\d+)?|[-+]?\.\d+)"
-_PERCENT = r"\\?%|per\s?cent\b|\\text\s*\{\s*per\s?cent\s*\}"
-NUMBER = re.compile(rf"{_NUMBER}(?:\s*\\?%)?")
-# A number with its unit in plain words; words of one or two letters may be variables.
-QUANTITY = re.compile(
-    rf"(?P<number>{_NUMBER})(?:\s*(?P<percent>{_PERCENT})|\s+(?P<unit>[a-zA-Z]{{3,}}(?:\s+[a-zA-Z]+)*))?"
-)
-# Words after a number that change its value or are mathematics, for which math-verify decides.
-NOT_A_UNIT = re.compile(
-    r"\b(hundred|thousand|million|billion|trillion|dozen|hal(f|ves)|thirds?|fourths?|quarters?|fifths?|tenths?|"
-    r"hundredths?|thousandths?|times|plus|minus|over|mod|squared|cubed|and|sqrt|sin|cos|tan|log|exp|factorial)\b", re.I
-)  # fmt: skip
-# \, and similar spaces between groups of digits: 1\,234.
-THIN_SPACE = re.compile(r"(?:(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])+|(?<=,)\\!)(?=\d{3}(?!\d))")
-# A sign between two operands belongs to neither (the last number of "10-3" is 3).
-OPERATOR = re.compile(r"(?<=[\w)\]])(?<!\d[eE])[-+](?=\.?\d)")
-# Braces and boxes; escaped characters such as \{ and \\ are matched so that they do not count as braces.
-BOX = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
-GSM8K_MARK = "####"
-
-
 def accuracy(
     *, completions: Sequence[Completion], answer: Sequence[Any], prefill: str = "", **kwargs: Any
 ) -> list[float | None]:
     """Return 1 if the completion's final answer equals the reference, else 0; None if the reference cannot be parsed.
 
-    The final answer is the last \\boxed{…} outside <think>…</think>, or else the last number there; an unclosed thought
-    has none. References may be plain, boxed, LaTeX, or GSM8K's worked solutions that end in `#### 72`. An answer that
-    takes too long to compare is wrong.
+    The final answer is the last \\boxed{…} outside <think>…</think>; without one, what follows "answer is" or "answer:"
+    up to the end of the sentence, or else the last formula or number; an unclosed thought has none. References may be
+    plain, boxed, LaTeX, or GSM8K's worked solutions that end in `#### 72`. An answer that takes too long to compare is
+    wrong.
     """
     rewards: list[float | None] = []
     unclear: dict[int, tuple[str, str | None]] = {}
     for number, (text, gold) in enumerate(zip(texts(completions, prefill), answer, strict=True)):
         wanted, given = gold_answer(gold), final_answer(text)
-        rewards.append(None if wanted is None else _same_number(wanted, given))
+        rewards.append(None if wanted is None else compare(wanted, given))
         if wanted is not None and rewards[-1] is None:
             unclear[number] = (wanted, given)
     for number, verdict in zip(unclear, same_mathematics(list(unclear.values())), strict=True):
         rewards[number] = verdict
     return rewards
-
-
-def final_answer(text: str) -> str | None:
-    """Return a completion's answer: the last boxed expression, or else the last number."""
-    text = text.rpartition("</think>")[2].partition("<think>")[0]
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
-    numbers = NUMBER.findall(OPERATOR.sub(" ", THIN_SPACE.sub("", text)))
-    return numbers[-1] if numbers else None
-
-
-def gold_answer(gold: Any) -> str | None:
-    """Return the answer in a reference; None for an empty one."""
-    if gold is None:
-        return None
-    text = str(gold)
-    if GSM8K_MARK in text:
-        text = text.rpartition(GSM8K_MARK)[2]
-    boxed = last_boxed(text)
-    return (text if boxed is None else boxed).strip() or None
-
-
-def last_boxed(text: str) -> str | None:
-    """Return the content of the last complete \\boxed{…} or \\fbox{…} with balanced braces, in one pass."""
-    opened: list[int] = []  # where the content of each open brace begins; -1 if it is not a box
-    start, end = -1, -1
-    for match in BOX.finditer(text):
-        if match[0] == "}":
-            begin = opened.pop() if opened else -1
-            if begin > start:
-                start, end = begin, match.start()
-        elif match[0].endswith("{") and match[0] != "\\{":
-            opened.append(match.end() if len(match[0]) > 1 else -1)
-    return text[start:end].strip() if start >= 0 else None
-
-
-def as_number(text: str) -> tuple[Fraction, bool] | None:
-    """Return the exact value of a plain number and whether it is a percentage; currency signs, units in words and a
-    final full stop are ignored."""
-    bare = THIN_SPACE.sub("", text.strip().strip("$").replace("\\$", "").replace("{,}", ",")).strip()
-    match = QUANTITY.fullmatch(bare.removeprefix("$").removesuffix(".").strip())
-    if match is None or NOT_A_UNIT.search(match["unit"] or ""):
-        return None
-    try:
-        return Fraction(match["number"].replace(",", "")), bool(match["percent"])
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
-def _same_number(expected: str, answer: str | None) -> float | None:
-    """Return 1 or 0; None if either is not a plain number. If only one is a percentage, 50 % equals both 50 and 1/2."""
-    wanted, given = as_number(expected), as_number(answer or "")
-    if wanted is None or given is None:
-        return None
-    (a, a_percent), (b, b_percent) = wanted, given
-    return float(a == b or (a_percent != b_percent and (a / 100 == b if a_percent else a == b / 100)))
 
 
 # DAPO penalises the last 4,096 of 20,480 tokens.
@@ -227,8 +150,6 @@ def length(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[fl
 # Prose: two plain words in a row. math-verify would read them as a product of letters.
 PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
-# Characters; a longer answer is wrong.
-MAX_ANSWER_CHARACTERS = 4000
 # Seconds of a processor for one answer; where a call has already had so many slow ones, for each further one, which is
 # still more than ordinary answers take.
 ANSWER_SECONDS = 1.0
