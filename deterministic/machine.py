@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.messages import parse
-from torchtitan.weight_sync.wire import Channel, Encoded, Message, OnDone, PayloadTarget, ProtocolError, Timer
+from torchtitan.weight_sync.messages import cost, parse
+from torchtitan.weight_sync.wire import Channel, Encoded, Message, OnDone, PayloadTarget, ProtocolError, Timer, encode
 
 Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1
@@ -257,7 +257,7 @@ class SimChannel(Channel):
         self._target: PayloadTarget | None = None
         process.channels[self] = None
 
-    def trust(self) -> None:
+    def trust(self, longest: int = 0) -> None:
         pass
 
     def send(
@@ -306,12 +306,19 @@ class SimChannel(Channel):
 
     def receive(self) -> None:
         """Handle the next message or callback that has arrived."""
+        wait_s = 0.0 if self.budget is None or self.closed else self.budget.wait_s(self.machine.now)
+        if wait_s:
+            self.machine.at(wait_s, self.process, self.receive, MESSAGE)
+            return
         what = self.inbox.popleft()
         if self.closed:
             return
         try:
             if isinstance(what, dict):
-                self.on_message(self, self._parsed(what))
+                message = self._parsed(what)
+                if self.budget is not None:
+                    self.budget.spend(cost(message, len(encode(what))))
+                self.on_message(self, message)
             else:
                 what()
         except ProtocolError as error:

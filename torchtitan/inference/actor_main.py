@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.client import TOKEN_VARIABLE, base_url
 from torchtitan.inference.engine_server import write_port_file
 from torchtitan.utils.child_process import end_with_parent
+from torchtitan.utils.logs import log_to
 
 if TYPE_CHECKING:
     from torchtitan.config.job_config import JobConfig
@@ -59,7 +59,7 @@ def check_shared(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run `work` in an asyncio loop and return the exit code. A UserError is printed as one line."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to()
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
     try:

@@ -21,6 +21,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.utils.json_lines import JsonLines, JsonTail, write_whole
+from torchtitan.utils.logs import log_to
 
 if TYPE_CHECKING:
     from torchtitan.rollout.tokenizer import Tokenizer
@@ -268,7 +269,7 @@ def set_up_logging(run_dir: Path, rank: int) -> None:
         LogFile(folder / f"rank-{rank}.log", encoding="utf-8"),
     ]
     line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True, format=line, datefmt="%H:%M:%S")
+    log_to(handlers, logging.WARNING, line, "%H:%M:%S")
     logging.getLogger("torchtitan").setLevel(logging.INFO)
 
 

@@ -1,37 +1,40 @@
-"""Text of others in logs: it cannot forge a line, move the cursor or fill a disk."""
+"""How processes log, and what keeps text of others (peers, environments, completions) from forging lines there."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 
-# The most characters of one text of a stranger.
+# The most characters of one text of a peer.
 LONGEST = 500
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def escaped(text: str, limit: int = LONGEST) -> str:
     """Return `text` on one line: what does not print as a backslash sequence, and at most `limit` characters of it."""
     shown = text[:limit]
     if not shown.isprintable():
-        shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
+        shown = "".join(map(_shown, shown))
     return shown if len(text) <= limit else f"{shown}… ({len(text)} characters)"
 
 
+def _shown(char: str) -> str:
+    return char if char.isprintable() else repr(char)[1:-1]
+
+
 class SafeFormatter(logging.Formatter):
-    """Escapes what does not print, except for line breaks and tabs: our own messages and tracebacks have several
-    lines."""
+    """Escapes what does not print, and indents further lines: only a record begins at a line's first column."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        return text if text.isprintable() else "".join(map(_shown, text))
-
-
-def _shown(char: str) -> str:
-    return char if char in "\n\t" or char.isprintable() else repr(char)[1:-1]
+        if text.isprintable():
+            return text
+        return "".join(char if char == "\t" else "\n  " if char == "\n" else _shown(char) for char in text)
 
 
 class RateLimit(logging.Filter):
-    """Lets `most` records pass per `seconds`, and says how many it has left out. One instance per kind of message."""
+    """Lets `most` records of a logger pass per `seconds`, and says how many it has left out."""
 
     def __init__(self, most: int, seconds: float):
         super().__init__()
@@ -39,11 +42,24 @@ class RateLimit(logging.Filter):
         self._begun, self._count = 0.0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record passes."""
         now = time.monotonic()
         if now - self._begun > self._seconds:
             left_out, self._begun, self._count = self._count - self._most, now, 0
             if left_out > 0:
-                record.msg = f"{record.getMessage()} ({left_out} messages like this one were left out)"
-                record.args = ()
+                record.msg, record.args = f"{record.getMessage()} ({left_out} lines like this were left out)", ()
         self._count += 1
         return self._count <= self._most
+
+
+def log_to(
+    handlers: Iterable[logging.Handler] | None = None,
+    level: int = logging.INFO,
+    line: str = LINE,
+    times: str | None = None,
+) -> None:
+    """Set this process's handlers (None: stderr), which all escape what they write. times: the format of times."""
+    found = [logging.StreamHandler()] if handlers is None else list(handlers)
+    for handler in found:
+        handler.setFormatter(SafeFormatter(line, times))
+    logging.basicConfig(level=level, handlers=found, force=handlers is not None)

@@ -7,7 +7,6 @@ and gives the puller the key. An actor whose peer fails continues with the train
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 
 # A reader that asks for nothing for this long is disconnected: its machine may have vanished without closing.
 IDLE_SECONDS = 10.0
+# The most connections of one actor: each of its workers has one, and may come back before its old one is closed.
+MAX_CONNECTIONS = 128
+# So many requested buckets count as one message (see wire.Budget).
+BUCKETS_PER_MESSAGE = 50
 
 
 @dataclass
@@ -36,8 +39,8 @@ class Reader:
     asked_at: float
     pull: int = -1
     serial: int = -1
-    waiting: deque[tuple[int, int | None, bool]] = field(default_factory=deque)
-    """Requested buckets: (bucket, serial of the base, whether it is requested again)"""
+    waiting: dict[int, tuple[int | None, bool]] = field(default_factory=dict)
+    """Requested bucket -> (serial of the base, whether it is requested again)"""
     sending: int | None = None
     """Serial of the snapshot that the socket or link is currently reading"""
     link: SendingLink | None = None
@@ -119,6 +122,9 @@ class BucketServer:
         return {"rank": rank}
 
     def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
+        mine = [reader.channel for reader in self.channels.values() if reader.actor == identity.name]
+        for oldest in mine[: len(mine) + 1 - MAX_CONNECTIONS]:
+            oldest.close("replaced by newer connections")
         reader = self.channels[channel] = Reader(channel, identity.name, fields["rank"], self._runtime.now())
         channel.on_message, channel.on_close = self._on_message, self._on_lost
         if self._make_link is not None:
@@ -146,8 +152,9 @@ class BucketServer:
         if reader.pull != message["pull"]:
             reader.waiting.clear()
         reader.pull, reader.serial, reader.asked_at = message["pull"], message["serial"], self._runtime.now()
-        base, again = message.get("base"), message.get("again") is True
-        reader.waiting.extend((bucket, base, again) for bucket in buckets)
+        reader.channel.spend(len(buckets) / BUCKETS_PER_MESSAGE)
+        # What is requested twice is sent once.
+        reader.waiting |= dict.fromkeys(buckets, (message.get("base"), message.get("again", False)))
         self._send_next(reader)
 
     def send_more(self) -> None:
@@ -158,11 +165,11 @@ class BucketServer:
     def _send_next(self, reader: Reader) -> None:
         while reader.waiting and reader.sending is None:
             serial, rank, version = reader.serial, reader.rank, self.version(reader.serial)
-            asked = next((asked for asked in reader.waiting if self.has(serial, rank, *asked[:2])), None)
-            if asked is None or version is None:
+            there = (bucket for bucket, (base, _) in reader.waiting.items() if self.has(serial, rank, bucket, base))
+            bucket = next(there, None)
+            if bucket is None or version is None:
                 return
-            reader.waiting.remove(asked)
-            self._send_bucket(reader, version, *asked)
+            self._send_bucket(reader, version, bucket, *reader.waiting.pop(bucket))
 
     def _send_bucket(self, reader: Reader, version: int, bucket: int, base: int | None, again: bool) -> None:
         asked = hook.at(self.phase, version=version, actor=reader.actor, rank=reader.rank, bucket=bucket)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer
+from torchtitan.weight_sync.wire import Budget, Channel, Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Acceptor:
         self._runtime, self._roles, self._secret = runtime, roles, secret
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
+        self._budgets: dict[Identity, Budget] = {}
         self._stop_listening: Callable[[], None] = lambda: None
 
     def listen(self, listener: Any) -> None:
@@ -117,8 +118,16 @@ class Acceptor:
         if not identity.is_proof(message["proof"], "client", nonce, message["nonce"]):
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
-        channel.trust()
+        budget = None
+        if identity.role in (ACTOR, PEER):
+            budget = channel.budget = self._budgets.setdefault(identity, Budget())
+            channel.trust(wire.MAXIMUM_ACTOR_BYTES)
+        else:
+            channel.trust()
         try:
+            if budget is not None and budget.wait_s(self._runtime.now()):
+                raise ProtocolError(f"{identity.name} sends too many messages, or connects too often")
+            channel.spend(wire.MESSAGES_PER_CONNECTION)
             fields = self._admit(identity, message["fields"])
         except ProtocolError as error:
             channel.send({"type": "refuse", "reason": str(error)})

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan.utils.logs import log_to
 from torchtitan.weight_sync import hook, wire
 from torchtitan.weight_sync.disk import Catalogue, SlotFiles
 from torchtitan.weight_sync.manifest import Layout
@@ -115,7 +116,7 @@ PARTS = {"registry": run_registry, "shard server": run_shard_server}
 
 def main() -> int:
     """Entry point. The argument is one JSON object; the token is in the environment."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to()
     if (outside := hook.module()) is not None:
         outside.active()
     # Allow as many descriptors as possible, so that a flood of connections does not use up those that the job needs.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan.utils.logs import escaped
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.wire import BYTES_PER_MESSAGE, Message, ProtocolError
 
 MAX_NAME, MAX_VALUE, MAX_FIGURES = 256, 65536, 64
 MAX_FIGURE = 1e18
@@ -190,6 +190,12 @@ def parse(message: Any) -> Message:
 def parse_record(line: Any) -> Message:
     """Return a line of the registry's journal in the same way. Raises ProtocolError."""
     return read("of the journal", _RECORD, line if isinstance(line, dict) else {})
+
+
+def cost(message: Message, count: int) -> float:
+    """Return what handling a message of `count` bytes counts for (see wire.Budget). A credit is next to nothing, and an
+    actor sends one per chunk."""
+    return (0.01 if message["type"] == "credit" else 1.0) + count / BYTES_PER_MESSAGE
 
 
 def payload_bytes(message: Message) -> int:

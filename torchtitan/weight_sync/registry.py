@@ -22,6 +22,8 @@ logger = logging.getLogger("torchtitan.weight_sync.registry")
 
 # Changes within this time go into one status message.
 STATUS_SECONDS = 0.01
+# … and so much longer per actor: the trainer reads about all of them each time.
+STATUS_SECONDS_PER_ACTOR = 1e-4
 # How many versions that will never be published are remembered, for shard servers and the trainer.
 MAX_DROPPED = 64
 # An actor that does not finish in this many lanes in a row is given up.
@@ -278,7 +280,7 @@ class Registry:
                 channel.send(live)
         if self._trainer is not None and not self._status_due:
             self._status_due = True
-            self._runtime.call_later(STATUS_SECONDS, self._tell_trainer)
+            self._runtime.call_later(STATUS_SECONDS + STATUS_SECONDS_PER_ACTOR * len(self.actors), self._tell_trainer)
 
     # Actors
 

@@ -16,11 +16,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torchtitan.utils.logs import RateLimit, escaped
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.messages import parse, payload_bytes
+from torchtitan.weight_sync.messages import cost, parse, payload_bytes
 from torchtitan.weight_sync.wire import Channel, Message, OnDone, PayloadTarget, ProtocolError
 
 logger = logging.getLogger(__name__)
+# Strangers cause these lines: they must not fill a disk.
+logger.addFilter(RateLimit(50, 10.0))
 
 # A channel yields to the event loop after this many bytes, so that the others are served too.
 READ_BYTES = 8 << 20
@@ -30,7 +33,9 @@ PIECE_BYTES = 256 << 10
 # For messages. Bytes read beyond a message are the beginning of its payload, and have to be copied.
 MESSAGE_BYTES = 16 << 10
 # A peer that reads nothing must not grow our memory: beyond this many bytes of unsent messages it is disconnected.
-MAX_UNSENT_BYTES = 1 << 30
+MAX_UNSENT_BYTES = 1 << 28
+# So many messages of one peer are handled in one turn of the event loop.
+TURN_MESSAGES = 64
 # How long a listener waits when no descriptor is left for another connection.
 ACCEPT_PAUSE_SECONDS = 1.0
 # How often a throttled channel (fault injection) sends its share.
@@ -58,10 +63,14 @@ class SocketChannel(Channel):
         self._unsent_bytes = 0
         self._waits_to_send = False
         self._pause: asyncio.TimerHandle | None = None
+        self._held: asyncio.TimerHandle | None = None
+        """Until then, what has arrived waits and nothing is read"""
+        self._handled = 0
+        """Messages in this turn of the loop"""
         loop.add_reader(sock, self._guarded, self._read)
 
-    def trust(self) -> None:
-        self._limit = wire.MAXIMUM_MESSAGE_BYTES
+    def trust(self, longest: int = wire.MAXIMUM_MESSAGE_BYTES) -> None:
+        self._limit = longest
 
     def send(
         self, message: Message, payload: memoryview | None = None, on_sent: Callable[[], None] | None = None
@@ -86,8 +95,8 @@ class SocketChannel(Channel):
         if self.closed:
             return
         self.closed = True
-        if self._pause is not None:
-            self._pause.cancel()
+        for timer in filter(None, (self._pause, self._held)):
+            timer.cancel()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
@@ -108,12 +117,12 @@ class SocketChannel(Channel):
         except OSError as error:
             self._close_soon(f"connection lost: {error}")
         except ProtocolError as error:
-            logger.warning("closing a connection: %s", error)
-            self.close(f"protocol error: {error}")
+            logger.warning("closing a connection: %s", escaped(str(error)))
+            self.close(f"protocol error: {escaped(str(error))}")
         except Exception as error:
             # A message of an unforeseen shape ends its sender's connection, not the loop that serves all.
             logger.exception("closing a connection: its message could not be understood")
-            self.close(f"protocol error: {error!r}")
+            self.close(f"protocol error: {escaped(repr(error))}")
 
     def _watch(self) -> None:
         wanted = bool(self._unsent) and self._pause is None
@@ -156,8 +165,8 @@ class SocketChannel(Channel):
     # Receiving
 
     def _read(self) -> None:
-        budget = READ_BYTES
-        while budget > 0 and not self.closed:
+        budget, self._handled = READ_BYTES, 0
+        while budget > 0 and not self.closed and self._held is None:
             if self._payload is not None and self._target is not None:
                 count = self._socket.recv_into(self._target[0][self._filled : self._filled + PIECE_BYTES])
                 if count:
@@ -165,13 +174,22 @@ class SocketChannel(Channel):
             else:
                 data = self._socket.recv(MESSAGE_BYTES)
                 count = len(data)
-                self._feed(data)
+                self._buffer += data
+                self._handle()
             if count == 0:
                 self.close("the peer closed the connection")
             budget -= count
 
-    def _feed(self, data: bytes) -> None:
-        self._buffer += data
+    def _hold(self, seconds: float) -> None:
+        self._loop.remove_reader(self._socket)
+        self._held = self._loop.call_later(seconds, self._guarded, self._go_on)
+
+    def _go_on(self) -> None:
+        self._held, self._handled = None, 0
+        self._loop.add_reader(self._socket, self._guarded, self._read)
+        self._handle()
+
+    def _handle(self) -> None:
         while self._buffer and not self.closed:
             if self._payload is not None:
                 count = min(len(self._buffer), self._size - self._filled)
@@ -179,9 +197,15 @@ class SocketChannel(Channel):
                     self._target[0][self._filled : self._filled + count] = self._buffer[:count]
                 del self._buffer[:count]
                 self._arrived(count)
-            elif (message := self._next_message()) is None:
+                continue
+            wait_s = 0.0 if self.budget is None else self.budget.wait_s(self._loop.time())
+            if wait_s or self._handled >= TURN_MESSAGES:
+                self._hold(wait_s)
                 return
-            elif size := payload_bytes(message):
+            if (message := self._next_message()) is None:
+                return
+            self._handled += 1
+            if size := payload_bytes(message):
                 if self._limit == wire.MAXIMUM_HELLO_BYTES:
                     raise ProtocolError("bytes came before the handshake was over")
                 target = self.payload_target(self, message)
@@ -214,9 +238,12 @@ class SocketChannel(Channel):
         body = bytes(self._buffer[wire.LENGTH.size : end])
         del self._buffer[:end]
         try:
-            return parse(json.loads(body))
+            message = parse(json.loads(body))
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a message is not JSON: {error}") from error
+        if self.budget is not None:
+            self.budget.spend(cost(message, length))
+        return message
 
 
 Work = queue.SimpleQueue[tuple[Callable[[], Any], OnDone] | None]

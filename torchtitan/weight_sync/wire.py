@@ -21,6 +21,11 @@ Message = dict[str, Any]
 LENGTH = struct.Struct("!I")
 MAXIMUM_HELLO_BYTES = 16 * 1024
 MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
+# Of an actor: the longest is its request for buckets.
+MAXIMUM_ACTOR_BYTES = 4 * 1024 * 1024
+# How many messages of an actor are handled at once, and per second from then on; one also counts as a message per so
+# many bytes. A connection costs as much as so many messages. Later ones wait, in the end at their sender.
+MESSAGES_AT_ONCE, MESSAGES_PER_SECOND, BYTES_PER_MESSAGE, MESSAGES_PER_CONNECTION = 2000.0, 500.0, 1024, 10
 TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
 
 # How often servers check for peers that are silent, late or idle, and how often clients send a sign of life.
@@ -108,6 +113,23 @@ class Timer(Protocol):
         """Cancel the call."""
 
 
+class Budget:
+    """How many messages of one peer may be handled. Its connections share it."""
+
+    def __init__(self) -> None:
+        self._left, self._at = MESSAGES_AT_ONCE, 0.0
+
+    def wait_s(self, now: float) -> float:
+        """Return after how many seconds the next message may be handled."""
+        self._left = min(MESSAGES_AT_ONCE, self._left + (now - self._at) * MESSAGES_PER_SECOND)
+        self._at = now
+        return max(0.0, -self._left / MESSAGES_PER_SECOND)
+
+    def spend(self, messages: float) -> None:
+        """Count what has been handled; the budget may be exceeded, and is then paid off."""
+        self._left -= messages
+
+
 class Channel:
     """Messages in both directions, any of which may carry bytes. Sending never blocks.
 
@@ -121,6 +143,8 @@ class Channel:
         self.on_close: Callable[[Channel, str], None] = lambda _channel, _reason: None
         self.payload_target: Callable[[Channel, Message], PayloadTarget | None] = _no_payload
         self.closed = False
+        self.budget: Budget | None = None
+        """None: the peer may send as much as it wants to"""
         self.throttle: Callable[[], int] | None = None
         """For fault injection: returns how many payload bytes per second may be sent; 0: unlimited"""
 
@@ -130,8 +154,13 @@ class Channel:
         """Queue a message. The payload is not copied: it is read until `on_sent` is called or the channel closes."""
         raise NotImplementedError
 
-    def trust(self) -> None:
-        """Accept long messages and payloads from now on, because the peer has proved who it is."""
+    def spend(self, messages: float) -> None:
+        """Count what a message has cost beyond itself."""
+        if self.budget is not None:
+            self.budget.spend(messages)
+
+    def trust(self, longest: int = MAXIMUM_MESSAGE_BYTES) -> None:
+        """Accept messages of up to `longest` bytes and payloads from now on: the peer has proved who it is."""
         raise NotImplementedError
 
     def close(self, reason: str) -> None:

@@ -11,6 +11,7 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
+from torchtitan.weight_sync import bucket_server, wire
 from torchtitan.weight_sync.bucket_server import IDLE_SECONDS
 from torchtitan.weight_sync.handshake import ACTOR, RANK, Acceptor, Identity
 from torchtitan.weight_sync.shard_server import MAX_BUCKET_SECONDS
@@ -187,6 +188,36 @@ def test_actor_that_asks_for_nonsense_is_hung_up_on(message: dict[str, Any], rea
 def test_actor_at_the_wrong_door_is_refused(fields: dict[str, Any], reason: str) -> None:
     actor = World().actor(**fields)
     assert actor.channel is None and reason in actor.over
+
+
+def test_what_is_requested_again_and_again_is_held_and_sent_once() -> None:
+    world = World()
+    world.live(world.fill(0))
+    serial = world.rank.boundary.serial
+    actor = world.actor(rate=1.0)
+    for _ in range(1000):
+        actor.send({"type": "open", "pull": 1, "serial": serial, "buckets": [[0, BUCKETS]]})
+    world.run(1.0)
+    (reader,) = world.rank.server.channels.values()
+    assert reader.sending == serial and len(reader.waiting) <= BUCKETS
+    assert not actor.over
+
+
+def test_an_actor_has_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_server, "MAX_CONNECTIONS", 3)
+    world = World()
+    other = world.actor("other")
+    actors = [world.actor() for _ in range(5)]
+    assert [bool(actor.over) for actor in actors] == [True, True, False, False, False] and not other.over
+
+
+def test_an_actor_that_connects_too_often_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MESSAGES_AT_ONCE", 25.0)
+    monkeypatch.setattr(wire, "MESSAGES_PER_SECOND", 0.1)
+    world = World()
+    actors = [world.actor() for _ in range(4)]
+    assert [bool(actor.over) for actor in actors] == [False, False, False, True]
+    assert "connects too often" in actors[3].over and not world.actor("other").over
 
 
 def test_snapshot_that_has_gone_is_said_to_be_gone() -> None:

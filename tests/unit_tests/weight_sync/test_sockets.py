@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import errno
 import gc
+import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import messages, sockets, wire
 from torchtitan.weight_sync.handshake import ACTOR, Acceptor, Dialer, Identity
 from torchtitan.weight_sync.sockets import SocketRuntime
@@ -132,6 +134,95 @@ def test_hello_of_a_stranger_is_cut_off() -> None:
                 while client.recv(4096):
                     pass
         assert thread.is_alive(), "one stranger ended the loop for all"
+
+
+class Flooded:
+    """A server that two actors call; what each of them has said is counted. It answers pings."""
+
+    def __init__(self) -> None:
+        self.runtime, self.listener = SocketRuntime(), socket.create_server(("127.0.0.1", 0))
+        self.said, self.most, self.closed = Counter[str](), 0, list[str]()
+        acceptor = Acceptor(self.runtime, frozenset((ACTOR,)), "secret", lambda *_: {}, self.enter)
+        self.runtime.listen(self.listener, acceptor.accept)
+        self.runtime.post(self.turn)
+        self.in_turn = 0
+        self.runtime.start("flooded server", lambda: None)
+
+    def turn(self) -> None:
+        self.most, self.in_turn = max(self.most, self.in_turn), 0
+        self.runtime.loop.call_soon(self.turn)
+
+    def enter(self, channel: wire.Channel, identity: Identity, _fields: wire.Message) -> None:
+        def heard(channel: wire.Channel, _message: wire.Message) -> None:
+            self.said[identity.name] += 1
+            self.in_turn += 1
+            channel.send({"type": "pong"})
+
+        channel.on_message, channel.on_close = heard, lambda _channel, reason: self.closed.append(reason)
+
+    def client(self, name: str, answer: str = "welcome") -> socket.socket:
+        """A connection of an actor, past its handshake, which ends with this answer."""
+        client = socket.create_connection(self.listener.getsockname(), timeout=PATIENCE_S)
+        nonce = receive(client)["nonce"]
+        proof = Identity.of("secret", ACTOR, name).proof("client", nonce, "n")
+        hello = {"type": "hello", "role": ACTOR, "name": name, "nonce": "n", "proof": proof, "fields": {}}
+        client.sendall(wire.encode(hello))
+        assert receive(client)["type"] == answer
+        return client
+
+
+def receive(client: socket.socket) -> dict[str, Any]:
+    def exactly(count: int) -> bytes:
+        data = client.recv(count, socket.MSG_WAITALL)
+        assert len(data) == count
+        return data
+
+    message: dict[str, Any] = json.loads(exactly(*wire.LENGTH.unpack(exactly(4))))
+    return message
+
+
+def test_a_flood_of_one_actor_waits_and_the_others_are_answered() -> None:
+    server = Flooded()
+    evil, good = server.client("evil"), server.client("good")
+    flood = wire.encode({"type": "ping"}) * 100_000
+    threading.Thread(target=_pour, args=(evil, flood), daemon=True).start()
+    until(lambda: server.said["evil"] > 0)
+    for _ in range(20):
+        good.sendall(wire.encode({"type": "ping"}))
+        assert receive(good)["type"] == "pong"
+    # Its budget, and what it has earned meanwhile: far from all that it has sent.
+    assert server.said["evil"] < 50_000 and server.said["good"] == 20 and not server.closed
+    assert server.most <= 2 * sockets.TURN_MESSAGES + 2
+    evil.close()
+    good.close()
+    assert server.runtime.end(PATIENCE_S)
+    server.listener.close()
+
+
+def _pour(client: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        client.sendall(data)
+
+
+def test_large_messages_count_for_more_and_those_beyond_the_limit_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MESSAGES_PER_SECOND", 1e-9)
+    server = Flooded()
+    evil = server.client("evil")
+    large = wire.encode({"type": "ping", "more": "x" * (1 << 20)})
+    threading.Thread(target=_pour, args=(evil, large * 20), daemon=True).start()
+    until(lambda: server.said["evil"] >= 2)
+    # Two messages of 1 MiB have used up what 2,000 small ones may; the third waits for ever.
+    other = server.client("evil", "refuse")
+    assert server.said["evil"] == 2
+    good = server.client("good")
+    good.sendall(wire.LENGTH.pack(wire.MAXIMUM_ACTOR_BYTES + 1))
+    until(lambda: any("exceeds the limit" in reason for reason in server.closed))
+    for client in (evil, other, good):
+        client.close()
+    assert server.runtime.end(PATIENCE_S)
+    server.listener.close()
 
 
 def test_running_out_of_files_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from torchtitan.rollout.gateway.calls import (
 from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
+from torchtitan.utils.logs import log_to
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +323,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--token-env", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to()
     end_with_parent(arguments.parent_pid)
     asyncio.run(serve(arguments.host, arguments.port_file, os.environ[arguments.token_env]))
 
