@@ -29,7 +29,9 @@ SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 Messages = Sequence[dict[str, Any]]
 # Roles whose text comes from outside: special tokens that are spelled in it stay plain text.
-FOREIGN = ("user", "system", "developer", "tool", "function", "ipython")
+FOREIGN = ("user", "tool", "function", "ipython")
+# Added tokens that are not marked as special but structure a conversation, as DeepSeek's <｜User｜>.
+CONTROL = re.compile(r"<[|｜].*[|｜]>")
 
 
 class _GenerationBlock(Extension):
@@ -100,18 +102,22 @@ class Tokenizer:
         # A saved tokenizer may have padding or truncation settings from training; both would silently alter prompts.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        added = sorted((str(one.content) for one in self._tokenizer.get_added_tokens_decoder().values()), key=len)
-        self._added = re.compile("|".join(map(re.escape, reversed(added)))) if added else None
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {token: str(one.content) for token, one in added if one.special or CONTROL.fullmatch(one.content)}
+        self.special_token_ids = frozenset(special)
+        """Tokens that no text from outside may contain"""
+        spelled = "|".join(map(re.escape, sorted(special.values(), key=len, reverse=True)))
+        self._special = re.compile(spelled) if spelled else None
         # The same tokenizer without the tokens that were added to its model.
         self._without_added = FastTokenizer.from_str(json.dumps(_read_json(path) | {"added_tokens": []}))
         self._without_added.no_padding()
         self._without_added.no_truncation()
         settings = _read_json(self.directory / "tokenizer_config.json")
-        special = _read_json(self.directory / "special_tokens_map.json")
+        named = _read_json(self.directory / "special_tokens_map.json")
         self.special_tokens = {
             name: text
             for name in SPECIAL_TOKEN_NAMES
-            if (text := _token_text(settings.get(name)) or _token_text(special.get(name)))
+            if (text := _token_text(settings.get(name)) or _token_text(named.get(name)))
         }
         self.eos_token_ids = self._find_eos_token_ids()
         self._text_start = self._find_text_start()
@@ -142,9 +148,9 @@ class Tokenizer:
 
     def shield(self, text: str) -> str:
         """Mark text so that encode_shielded encodes spelled-out special tokens (`<|im_end|>`) as plain text. Such
-        tokens may come only from a template, never from a tool's output."""
+        tokens may come only from a template, never from a tool's output. Other added tokens (`<think>`) stay tokens."""
         plain = text.replace(SHIELD[0], "\ufffd").replace(SHIELD[1], "\ufffd")
-        return self._added.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", plain) if self._added else plain
+        return self._special.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", plain) if self._special else plain
 
     def encode_shielded(self, text: str) -> list[int]:
         """Return the token ids of a text with shielded parts."""
