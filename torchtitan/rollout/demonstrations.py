@@ -41,8 +41,6 @@ class DemonstrationMaker(PromptMaker):
     def __init__(self, config: JobConfig, tokenizer: Tokenizer):
         super().__init__(config, tokenizer)
         self._sft = config.sft
-        self._end = tokenizer.eos_token_ids[:1]
-        self._stops = {*tokenizer.eos_token_ids, *config.rollout.stop_token_ids}
         self.longest = config.training.seq_len
         self.limit = f"training.seq_len = {self.longest}"
 
@@ -51,7 +49,10 @@ class DemonstrationMaker(PromptMaker):
         content, completion = row[self._rollout.prompt_column], row.get(self._sft.completion_column)
         branches: list[Branch] = []
         if isinstance(content, str) and isinstance(completion, str) and not self._rollout.chat_template:
-            add_turn(branches, self._tokenise(content), self._said(completion))
+            tokens = self._tokenizer.encode(completion)
+            ends = [place for place, token in enumerate(tokens) if token in self.renderer.stop_token_ids]
+            said = tokens[: ends[-1] + 1] if ends else tokens + self._tokenizer.eos_token_ids[:1]
+            add_turn(branches, self._tokenise(content), _as_sampled(said))
         else:
             content = self._add_chat(branches, content, completion, self._tools_of(row), index)
         if any(branch.sampled_at[:1] == [0] for branch in branches):
@@ -84,21 +85,14 @@ class DemonstrationMaker(PromptMaker):
         if not trained:
             raise UserError(f"demonstration {index}: the assistant says nothing in it (sft.completion_column)")
         for i in trained:
-            before = self._tokenizer.render_chat(messages[:i], tools=tools)
-            whole = self._tokenizer.render_chat(messages[: i + 1], add_generation_prompt=False, tools=tools)
-            if not whole.startswith(before):
+            if (turn := self.renderer.answered(messages[:i], messages[i], tools)) is None:
+                prompt = self._tokenizer.render_chat(messages[:i], tools=tools)
                 raise UserError(
                     f"demonstration {index}: the chat template does not put the answer after its generation prompt "
-                    f"({before[-40:]!r}): begin the answers with the end of that prompt, or use another template"
+                    f"({prompt[-40:]!r}): begin the answers with the end of that prompt, or use another template"
                 )
-            add_turn(branches, self._tokenizer.encode_shielded(before), self._said(whole[len(before) :]))
+            add_turn(branches, turn[0], _as_sampled(turn[1]))
         return messages[: trained[-1]]
-
-    def _said(self, text: str) -> Completion:
-        """Return the answer's tokens up to the last stop token in `text`; without one, append the end token."""
-        tokens = self._tokenizer.encode_shielded(text)
-        ends = [place for place, token in enumerate(tokens) if token in self._stops]
-        return _as_sampled(tokens[: ends[-1] + 1] if ends else tokens + self._end)
 
 
 def _as_sampled(token_ids: list[int]) -> Completion:
@@ -111,8 +105,8 @@ class Demonstrations:
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer, ranks: int):
         """Raises UserError for a dataset or tokenizer that does not fit the configuration."""
-        rows, self._held_out = load_datasets(config)
         self._config, self._maker = config, DemonstrationMaker(config, tokenizer)
+        rows, self._held_out = load_datasets(config, self._maker.renderer)
         self._stream = PromptStream(rows, self._maker, config.training.seed, config.rollout.shuffle)
         self._size, self._rows = global_batch_size(config, ranks), len(rows)
         epochs = config.sft.epochs

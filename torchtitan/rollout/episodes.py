@@ -16,7 +16,7 @@ from torchtitan.inference.types import Branch, GenerateRequest, add_turn, sample
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode
 from torchtitan.rollout.gateway.process import Gateway, GatewayLost
 from torchtitan.rollout.prompts import PromptMaker
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.worker_process import CallFailed
 
@@ -99,7 +99,7 @@ class EpisodePlayer(Player):
     ):
         super().__init__(config, environments)
         self._engines, self._environments = engines, environments
-        self._maker, self._tokenizer, self._renderer = maker, tokenizer, ChatRenderer(tokenizer)
+        self._maker, self._tokenizer = maker, tokenizer
 
     async def play_one(
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int
@@ -145,9 +145,9 @@ class EpisodePlayer(Player):
                 finish_reason = "stop"
                 break
             if chat:
-                following = self._renderer.following(tokens, reply.messages)
+                following = self._maker.renderer.following(tokens, reply.messages, self._maker.tools)
             else:
-                following = self._renderer.following_text(reply.messages)
+                following = self._maker.renderer.following_text(reply.messages)
             if len(tokens) + len(following) >= limit:
                 break
             tokens = tokens + following

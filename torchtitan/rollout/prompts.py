@@ -23,7 +23,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.rewards import NEEDS_ANSWER
-from torchtitan.rollout.tokenizer import Tokenizer, plain_message, plain_tools
+from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer, plain_message, plain_tools
 from torchtitan.rollout.types import Prompt
 
 Row = dict[str, Any]
@@ -39,8 +39,8 @@ CONVERSIONS = {
 LARGEST_OPERAND = 99
 
 
-def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
-    """Return the training rows and the held-out rows of a job.
+def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tuple[list[Row], list[Row]]:
+    """Return the training rows and the held-out rows of a job; `renderer` warns if its turns do not end.
 
     The held-out rows are those of eval.dataset, or else rollout.held_out_fraction of the training data. The split
     depends only on the data, not on training.seed, so that runs with different seeds are compared on the same prompts.
@@ -53,6 +53,8 @@ def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
     trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
     judging = {judging_reward(config)} if evaluation.enable and has_engines(config) else set()
     rows = load_rows(rollout.dataset, rollout.dataset_split)
+    if renderer is not None and (config.environment.agent or any(is_chat(row, config) for row in rows)):
+        renderer.warn_of_ends()
     # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
     functions = trained_on if evaluation.dataset else trained_on | judging
     _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions)
@@ -120,6 +122,12 @@ def arithmetic_rows() -> list[Row]:
         for a in range(LARGEST_OPERAND + 1)
         for b in range(a, LARGEST_OPERAND + 1)
     ]
+
+
+def is_chat(row: Row, config: JobConfig) -> bool:
+    """Whether the chat template renders the row."""
+    columns = [config.rollout.prompt_column, *([config.sft.completion_column] if config.job.stage == "sft" else [])]
+    return config.rollout.chat_template or any(isinstance(row.get(column), list) for column in columns)
 
 
 BUILT_IN: dict[str, Callable[[], list[Row]]] = {
@@ -273,6 +281,7 @@ class PromptMaker:
         self._rollout = config.rollout
         self._answer_column = config.rewards.answer_column
         self._tokenizer = tokenizer
+        self.renderer = ChatRenderer(tokenizer, config.rollout.stop_token_ids)
         self.longest = config.training.seq_len - config.rollout.max_completion_tokens
         """Longest prompt, in tokens, that leaves room for a whole completion within training.seq_len"""
         self.limit = f"training.seq_len - rollout.max_completion_tokens = {self.longest}"

@@ -63,9 +63,10 @@ class Rollouts:
 
         Raises UserError for a dataset or tokenizer that does not fit the configuration.
         """
-        train, self._held_out = load_datasets(config)
         self._config = config
         self._maker = (DemonstrationMaker if config.job.stage == "sft" else PromptMaker)(config, tokenizer)
+        # In stage sft, Demonstrations has checked the template.
+        train, self._held_out = load_datasets(config, None if config.job.stage == "sft" else self._maker.renderer)
         self.pool, self.rewards = pool, rewards
         self._environments, self._gateway = environments, gateway
         episodes: Player | None = None

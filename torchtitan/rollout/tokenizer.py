@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from torchtitan.errors import UserError
 from torchtitan.models.model_args import read_json
+
+logger = logging.getLogger(__name__)
 
 # These surround text that is spelled like a special token. No text contains them: they are Unicode noncharacters.
 SHIELD = ("\U0010fffe", "\U0010ffff")
@@ -299,11 +302,14 @@ class ChatRenderer:
     match. Only the new messages become tokens, which are appended to the existing ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int] = ()):
+        """stop_token_ids: tokens that end a turn besides the tokenizer's own end tokens (rollout.stop_token_ids)."""
         self._tokenizer = tokenizer
         # A placeholder for the policy's turn, which is not rendered; it is random, so that no message contains it.
         self._mark = f"said{secrets.token_hex(8)}"
-        self._ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_token_ids]
+        self._said: dict[str, Any] = {"role": "assistant", "content": self._mark}
+        self.stop_token_ids = list(dict.fromkeys([*stop_token_ids, *tokenizer.eos_token_ids]))
+        """All tokens that end a turn"""
 
     def whole(self, messages: Messages, tools: Messages) -> list[int]:
         """Return the prompt of a new conversation. Raises UserError if the template refuses it."""
@@ -315,12 +321,12 @@ class ChatRenderer:
         If the policy was cut off before the end of its turn, the end is included. Raises UserError if the template
         rewrites earlier text, so that the part for the messages cannot be separated.
         """
-        turn: dict[str, Any] = {"role": "assistant", "content": self._mark}
-        function = {"name": self._mark, "arguments": {}}
-        results = [message for message in messages if message.get("role") == "tool"]
-        calls = [{"type": "function", "id": one.get("tool_call_id", ""), "function": function} for one in results]
-        if calls:
-            turn["tool_calls"] = calls
+        calls = [
+            self._call(self._shield(one.get("name", self._mark)), one.get("tool_call_id", ""))
+            for one in messages
+            if one.get("role") == "tool"
+        ]
+        turn = {**self._said, "tool_calls": calls} if calls else self._said
         before, tools = [{"role": "user", "content": "?"}, turn], self._shield(list(tools))
         try:
             held_text = self._tokenizer.render_chat(before, False, tools)
@@ -332,18 +338,76 @@ class ChatRenderer:
         # Earlier messages may be rendered differently if others follow them.
         _, found, behind = held_text.rpartition(self._mark)
         _, found_again, text = whole_text.rpartition(self._mark)
-        place, end = max(((behind.rfind(end), end) for end in self._ends if end), default=(-1, ""))
-        if place < 0:
-            # The template writes no end token: text after a call belongs to it, text after a message is a separator.
-            cut = len(behind) if calls else 0
+        own, ids = self._tokenizer.encode(behind), self._tokenizer.encode_shielded(text)
+        end, ended = self._first_stop(own), held[-1] in self.stop_token_ids
+        kept = True
+        if end is None:
+            begin = 0
+            if calls:  # what the template writes behind a call belongs to it, so the policy has written it
+                kept, ids = text.startswith(behind), self._tokenizer.encode_shielded(text[len(behind) :])
         else:
-            cut = place + len(end) * (held[-1] in self._tokenizer.eos_token_ids)
-        if not found or not found_again or not text.startswith(behind[:cut]):
+            begin = end + 1 if ended else end if calls else 0
+            kept = ids[:begin] == own[:begin]
+        if not found or not found_again or not kept:
             raise UserError(
                 f"the chat template of {self._tokenizer.directory} writes a turn differently once others follow it, so "
                 "a conversation cannot continue from sampled tokens: use a template that keeps its prefixes"
             )
-        return self._tokenizer.encode_shielded(text[cut:])
+        if (end is None or not ended) and held[-1] in self._tokenizer.special_token_ids:
+            # What begins the next message may also end the turn before it, as GLM-4.5's <|user|>.
+            begin += ids[begin : begin + 1] == [held[-1]]
+        return ids[begin:]
+
+    def answered(
+        self, messages: Messages, answer: dict[str, Any], tools: Messages = ()
+    ) -> tuple[list[int], list[int]] | None:
+        """Return (the prompt that `messages` make, the tokens of an answer to it up to the first one that ends a turn).
+
+        If the template writes no such token into the turn, it is the one that begins the next message or, without
+        one, the checkpoint's first end token. Returns None if the answer does not begin where the prompt ends.
+        """
+        tokenizer, talk = self._tokenizer, [*messages, answer]
+        before, whole = tokenizer.render_chat(messages, tools=tools), tokenizer.render_chat(talk, False, tools)
+        if not whole.startswith(before):
+            return None
+        prompt_ids, said = tokenizer.encode_shielded(before), tokenizer.encode_shielded(whole)
+        # Some tokenizers begin a text with a space, so the answer is read behind its prompt if no token spans both.
+        joined = said[: len(prompt_ids)] == prompt_ids
+        said = said[len(prompt_ids) :] if joined else tokenizer.encode_shielded(whole[len(before) :])
+        if (end := self._first_stop(said)) is None:
+            role = "tool" if answer.get("tool_calls") else "user"
+            try:
+                longer = tokenizer.render_chat([*talk, {"role": role, "content": "?"}], True, tools)
+            except UserError:
+                longer = ""
+            next_ids = tokenizer.encode(longer[len(whole) :])[:1] if longer.startswith(whole) else []
+            said += next_ids if self._first_stop(next_ids) == 0 else tokenizer.eos_token_ids[:1]
+        return prompt_ids, said if end is None else said[: end + 1]
+
+    def warn_of_ends(self) -> None:
+        """Log a warning if the template ends turns with a token that does not stop sampling."""
+        begin, answer = {"role": "user", "content": "?"}, self._said
+        try:
+            alone = self._tokenizer.render_chat([begin, answer], False)
+            followed = self._tokenizer.render_chat([begin, answer, begin])
+        except UserError:
+            return  # rendering the prompts says why
+        behind = [self._tokenizer.encode(text.partition(self._mark)[2]) for text in (alone, followed)]
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*behind, strict=False))
+        ends = [token for token, _ in same]
+        special = [token for token in ends if token in self._tokenizer.special_token_ids]
+        if special and self._first_stop(ends) is None:
+            logger.warning(
+                "the chat template of %s ends turns with %r, which does not stop sampling: answers go on behind it, "
+                "and demonstrations end with another token (set rollout.stop_token_ids = [%d])",
+                self._tokenizer.directory, self._tokenizer.decode(special[:1], skip_special=False), special[0],
+            )  # fmt: skip
+
+    def _call(self, name: str, call_id: str) -> dict[str, Any]:
+        return {"type": "function", "id": call_id, "function": {"name": name, "arguments": {"x": self._mark}}}
+
+    def _first_stop(self, ids: Sequence[int]) -> int | None:
+        return next((place for place, token in enumerate(ids) if token in self.stop_token_ids), None)
 
     def following_text(self, messages: Messages) -> list[int]:
         """Like `following`, but without a template: encode the bare texts."""

@@ -96,6 +96,21 @@ def test_control_tokens_are_special_whatever_their_flag(tmp_path: Path) -> None:
     assert user not in ChatRenderer(tokenizer).whole(result, [])
 
 
+def test_results_name_the_function_that_was_called(tmp_path: Path) -> None:
+    """Where the template takes the name from the call, as gpt-oss' does."""
+    template = """
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + ':' }}
+    {%- if m.tool_calls %}{{- (m.tool_calls[0].function | tojson) }}
+    {%- elif m.role == 'tool' %}{{- messages[loop.index0 - 1].tool_calls[0].function.name + ' says ' + m.content }}
+    {%- else %}{{- m.content }}{% endif %}
+    {{- '<|im_end|>' }}
+{%- endfor %}"""
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path, template))
+    ids = ChatRenderer(tokenizer).following([65, END], [{"role": "tool", "name": "look", "content": "x"}])
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>tool:look says x<|im_end|>"
+
+
 def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
     """Whatever tokens the policy samples, ended or cut off: the next prompt holds them, and behind them what the
     template puts there."""

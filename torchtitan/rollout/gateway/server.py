@@ -58,6 +58,7 @@ class Settings:
     model: str
     """Checkpoint directory, with the tokenizer"""
     chat_template_kwargs: dict[str, Any]
+    stop_token_ids: list[int]
     name: str
     """Name of the model, as programs see it"""
     seq_len: int
@@ -128,7 +129,7 @@ class GatewayServer:
     async def _set_up(self, **values: Any) -> None:
         self._settings = Settings(**values)
         self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
-        self._renderer = ChatRenderer(self._tokenizer)
+        self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """Open a new door and return its key."""

@@ -1,0 +1,171 @@
+"""Where turns are joined (episodes, the gateway, demonstrations), the tokens are those of the template and the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.chat_families import FAMILIES, PHI3, Family
+from tests.chat_models import TOOLS
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker
+from torchtitan.rollout.environments.pool import Outcome, Reply
+from torchtitan.rollout.episodes import EpisodePlayer
+from torchtitan.rollout.gateway.calls import Session
+from torchtitan.rollout.gateway.process import Gateway
+from torchtitan.rollout.gateway.server import GatewayServer
+from torchtitan.rollout.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+
+USER, MORE = {"role": "user", "content": "Hi there"}, {"role": "user", "content": "And  now?"}
+CALL = {"id": "000000000", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+RESULT = {"role": "tool", "name": "weather", "tool_call_id": CALL["id"], "content": "21, <b>sunny</b>"}
+BY_NAME = {one.name: one for one in FAMILIES}
+
+
+def make_config(directory: Path, *stops: int) -> JobConfig:
+    config = JobConfig()
+    config.model.hf_assets_path, config.rollout.prompt_column = str(directory), "messages"
+    config.rollout.stop_token_ids, config.environment.max_turns = list(stops), 4
+    config.training.seq_len, config.rollout.max_completion_tokens = 8192, 4096
+    return config
+
+
+def conversations(family: Family) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Messages and tools."""
+    thought = "<think>\nso\n</think>\n\n" if family.thinks else ""
+    first, last = ({"role": "assistant", "content": f"{thought}{text}"} for text in ("Yes, sir.", "No."))
+    if not family.thinks:
+        yield [USER, first, MORE, last], []
+    if family.called:
+        yield [USER, {"role": "assistant", "content": thought, "tool_calls": [CALL]}, RESULT, last], TOOLS
+
+
+def answer(token_ids: list[int], finish: Any = "stop") -> Completion:
+    return Completion(token_ids, [-0.5] * len(token_ids), finish, [])
+
+
+class Environments:
+    """Answers with the messages of a conversation, until they end."""
+
+    def __init__(self, messages: list[dict[str, Any]]):
+        self._messages = iter([*messages[2::2], None])
+
+    @asynccontextmanager
+    async def _play(self) -> Any:
+        yield self
+
+    async def episode(self) -> Any:
+        return self._play()
+
+    async def reset(self, row: dict[str, Any]) -> str:
+        return ""
+
+    async def act(self, text: str) -> Reply:
+        message = next(self._messages)
+        return Reply([message] if message else [], 0.0, message is None, [], 0)
+
+    async def finish(self) -> Outcome:
+        return Outcome(None, {})
+
+
+async def play(
+    config: JobConfig, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any, said: list[list[int]]
+) -> list[int]:
+    """The tokens of an episode in which these answers are sampled."""
+    turns = iter(said)
+
+    async def generate(request: GenerateRequest, min_version: int, shares: str) -> list[Completion]:
+        return [answer(next(turns))]
+
+    maker, engines = PromptMaker(config, tokenizer), SimpleNamespace(generate=generate)
+    maker.tools, maker._has_environment = tools, True
+    player = EpisodePlayer(config, engines, Environments(messages), maker, tokenizer)  # type: ignore[arg-type]
+    prompt, sampling = maker.make({"messages": messages[:1]}, 0), SamplingParameters(4096)
+    played = await player.play_one(prompt, GenerateRequest("e", prompt.token_ids, sampling), "g", 0)
+    assert played is not None and len(played.branches) == 1 and played.finish_reason == "stop"
+    return played.branches[0].token_ids
+
+
+async def gateway_renderer(config: JobConfig, folder: Path) -> ChatRenderer:
+    """The renderer of the gateway that this run would start."""
+    server = GatewayServer("")
+    await server._set_up(**Gateway(config, None, None, folder)._settings)  # type: ignore[arg-type]
+    return server._renderer
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+def test_every_place_gives_the_tokens_of_the_template(family: Family, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = Tokenizer(family.write(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text_end, call_end = (theirs.convert_tokens_to_ids(one) if one else -1 for one in (family.said, family.called))
+    config = make_config(tmp_path, *map(theirs.convert_tokens_to_ids, family.stops))
+    for messages, tools in conversations(family):
+        # The reference: transformers renders it whole, up to the end of the last answer.
+        whole = theirs.apply_chat_template(messages, tools=tools or None, return_dict=False)
+        if family.name == "glm4.5":  # the token that begins the next message is the end
+            whole.append(text_end)
+        whole = whole[: len(whole) - whole[::-1].index(text_end)]
+        said = []
+        for i in (1, 3):
+            before = theirs.apply_chat_template(
+                messages[:i], tools=tools or None, add_generation_prompt=True, return_dict=False
+            )
+            assert whole[: len(before)] == before
+            end = call_end if messages[i].get("tool_calls") else text_end
+            said.append(whole[len(before) : whole.index(end, len(before)) + 1])
+
+        made: Demonstration = DemonstrationMaker(config, tokenizer).make({"messages": messages, "tools": tools}, 0)
+        (branch,) = made.branches
+        assert [one.token_ids for one in branch.sampled] == said and branch.token_ids == whole
+
+        assert asyncio.run(play(config, tokenizer, messages, tools, said)) == whole
+
+        renderer, session = asyncio.run(gateway_renderer(config, tmp_path)), Session("s", SamplingParameters(8), 8192)
+        for i, sampled in zip((1, 3), said, strict=True):
+            prompt = session.prompt(renderer, messages[:i], tools)
+            session.record(prompt, answer(sampled))
+            session.remember(messages[:i], tools, messages[i], prompt, answer(sampled))
+        (branch,) = session.branches
+        assert branch.token_ids == whole
+        # An answer that was cut off before its end, or between the tokens that end it, gets what is missing.
+        for length in range(3, len(said[0])) if not tools else ():
+            held = [*renderer.whole(messages[:1], tools), *said[0][:length]]
+            if whole[len(held)] in tokenizer.special_token_ids:
+                assert [*held, *renderer.following(held, messages[2:3], tools)] == whole[: len(prompt)]
+
+
+@pytest.mark.parametrize(
+    ("family", "end"),
+    [
+        (BY_NAME["qwen2.5 base"], "<|im_end|>"), (BY_NAME["qwen2.5"], ""), (BY_NAME["glm4.5"], ""),
+        (BY_NAME["cohere2"], ""), (Family("phi3", PHI3, ("<|endoftext|>",), ""), "<|end|>"),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)  # fmt: skip
+def test_ends_of_turns_that_do_not_stop_sampling_are_warned_of(
+    family: Family, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer(family.write(tmp_path))
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"messages": "Hi"}\n')
+    config = make_config(tmp_path)
+    config.rollout.dataset, config.rewards.functions = str(tmp_path / "rows.jsonl"), []
+    config.rollout.held_out_fraction, config.eval.enable = 0.0, False
+    with caplog.at_level(logging.WARNING):
+        load_datasets(config, PromptMaker(config, tokenizer).renderer)
+    assert [record.getMessage().count(f"ends turns with {end!r}") for record in caplog.records] == [1] * bool(end)
+    if end:
+        (told,) = caplog.records
+        (token,) = tokenizer.encode(end)
+        assert told.getMessage().endswith(f"(set rollout.stop_token_ids = [{token}])")
+        ChatRenderer(tokenizer, [token]).warn_of_ends()
+        assert len(caplog.records) == 1
