@@ -40,7 +40,7 @@ LARGEST_OPERAND = 99
 
 
 def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tuple[list[Row], list[Row]]:
-    """Return the training rows and the held-out rows of a job; `renderer` warns if its turns do not end.
+    """Return the training rows and the held-out rows of a job; `renderer` checks that the chat template suits them.
 
     The held-out rows are those of eval.dataset, or else rollout.held_out_fraction of the training data. The split
     depends only on the data, not on training.seed, so that runs with different seeds are compared on the same prompts.
@@ -57,7 +57,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
         renderer.warn_of_ends()
     # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
     functions = trained_on if evaluation.dataset else trained_on | judging
-    _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions)
+    _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions, renderer)
     if not evaluation.dataset:
         train, held_out = hold_out(rows, rollout.held_out_fraction, rollout.prompt_column)
         if not train:
@@ -67,7 +67,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
             )
         return train, held_out
     held_out = load_rows(evaluation.dataset, evaluation.dataset_split)
-    _check_rows(held_out, config, evaluation.dataset, "eval.dataset", judging)
+    _check_rows(held_out, config, evaluation.dataset, "eval.dataset", judging, renderer)
     return rows, held_out
 
 
@@ -196,7 +196,14 @@ def _load_hugging_face(dataset: str, split: str) -> list[Row]:
     return [dict(row) for row in loaded]
 
 
-def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, functions: set[str]) -> None:
+def _check_rows(
+    rows: Sequence[Row],
+    config: JobConfig,
+    dataset: str,
+    key: str,
+    functions: set[str],
+    renderer: ChatRenderer | None,
+) -> None:
     """Check that every row has a usable prompt, and a reference answer if one of these reward functions needs it."""
     wanted = {config.rollout.prompt_column: "rollout.prompt_column"}
     if NEEDS_ANSWER & functions:
@@ -218,12 +225,13 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, 
         prompt = row[config.rollout.prompt_column]
         if problem := _prompt_problem(prompt):
             raise UserError(f"{key} = {dataset!r}, row {number}, column {config.rollout.prompt_column!r}: {problem}")
-        rendered = config.rollout.chat_template or not isinstance(prompt, str)
-        problem = _tools_problem(row) if rendered and not has_environment(config) else None
+        problem = None
         if config.job.stage == "sft":
-            problem = problem or _completion_problem(row, config)
+            problem = _completion_problem(row, config)
         elif not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" and not plays_through_gateway(config):
             problem = "the chat ends with the assistant's answer: a prompt must end before it"
+        if not problem and is_chat(row, config) and not plays_through_gateway(config):
+            problem = _tools_problem(row, config, renderer)
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
 
@@ -239,10 +247,13 @@ def _completion_problem(row: Row, config: JobConfig) -> str | None:
     return problem and f"column {column!r}: {problem}".replace("a prompt", "a completion").replace("the prompt", "it")
 
 
-def _tools_problem(row: Row) -> str | None:
+def _tools_problem(row: Row, config: JobConfig, renderer: ChatRenderer | None) -> str | None:
+    said = (row[config.rollout.prompt_column], row.get(config.sft.completion_column))
     try:
-        plain_tools(row.get("tools"))
-    except ValueError as error:
+        tools = [] if has_environment(config) else plain_tools(row.get("tools"))
+        if renderer is not None:
+            renderer.refuse_unseen([one for part in said if isinstance(part, list) for one in part], tools)
+    except (ValueError, UserError) as error:
         return str(error)
     return None
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 
 from torchtitan.config.derived import has_environment, is_colocated, plays_through_gateway
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.rollout.demonstrations import DemonstrationMaker
@@ -24,7 +24,7 @@ from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.journal import Journal
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
+from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, is_chat, load_datasets
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
@@ -67,6 +67,7 @@ class Rollouts:
         self._maker = (DemonstrationMaker if config.job.stage == "sft" else PromptMaker)(config, tokenizer)
         # In stage sft, Demonstrations has checked the template.
         train, self._held_out = load_datasets(config, None if config.job.stage == "sft" else self._maker.renderer)
+        self._chats = any(is_chat(row, config) for row in train)
         self.pool, self.rewards = pool, rewards
         self._environments, self._gateway = environments, gateway
         episodes: Player | None = None
@@ -101,6 +102,13 @@ class Rollouts:
         if self._environments is not None:
             await self._environments.start()
             self._maker.tools = self._environments.tools
+            if self._chats and self._gateway is None:
+                try:
+                    self._maker.renderer.refuse_environment(self._maker.tools)
+                except UserError as error:
+                    environment = self._config.environment
+                    what = ", ".join(filter(None, [environment.factory, *environment.tools]))
+                    raise ConfigError([f"[environment] {what} cannot be used: {error}"]) from None
         if self.groups.teacher is not None:
             # Fail now, rather than after the first samples, if the teacher is not reachable.
             await self.groups.teacher.score([0, 0])

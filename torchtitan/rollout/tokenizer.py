@@ -5,6 +5,7 @@ The `tokenizers` library reads tokenizer.json; chat templates run in jinja2's sa
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -31,6 +32,8 @@ SHIELD = ("\U0010fffe", "\U0010ffff")
 SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 Messages = Sequence[dict[str, Any]]
+# Mistral's templates accept only ids of nine characters.
+CALL_ID = "0" * 9
 # Roles whose text comes from outside: special tokens that are spelled in it stay plain text.
 FOREIGN = ("user", "tool", "function", "ipython")
 # Added tokens that are not marked as special but structure a conversation, as DeepSeek's <｜User｜>.
@@ -194,12 +197,16 @@ class Tokenizer:
         """Return the token ids of a chat that the policy continues; its contents may have shielded parts."""
         return self.encode_shielded(self.render_chat(messages, tools=tools))
 
-    def _check_template_values(self) -> None:
+    @functools.cached_property
+    def template_variables(self) -> set[str]:
+        """Names of the variables that the chat template reads. Raises UserError if it is not a template."""
         try:
-            syntax = _template_environment().parse(self._template_source or "")
+            return meta.find_undeclared_variables(_template_environment().parse(self._template_source or ""))
         except jinja2.exceptions.TemplateError as error:
             raise UserError(f"the chat template of {self.directory} cannot be read: {error}") from error
-        read = meta.find_undeclared_variables(syntax)
+
+    def _check_template_values(self) -> None:
+        read = self.template_variables
         if unknown := sorted(self._template_values.keys() - read):
             raise UserError(
                 f"rollout.chat_template_kwargs names {', '.join(unknown)}, which the chat template of {self.directory} "
@@ -313,6 +320,7 @@ class ChatRenderer:
 
     def whole(self, messages: Messages, tools: Messages) -> list[int]:
         """Return the prompt of a new conversation. Raises UserError if the template refuses it."""
+        self.refuse_unseen(messages, tools)
         return self._tokenizer.apply_chat_template(self._shielded(messages), tools=self._shield(list(tools)))
 
     def following(self, held: Sequence[int], messages: Messages, tools: Messages = ()) -> list[int]:
@@ -321,6 +329,7 @@ class ChatRenderer:
         If the policy was cut off before the end of its turn, the end is included. Raises UserError if the template
         rewrites earlier text, so that the part for the messages cannot be separated.
         """
+        self.refuse_unseen(messages, tools)
         calls = [
             self._call(self._shield(one.get("name", self._mark)), one.get("tool_call_id", ""))
             for one in messages
@@ -367,6 +376,7 @@ class ChatRenderer:
         one, the checkpoint's first end token. Returns None if the answer does not begin where the prompt ends.
         """
         tokenizer, talk = self._tokenizer, [*messages, answer]
+        self.refuse_unseen(talk, tools)
         before, whole = tokenizer.render_chat(messages, tools=tools), tokenizer.render_chat(talk, False, tools)
         if not whole.startswith(before):
             return None
@@ -383,6 +393,29 @@ class ChatRenderer:
             next_ids = tokenizer.encode(longer[len(whole) :])[:1] if longer.startswith(whole) else []
             said += next_ids if self._first_stop(next_ids) == 0 else tokenizer.eos_token_ids[:1]
         return prompt_ids, said if end is None else said[: end + 1]
+
+    def refuse_unseen(self, messages: Messages, tools: Messages) -> None:
+        """Raise UserError if the template does not write the tools, or the results of tools among the messages."""
+        directory = self._tokenizer.directory
+        if not self._tokenizer.has_chat_template:
+            return  # rendering says that
+        if tools and "tools" not in self._tokenizer.template_variables:
+            raise UserError(
+                f"the chat template of {directory} never reads `tools`, so the policy would not see any: take a "
+                "template that writes them (chat_template.jinja in the checkpoint directory)"
+            )
+        if any(message.get("role") == "tool" for message in messages) and (problem := self._hides_results):
+            raise UserError(
+                f"the chat template of {directory} does not write the result of a tool ({problem}): take a template "
+                "that does (chat_template.jinja in the checkpoint directory)"
+            )
+
+    def refuse_environment(self, tools: Messages) -> None:
+        """Raise UserError if a conversation with an environment that has these tools, or none, cannot continue."""
+        answer = {"role": "user", "content": "1"}
+        if tools:
+            answer |= {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": CALL_ID}
+        self.following(self.stop_token_ids[:1] or [-1], [answer], tools)
 
     def warn_of_ends(self) -> None:
         """Log a warning if the template ends turns with a token that does not stop sampling."""
@@ -402,6 +435,17 @@ class ChatRenderer:
                 "and demonstrations end with another token (set rollout.stop_token_ids = [%d])",
                 self._tokenizer.directory, self._tokenizer.decode(special[:1], skip_special=False), special[0],
             )  # fmt: skip
+
+    @functools.cached_property
+    def _hides_results(self) -> str:
+        """Why the template does not write what a tool returned; empty if it does."""
+        turn = {**self._said, "content": "", "tool_calls": [self._call("look", CALL_ID)]}
+        result = {"role": "tool", "name": "look", "tool_call_id": CALL_ID, "content": f"{self._mark}: 1"}
+        try:
+            text = self._tokenizer.render_chat([{"role": "user", "content": "?"}, turn, result])
+        except UserError as error:
+            return str(error.__cause__)
+        return "" if result["content"] in text else "it leaves out the role `tool`"
 
     def _call(self, name: str, call_id: str) -> dict[str, Any]:
         return {"type": "function", "id": call_id, "function": {"name": name, "arguments": {"x": self._mark}}}

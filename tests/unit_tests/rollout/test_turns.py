@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.chat_families import FAMILIES, PHI3, Family
+from tests.chat_families import FAMILIES, MISTRAL, PHI3, QWEN2_5, Family
 from tests.chat_models import TOOLS
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker
 from torchtitan.rollout.environments.pool import Outcome, Reply
@@ -23,6 +24,7 @@ from torchtitan.rollout.gateway.calls import Session
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.gateway.server import GatewayServer
 from torchtitan.rollout.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 USER, MORE = {"role": "user", "content": "Hi there"}, {"role": "user", "content": "And  now?"}
@@ -144,6 +146,19 @@ def test_every_place_gives_the_tokens_of_the_template(family: Family, tmp_path: 
                 assert [*held, *renderer.following(held, messages[2:3], tools)] == whole[: len(prompt)]
 
 
+def test_a_turn_that_the_template_rewrites_is_refused_before_it_is_sampled(tmp_path: Path) -> None:
+    """As gpt-oss' template, which ends the last answer with <|return|> and earlier ones with <|end|>."""
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    family = Family("harmony", template, ("<|return|>", "<|endoftext|>", "<|call|>"), "<|return|>")
+    renderer = ChatRenderer(Tokenizer(family.write(tmp_path)))
+    with pytest.raises(UserError, match="writes a turn differently once others follow"):
+        renderer.refuse_environment([])
+
+
 @pytest.mark.parametrize(
     ("family", "end"),
     [
@@ -169,3 +184,64 @@ def test_ends_of_turns_that_do_not_stop_sampling_are_warned_of(
         assert told.getMessage().endswith(f"(set rollout.stop_token_ids = [{token}])")
         ChatRenderer(tokenizer, [token]).warn_of_ends()
         assert len(caplog.records) == 1
+
+
+READS_NO_RESULTS = "{% if tools %}{{ tools }}{% endif %}" + PHI3
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (PHI3, "never reads `tools`"), (MISTRAL, "never reads `tools`"),
+        (READS_NO_RESULTS, "does not write the result of a tool .it leaves out the role `tool`"),
+        ("{% if tools %}{{ tools }}{% endif %}" + MISTRAL, "the result of a tool .Conversation roles must alternate"),
+        (QWEN2_5, ""),
+    ],
+)  # fmt: skip
+def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: str, said: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(Family("x", template, ("</s>",), "</s>", bos="<s>").write(tmp_path))
+    renderer = ChatRenderer(tokenizer)
+    chat = '{"messages": [{"role": "user", "content": "Hi"}], "tools": %s}\n'
+    (tmp_path / "rows.jsonl").write_text(chat % "null")
+    config = make_config(tmp_path)
+    config.rollout.dataset, config.rewards.functions = str(tmp_path / "rows.jsonl"), []
+    config.rollout.held_out_fraction, config.eval.enable = 0.0, False
+    config.environment.tools = ["my.tools:weather"]
+
+    class Quiet(SimpleNamespace):
+        async def start(self) -> None:
+            pass
+
+    def start() -> None:
+        rollouts = Rollouts(
+            config,
+            Quiet(),
+            Quiet(),
+            tokenizer,
+            None,
+            "now",
+            1,
+            Quiet(tools=TOOLS, statistics={}),  # type: ignore[arg-type]
+        )
+        asyncio.run(rollouts._start())
+
+    session = Session("s", SamplingParameters(8), 8192)
+    if not said:
+        start()
+        assert session.prompt(renderer, [USER], TOOLS)
+        return
+    with pytest.raises(ConfigError, match=rf"\[environment\] my.tools:weather cannot be used: .*{said}") as refused:
+        start()
+    assert refused.value.exit_code == 2
+    # The gateway answers a UserError of session.prompt with 400.
+    result = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT]
+    with pytest.raises(UserError, match=said):
+        session.prompt(renderer, result, TOOLS)
+    # Rows with tools of their own.
+    config.environment.tools = []
+    rows = (
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "tool", "content": "x"}], "tools": [{"name": "a"}]}'
+    )
+    (tmp_path / "rows.jsonl").write_text(chat % "[]" + rows)
+    with pytest.raises(UserError, match=f"row 2: .*{said}"):
+        load_datasets(config, renderer)
