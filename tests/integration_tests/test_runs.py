@@ -19,8 +19,8 @@ from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
-from torchtitan.rollout.journal import batch_from_json, read_records
-from torchtitan.rollout.types import Group
+from torchtitan.rollout.journal import ReplaySource, batch_from_json, read_records
+from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.run_dir import whole_steps
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -98,12 +98,9 @@ def oldest_version(group: Group) -> int:
     return min(span.version for sample in group.samples for span in sample.spans)
 
 
-def batches(run_dir: Path) -> dict[int, dict[str, Any]]:
-    return {
-        record["version"]: record
-        for _, record in read_records(run_dir / "journal.jsonl")
-        if record["record"] == "batch"
-    }
+def batches(run_dir: Path) -> dict[int, Batch]:
+    source = ReplaySource(run_dir)
+    return {version: source.read_batch(version) for version in source.versions}
 
 
 def test_every_step_has_its_row(story: Story) -> None:
@@ -139,7 +136,7 @@ def test_no_finished_rollout_of_the_checkpoint_is_lost(story: Story) -> None:
     """The first batch after the resume is made of them, as far as the staleness gate (1 version) admits them."""
     admitted = [group for group in story.unused_groups if oldest_version(group) >= story.killed_at - 1]
     assert admitted, "the checkpoint held no rollouts: nothing was tested"
-    trained = {version: batch_from_json(record).groups for version, record in batches(story.run_dir).items()}
+    trained = {version: batch.groups for version, batch in batches(story.run_dir).items()}
     first = trained[story.killed_at]
     expected = admitted[: len(first)]
     by_index = {group.prompt_index: group for group in first}
@@ -162,8 +159,8 @@ def test_every_token_was_sampled_by_a_published_version(story: Story) -> None:
         for _, record in read_records(story.run_dir / "journal.jsonl")
         if record["record"] == "decision"
     }
-    for version, record in batches(story.run_dir).items():
-        for sample in batch_from_json(record).samples:
+    for version, batch in batches(story.run_dir).items():
+        for sample in batch.samples:
             assert sample.spans[0].start == 0
             assert sample.spans[-1].end == len(sample.completion_ids)
             for span in sample.spans:
@@ -178,8 +175,8 @@ def test_every_token_was_sampled_by_a_version_that_an_actor_applied(story: Story
     assert {row["epoch"] for row in rows} == set(epochs)
     assert len({(row["epoch"], row["version"], row["actor"]) for row in rows}) == len(rows)
     applied = {(row["epoch"], row["version"]) for row in rows if row["outcome"] == "applied"}
-    for record in batches(story.run_dir).values():
-        for sample in batch_from_json(record).samples:
+    for batch in batches(story.run_dir).values():
+        for sample in batch.samples:
             assert {(span.epoch, span.version) for span in sample.spans} <= applied
     for row in rows:
         if row["outcome"] == "applied" and not row["failures"]:

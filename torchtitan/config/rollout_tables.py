@@ -83,6 +83,10 @@ class Rollout:
     replay: PathText = ""
     """Run folder whose recorded rollouts are trained on, without any actors"""
 
+    journal_max_mb: CountOrZero = 0
+    """MiB of the run's own record; above it the oldest steps are dropped, down to half, but none that ranks would train
+    on again after a restart. Such a run cannot be replayed. 0 keeps all"""
+
 
 @dataclass(config=TABLE)
 class Rewards:

@@ -1,13 +1,19 @@
-"""The journal of a run: every batch that was handed out and every publish or skip decision, as JSON lines."""
+"""The journal of a run: every batch that was handed out and every publish or skip decision, as JSON lines.
+
+A batch is compressed within its line, so lines can be counted and cut without reading any batch.
+"""
 
 from __future__ import annotations
 
 import base64
 import itertools
 import json
+import math
 import os
+import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,8 @@ FORMAT = 3
 JOURNAL_NAME = "journal.jsonl"
 # Batches that must be trained on again because ranks were lost afterwards.
 KEPT_NAME = "journal-kept.jsonl"
+# Higher levels save a fifth of the bytes, and take eight times as long on the thread that makes the rollouts.
+ZLIB_LEVEL = 1
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -131,15 +139,20 @@ class Journal:
     last line is truncated when a run resumes.
     """
 
-    def __init__(self, run_dir: str | Path):
+    def __init__(self, run_dir: str | Path, max_bytes: int = 0, needed_from: Callable[[], float] = lambda: math.inf):
+        """With max_bytes, the oldest records are dropped when the file is larger, down to half of it; but no batch from
+        version `needed_from()` on, which the ranks would train on again after a restart."""
         self.path = Path(run_dir) / JOURNAL_NAME
+        self._max_bytes, self._needed_from = max_bytes, needed_from
+        self._drop_at = max_bytes
         self._lock = threading.Lock()
         self._file = JsonLines(self.path, separators=(",", ":"))
         self.path.touch()
 
     def append_batch(self, batch: Batch) -> None:
         """Record a batch that is handed out."""
-        self._append({"record": "batch", **batch_to_json(batch)})
+        data = base64.b64encode(zlib.compress(encode_batch(batch), ZLIB_LEVEL)).decode()
+        self._append({"record": "batch", "version": batch.version, "zlib": data})
 
     def append_decision(self, version: int, published: bool) -> None:
         """Record whether a snapshot of `version` was taken for publication, or the version was skipped."""
@@ -202,7 +215,24 @@ class Journal:
 
     def _append(self, record: dict[str, Any]) -> None:
         with self._lock:
+            if self._max_bytes and self.path.stat().st_size > self._drop_at:
+                self._drop_oldest()
             self._file.write(record)
+
+    def _drop_oldest(self) -> None:
+        size, needed, first = self.path.stat().st_size, self._needed_from(), 0
+        for end, record in read_records(self.path):
+            if size - first <= self._max_bytes // 2 or (record["record"] == "batch" and record["version"] >= needed):
+                break
+            first = end
+        temporary = self.path.with_suffix(".tmp")
+        with self.path.open("rb") as source, temporary.open("wb") as target:
+            source.seek(first)
+            shutil.copyfileobj(source, target)
+        self._file.close()
+        temporary.replace(self.path)
+        # What is needed may be more than the bound: look again only when a good deal has been added.
+        self._drop_at = max(self._max_bytes, (size - first) * 5 // 4)
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -221,8 +251,24 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 record = json.loads(line)
                 record["record"], record["version"]
             except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{path}, line {number}: not a record of a run ({error!r})") from error
+                raise UserError(
+                    f"{path}, line {number}: not a record of a run ({error!r}). Delete that line to go on without it"
+                ) from error
             yield offset, record
+
+
+def batch_of(path: Path, record: Mapping[str, Any]) -> Batch:
+    """Return the batch of a record of the journal `path`. Raises UserError if it is damaged."""
+    version = record["version"]
+    if "zlib" not in record and record.get("format") == FORMAT:
+        raise UserError(f"{path} was written by an older version of this program, whose batches are not compressed")
+    try:
+        batch = decode_batch(zlib.decompress(base64.b64decode(record["zlib"], validate=True)))
+    except (ValueError, TypeError, KeyError, zlib.error) as error:
+        raise UserError(f"{path} is damaged: the batch of version {version} cannot be read ({error!r})") from error
+    if batch.version != version:
+        raise UserError(f"{path} is damaged: a line of version {version} holds the batch of version {batch.version}")
+    return batch
 
 
 class ReplaySource:
@@ -259,9 +305,11 @@ class ReplaySource:
         """
         if version not in self._offsets:
             there = f"versions {self.versions[0]} to {self.versions[-1]}" if self._offsets else "no batch at all"
+            advice = f"set training.steps to at most {version}"
+            if self._offsets and version < self.versions[0]:
+                advice = "older ones were dropped there (rollout.journal_max_mb), so the run cannot be replayed"
             raise UserError(
-                f"rollout.replay: {self.path} holds {there}, but a batch for version {version} is needed: "
-                f"set training.steps to at most {version}"
+                f"rollout.replay: {self.path} holds {there}, but a batch for version {version} is needed: {advice}"
             )
         batch = self.read_batch(version)
         if self._journal is not None:
@@ -269,7 +317,7 @@ class ReplaySource:
         return batch
 
     def read_batch(self, version: int) -> Batch:
-        """Return the batch of one of `versions` without handing it out."""
+        """Return the batch of one of `versions` without handing it out. Raises UserError if it is damaged."""
         with self.path.open("rb") as file:
             file.seek(self._offsets[version])
-            return batch_from_json(json.loads(file.readline()))
+            return batch_of(self.path, json.loads(file.readline()))

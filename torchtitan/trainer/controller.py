@@ -9,6 +9,7 @@ import enum
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from torchtitan.report.page import write_report
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.demonstrations import Demonstrations
-from torchtitan.rollout.journal import Journal, ReplaySource, decode_batch, encode_batch
+from torchtitan.rollout.journal import Journal, ReplaySource, decode_batch, encode_batch, read_records
 from torchtitan.rollout.rollouts import CALL_TIMEOUT_S, Rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
@@ -176,6 +177,7 @@ class Controller:
         """The loss of the current evaluation"""
         if restored is not None:
             check_rows(run_dir)
+            deque(read_records(journal.path), maxlen=0)
         # All that can be refused has been. From here on files are cut back, and the console is taken until close().
         if restored is not None:
             go_back_to(run_dir / config.checkpoint.folder, restored.version)

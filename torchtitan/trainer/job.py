@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import logging
+import math
 import secrets
 import socket
 import time
@@ -42,7 +43,7 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, mint_epoch, open_run_directory
+from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, mint_epoch, open_run_directory, whole_steps
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
@@ -303,7 +304,8 @@ class Job:
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
         if rank == 0:
             tokenizer = Tokenizer(config.model.hf_assets_path, config.rollout.chat_template_kwargs)
-            events, journal = EventLog(self.run_dir / "events.jsonl"), Journal(self.run_dir)
+            events = EventLog(self.run_dir / "events.jsonl")
+            journal = Journal(self.run_dir, config.rollout.journal_max_mb << 20, self._trains_again_from)
             self._closing.callback(journal.close)
             if active := faults.active():
                 events.write("fault_injection_is_on", level=logging.WARNING, faults=injection.faults or active)
@@ -364,6 +366,11 @@ class Job:
                 said = said_of(policy.invariant_sizes(), "the engine's log-probs")
                 if said is not None:
                     logger.warning(said)
+
+    def _trains_again_from(self) -> float:
+        """Return the version whose batch would be the first one after a restart of the ranks."""
+        checkpoint = self.config.checkpoint
+        return max(whole_steps(self.run_dir / checkpoint.folder), default=0) if checkpoint.enable else math.inf
 
     def _close_controller(self) -> None:
         if self.controller is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -175,8 +177,65 @@ def test_damage_before_the_last_line_is_reported(tmp_path: Path) -> None:
     path = tmp_path / JOURNAL_NAME
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], b"garbage\n", *lines[1:]]))
-    with pytest.raises(UserError, match="line 2"):
+    with pytest.raises(UserError, match="line 2: .* Delete that line to go on without it"):
         ReplaySource(tmp_path)
+
+
+def test_no_flipped_bit_of_a_batch_is_trained_on(tmp_path: Path) -> None:
+    record_run(tmp_path, 2)
+    path = tmp_path / JOURNAL_NAME
+    whole, bits = path.read_bytes(), random.Random(2)
+    line = whole.index(b'{"record":"batch","version":1')
+    for _ in range(300):
+        place = bits.randrange(line, whole.index(b"\n", line) + 1)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bits.randrange(8))]) + whole[place + 1 :])
+        try:
+            assert ReplaySource(tmp_path).read_batch(1) == make_batch(1)  # base64's last bits may say nothing
+        except UserError as error:
+            assert JOURNAL_NAME in str(error)
+        except KeyError:
+            assert 1 not in ReplaySource(tmp_path).versions
+    path.write_bytes(whole)
+    assert ReplaySource(tmp_path).read_batch(1) == make_batch(1)
+
+
+def test_a_record_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    record = {"record": "batch", **json.loads(encode_batch(make_batch(0)))}
+    (tmp_path / JOURNAL_NAME).write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match="written by an older version"):
+        ReplaySource(tmp_path).next_batch(0)
+
+
+def test_batches_are_compressed(tmp_path: Path) -> None:
+    batch = make_batch(0)
+    batch.groups[0].samples *= 50
+    journal = Journal(tmp_path)
+    journal.append_batch(batch)
+    journal.close()
+    assert ReplaySource(tmp_path).read_batch(0) == batch
+    assert 10 * (tmp_path / JOURNAL_NAME).stat().st_size < len(encode_batch(batch))
+
+
+@pytest.mark.parametrize("needed", [math.inf, 15])
+def test_the_oldest_batches_are_dropped_but_none_that_is_trained_on_again(tmp_path: Path, needed: float) -> None:
+    line = len(json.dumps({"record": "decision", "version": 10, "published": True})) + 1
+    record_run(tmp_path, 1)
+    journal = Journal(tmp_path, max_bytes=(tmp_path / JOURNAL_NAME).stat().st_size * 8, needed_from=lambda: needed)
+    for version in range(1, 60):
+        journal.append_batch(make_batch(version))
+        journal.append_decision(version + 1, True)
+        assert journal.path.stat().st_size <= journal._max_bytes + 2 * line + 500 or needed == 15
+        if version == 20:
+            kept = ReplaySource(tmp_path).versions
+            assert kept == list(range(kept[0], 21)) and 0 < kept[0] <= needed
+            assert ReplaySource(tmp_path).read_batch(kept[0]) == make_batch(kept[0])
+            with pytest.raises(UserError, match=r"older ones were dropped there \(rollout.journal_max_mb\)"):
+                ReplaySource(tmp_path).next_batch(0)
+    kept = ReplaySource(tmp_path).versions
+    assert kept[-1] == 59 and (kept[0] == 15 if needed == 15 else kept[0] > 40)
+    # What is left is cut and trained on again as ever.
+    assert journal.set_aside(57)[1].versions == [57, 58, 59]
+    assert journal.path.with_suffix(".tmp").exists() is False
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, 4])
