@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan.config.derived import from_torchrun, world_size
+from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import BROKEN_OFF, DISK_ERRORS, UserError
-from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.json_lines import read_json_lines
@@ -55,8 +54,6 @@ class Run:
 
 def run_job(config: JobConfig) -> Run:
     """Run a validated job on this rank. Raises UserError for whatever stopped it early."""
-    if from_torchrun("LOCAL_RANK", "0") == 0 and (said := tight_memory(config, world_size())):
-        print(f"warning: {said}", file=sys.stderr, flush=True)
     try:
         return _run(config)
     except OSError as error:

@@ -41,6 +41,7 @@ from torchtitan.faults import Fault, FaultError
 from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
 from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
+from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
@@ -123,7 +124,10 @@ def ready(draft: Draft) -> JobConfig:
         except subprocess.SubprocessError as error:
             said = str(getattr(error, "stderr", "") or error)[-2000:]
             raise UserError(f"the debug checkpoint {path} could not be made: {said}") from error
-    return validated(draft)
+    config = validated(draft)
+    if from_torchrun("LOCAL_RANK", "0") == 0 and (said := tight_memory(config, world_size())):
+        print(f"warning: {said}", file=sys.stderr, flush=True)
+    return config
 
 
 def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = frozenset()) -> list[Problem]:
