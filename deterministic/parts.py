@@ -125,6 +125,7 @@ class Rank:
             registry=REGISTRY,
             address=self.address,
             lease_s=shape.lease_s,
+            relay=shape.relay_fanout > 0,
             refer=self._refer if refer else None,
         )
         self.server.start(self.address)

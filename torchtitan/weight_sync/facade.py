@@ -201,7 +201,7 @@ class WeightSync:
         self.registry_address = registry
         self.shard_server: ShardServerProcess | ShardServerThread
         where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
-        facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s}
+        facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s, "relay": config.relay}
         if isinstance(self.publisher.slots, DeviceSlots) or config.transport == "nccl":
             chunks = (config.chunk_bytes, config.chunk_timeout_s) if config.transport == "nccl" else None
             self.shard_server = ShardServerThread(self.publisher, token, chunks, where, **facts)

@@ -88,7 +88,7 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
         folder = Path(arguments["disk_folder"])
         files = SlotFiles(folder, arguments["epoch"], rank, arguments["world_size"], layout)
         refer, persist = files.refer, files.write
-    facts = {name: arguments[name] for name in ("rank", "epoch", "registry", "address", "lease_s")}
+    facts = {name: arguments[name] for name in ("rank", "epoch", "registry", "address", "lease_s", "relay")}
     server = ShardServer(runtime, slots, layout, token=token, refer=refer, persist=persist, **facts)
     bell, listener = (socket.socket(fileno=arguments[name]) for name in ("bell_fd", "listen_fd"))
     serve(runtime, server, bell, listener)

@@ -122,26 +122,30 @@ SCHEMA: dict[str, Fields] = {
     # Any client -> registry, and the answer. bytes: how many a pulling actor has received
     "ping": {"bytes?": integer},
     "pong": {},
-    # Shard server -> registry. snapped may name the file that holds the snapshot; failed may say why there is none
+    # Shard server -> registry. snapped may have the buckets' digests, and name the file that holds the snapshot; failed
+    # may say why there is none
     "layout": {"layout": anything},
-    "snapped": {"serial": integer, "version": integer, "checksums": listed, "file?": anything},
+    "snapped": {"serial": integer, "version": integer, "checksums": listed, "digests?": listed, "file?": anything},
     "failed": {"serial": integer, "version": integer, "reason?": prose},
     # Registry -> shard servers and actors
     "live": _LIVE,
     # Registry -> actor. servers: one address per rank; progress_s: [weight_sync] progress_timeout_s; staging: of a
-    # leader's workers. newest is also sent to an actor that joins, and may name another actor to pull from, as `source`
+    # leader's workers. newest is also sent to an actor that joins; it may name another actor to pull from, as `source`,
+    # with the digests to check its buckets with
     "model": {
         "layout_id": name, "layout": anything, "servers": listed, "progress_s": number, "staging?": anything,
     },
     "newest": {
         **_LIVE, "epoch": name, "version": integer, "layout_id": name, "digest": name, "checksums": listed,
-        "source?": maybe(anything),
+        "source?": maybe(anything), "digests?": listed,
     },
     # Actor -> registry. ended: how a pull ended, or that its version was refused, and why
     "pulling": {"serial": integer, "version": integer},
     "ended": {"version": integer, "outcome": outcome, "reason": prose},
     "serving": {"version": integer, "digest": name, "figures": figures},
     "poisoned": {"version": integer, "reason": prose},
+    # Actor -> registry: a bucket that the actor `source` relayed is not what the trainer sent
+    "forged": {"version": integer, "source": name},
     # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets; base: the snapshot that deltas may be
     # taken against; again: an earlier copy was damaged or lost, and the bytes themselves are wanted
     "open": {"pull": integer, "serial": integer, "buckets": listed, "base?": integer, "again?": boolean},

@@ -10,11 +10,9 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-
-import xxhash
 
 from torchtitan.weight_sync import hook
 from torchtitan.weight_sync.bucket_server import Relay
@@ -91,6 +89,8 @@ class Puller:
         """The actor that relays this transfer; None: the trainer sends it"""
         self._newest: tuple[int, Manifest, Message | None] | None = None
         """Serial, version, and the actor to pull it from, if any"""
+        self._digests: Sequence[Sequence[str]] = ()
+        """Of the newest version's buckets, if an actor relays it"""
         self._lanes: set[int] = set()
         self._room = True
         self._pinned: int | None = None
@@ -231,7 +231,10 @@ class Puller:
             raise ProtocolError(f"a version of epoch {manifest.epoch}")
         if self._newest is None or self._newest[0] != message["newest"]:
             self._paused_until = 0.0
-        self._newest = message["newest"], manifest, message.get("source")
+        source, self._digests = message.get("source"), message.get("digests", ())
+        if source is not None and list(map(len, self._digests)) != list(map(len, manifest.checksums)):
+            raise ProtocolError(f"version {manifest.version} is relayed without a digest per bucket")
+        self._newest = message["newest"], manifest, source
         self._on_live(message)
 
     def _on_live(self, message: Message) -> None:
@@ -277,7 +280,7 @@ class Puller:
         if self._peer != peer:
             self._peer = peer
             self._move_sources()
-        transfer.source = "" if peer is None else str(peer["name"])
+        transfer.source, transfer.digests = "" if peer is None else str(peer["name"]), self._digests
         self.transfer = transfer
         self._tell_pulling(transfer)
         if not missing:
@@ -340,7 +343,7 @@ class Puller:
             transfer.arriving[key] = delta
             return delta, lambda piece: transfer.count(len(piece), True, now())
         # The kind is xxh3: checksums of the other kind are only used for memory that references point to.
-        hasher = xxhash.xxh3_128()
+        hasher = transfer.hasher()
         transfer.arriving[key] = hasher
         self._held.pop(key, None)
 
@@ -420,7 +423,7 @@ class Puller:
             return
         if "corrupt" in asked:
             found = "corrupt"
-        if found == pull.manifest.checksums[rank][bucket]:
+        if found == pull.expected(key):
             pull.missing.remove(key)
             self._held[key] = pull.serial
             source.succeeded()
@@ -432,6 +435,8 @@ class Puller:
         self.corrupted += 1
         pull.corruptions[key] += 1
         logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
+        if pull.source:
+            self._tell({"type": "forged", "version": pull.manifest.version, "source": pull.source})
         if pull.corruptions[key] >= MAX_CORRUPTIONS:
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MAX_CORRUPTIONS} times")
             self._pause()

@@ -227,10 +227,14 @@ class Registry:
             # Whatever is wrong with an actor: the newest version is announced to all.
             logger.exception("no actor relays version %d", gathered.version)
             sources = {}
+        digests = Encoded([message.get("digests", []) for message in snapped]) if sources else None
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.offer(gathered.version, self._runtime.now())
-                actor.channel.send({**live, **self._newest_message, "source": sources.get(name)})
+                source = sources.get(name)
+                actor.source = "" if source is None else source["name"]
+                relayed = {} if source is None else {"source": source, "digests": digests}
+                actor.channel.send({**live, **self._newest_message, **relayed})
         for server in self._ranks.values():
             server.channel.send(live)
         self._changed()
@@ -339,6 +343,12 @@ class Registry:
             self._on_ended(name, actor, message)
         elif kind == "serving":
             self._on_serving(name, actor, message)
+        elif kind == "forged":
+            if actor.source and actor.source == message["source"]:
+                actor.disputes = True
+                if actor.source in self.actors:
+                    self.actors[actor.source].disputes = True
+                self._write("forged", {"actor": name, "version": message["version"], "reason": f"by {actor.source}"})
         elif kind == "poisoned":
             actor.state, actor.reason, actor.version, actor.applies_since = "POISONED", message["reason"], -1, None
             actor.failures += 1

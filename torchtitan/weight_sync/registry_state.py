@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # An actor that is connected, and not waited for until it has taken a version.
 LATE = "LATE"
 # What a new process inherits from an earlier one of its name.
-KEPT = ("evictions", "eviction", "taken", "late")
+KEPT = ("evictions", "eviction", "taken", "late", "disputes")
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,11 @@ class Actor:
     """The newest version that it has served"""
     offered_since: float | None = None
     """Since when a newer version than it serves is offered, or since the last one that it took after that"""
+    source: str = ""
+    """Name of the actor that it was last told to pull from; empty: the trainer"""
+    disputes: bool = False
+    """Whether it says of another actor, or another one of it, that what was relayed is not what the trainer sent. One
+    of the two is wrong, so both pull from the trainer, and neither relays."""
     late: str = ""
     """Which deadline it has missed; empty again once it has taken a version. A new process of this name inherits it."""
 
@@ -159,7 +164,11 @@ def relay_sources(actors: Mapping[str, Actor], slow: Container[str], fanout: int
     fanout: how many actors pull from the trainer, and from each actor that relays; 0: nobody relays. token: actors'
     keys are derived from it, and from those the keys of their peers (see bucket_server.Relay).
     """
-    able = [name for name, actor in actors.items() if actor.channel is not None and actor.address and name not in slow]
+    able = [
+        name
+        for name, actor in actors.items()
+        if actor.channel is not None and actor.address and not actor.disputes and name not in slow
+    ]
     able.sort(key=lambda name: (actors[name].speed_class, name))
     found: dict[str, Message] = {}
     for number, child in enumerate(able[fanout:] if fanout else []):

@@ -5,6 +5,7 @@ It decides nothing. It runs as a process per rank, or as a thread of the trainer
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -32,10 +33,11 @@ MAX_WRITE_SECONDS = 600.0
 
 
 class ShardServer(BucketServer):
-    """Serves one rank's slots. refer(slot, start, end): makes references, for transports that send no bytes over a
-    channel or link. make_link(channel, actor): makes the link, for transports that send bytes over one. tcp uses
-    neither. persist(slot, version, memory, moved): called on a thread before a snapshot may be published; its result is
-    sent to the registry. It calls moved() whenever it progresses; if it raises OSError, the version is dropped."""
+    """Serves one rank's slots. relay: actors relay buckets, which takes digests. refer(slot, start, end): makes
+    references, for transports that send no bytes over a channel or link. make_link(channel, actor): makes the link, for
+    transports that send bytes over one. tcp uses neither. persist(slot, version, memory, moved): called on a thread
+    before a snapshot may be published; its result is sent to the registry. It calls moved() whenever it progresses; if
+    it raises OSError, the version is dropped."""
 
     phase = "send"
 
@@ -51,6 +53,7 @@ class ShardServer(BucketServer):
         registry: str,
         address: str,
         lease_s: float,
+        relay: bool = False,
         refer: Callable[[int, int, int], Message] | None = None,
         make_link: Callable[[Channel, str], SendingLink] | None = None,
         persist: Callable[[int, int, memoryview, Callable[[], None]], Message] | None = None,
@@ -62,7 +65,7 @@ class ShardServer(BucketServer):
         self.live = LiveSlots(slots.state_words)
         make = partial(encode, size=element_bytes(layout))
         self.deltas = Deltas(runtime, self.live, self._bucket, make, self.send_more)
-        self._checksum = checksum_function(layout.checksum)
+        self._checksum, self._relay = checksum_function(layout.checksum), relay
         self._snapped: dict[int, Message] = {}
         """Serial -> what the registry is told of a snapshot"""
         self._due: float | None = None
@@ -125,11 +128,14 @@ class ShardServer(BucketServer):
         """Return what the registry is to be told of a snapshot."""
         hook.at("checksum", version=version, rank=self.rank)
         memory: Any = self._slots.slot(index)
-        sums = []
+        sums, digests = [], []
         for start in range(0, len(memory), self._layout.bucket_bytes):
             self._moved(self._bucket_seconds)
-            sums.append(self._checksum(memory[start : start + self._layout.bucket_bytes]))
-        about = {"serial": serial, "version": version}
+            bucket = memory[start : start + self._layout.bucket_bytes]
+            sums.append(self._checksum(bucket))
+            if self._relay:
+                digests.append(hashlib.sha256(bucket).hexdigest())
+        about = {"serial": serial, "version": version, **({"digests": digests} if self._relay else {})}
         if self._persist is None:
             return {"type": "snapped", **about, "checksums": sums}
         moved = partial(self._moved, MAX_WRITE_SECONDS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import xxhash
 
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest
 from torchtitan.weight_sync.wire import Channel, Message
@@ -28,11 +31,22 @@ class Transfer:
     """When the last byte arrived"""
     source: str = ""
     """Name of the actor that relays it; empty: the trainer sends it"""
+    digests: Sequence[Sequence[str]] = ()
+    """SHA-256 of each bucket of each rank, if it is relayed: a checksum does not keep an actor from passing on other
+    bytes"""
     arriving: dict[BucketKey, Any] = field(default_factory=dict)
     """Arriving bucket -> its hasher, or a delta's bytes; None if a thread writes the bucket"""
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
     """Bytes by figure (see BYTES)"""
+
+    def hasher(self) -> Any:
+        """Return a hasher for a bucket; see expected()."""
+        return hashlib.sha256() if self.source else xxhash.xxh3_128()
+
+    def expected(self, key: BucketKey) -> str:
+        """Return what a bucket has to hash to: its digest if an actor relays it, else its checksum."""
+        return (self.digests if self.source else self.manifest.checksums)[key[0]][key[1]]
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
         """Record that `count` bytes have arrived."""

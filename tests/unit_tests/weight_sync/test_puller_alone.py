@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from typing import Any
 
@@ -109,7 +110,11 @@ class World:
 
     def newest(self, serial: int, version: int, **fields: Any) -> Manifest:
         """The registry publishes a version."""
-        sums = [[xxhash.xxh3_128_hexdigest(bucket_of(version, bucket)) for bucket in range(BUCKETS)]]
+        buckets = [bucket_of(version, bucket) for bucket in range(BUCKETS)]
+        if "source" in fields:
+            fields = {"digests": [[hashlib.sha256(bucket).hexdigest() for bucket in buckets]], **fields}
+        # The bytes that have the checksums of the version may be others than those that have its digests.
+        sums = [[xxhash.xxh3_128_hexdigest(bucket) for bucket in fields.pop("checked", buckets)]]
         layout_id = LAYOUT.layout_id()
         digest = content_digest(layout_id, sums)
         message = {"epoch": "e1", "version": version, "layout_id": layout_id, "checksums": sums, "digest": digest}
@@ -430,6 +435,25 @@ def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) 
     world.send(0, 1)
     world.run(0.1)
     assert world.applied == [0] and world.registry.last("serving")["figures"]["bytes_relayed"] >= BUCKET_BYTES
+
+
+def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> None:
+    world = World()
+    peer, source = peer_of(world)
+    forged = bytes(BUCKET_BYTES)
+    world.newest(1, 0, source=source, checked=[bucket_of(0, 0), forged])
+    world.send(0, 0, peer)
+    world.send(0, 1, peer, data=forged)
+    world.run(0.1)
+    told = world.registry.last("forged")
+    assert (told["source"], told["version"]) == ("b", 0) and not world.applied
+    assert world.server.last("open")["buckets"] == [[1, 2]]
+    # No relay is followed to a version that cannot be checked.
+    for digests in ([], [["aa"]]):
+        world = World()
+        peer, source = peer_of(world)
+        world.newest(1, 0, source=source, digests=digests)
+        assert world.registry.channels[0].closed and not peer.channels
 
 
 def test_registry_that_makes_no_sense_is_hung_up_on() -> None:

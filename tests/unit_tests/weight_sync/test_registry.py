@@ -290,6 +290,33 @@ def test_deadline_for_a_version_is_over_all_attempts_and_processes() -> None:
     assert seen() == "READY", "nothing newer is offered"
 
 
+def test_neither_of_two_actors_that_dispute_a_bucket_relays_any_more() -> None:
+    world = World(relay_fanout=1)
+    ranks = world.ranks()
+    actors = {name: world.actor(name, address=f"10.0.0.2:{number}") for number, name in enumerate("abcd", 1)}
+    digests = [[["da", "db"], ["dc", "dd"]], [["de", "df"], ["dg", "dh"]]]
+
+    def publish(serial: int) -> dict[str, str]:
+        """Actor -> whom it pulls from."""
+        for client, sums, one in zip(ranks, SUMS, digests[serial % 2], strict=True):
+            client.say("snapped", serial=serial, version=serial, checksums=sums, digests=one)
+        told = {name: client.last("newest") for name, client in actors.items()}
+        assert all(("source" in one) == (one.get("digests") == digests[serial % 2]) for one in told.values())
+        return {name: one["source"]["name"] for name, one in told.items() if "source" in one}
+
+    assert publish(1) == {"b": "a", "c": "b", "d": "c"}
+    # Nobody can say this of an actor that is not its source.
+    actors["d"].say("forged", version=1, source="a")
+    actors["a"].say("forged", version=1, source="")
+    assert publish(2) == {"b": "a", "c": "b", "d": "c"} and not world.events("forged")
+    actors["c"].say("forged", version=2, source="b")
+    assert publish(3) == {"d": "a"}
+    (told,) = world.events("forged")
+    assert (told["actor"], told["version"], told["reason"]) == ("c", 2, "by b")
+    actors["b"] = world.actor("b", instance="b-2", address="10.0.0.2:9")
+    assert publish(4) == {"d": "a"}, "a new process of that name is no better known"
+
+
 def test_pinned_actor_is_not_late() -> None:
     world = World(lease_s=1.0, apply_timeout_s=1.0)
     trainer, ranks, actor = world.trainer(), world.ranks(), world.actor()

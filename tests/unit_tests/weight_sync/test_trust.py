@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import random
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import REGISTRY, TOKEN
@@ -22,9 +26,18 @@ from torchtitan.inference.pool import InferencePool
 from torchtitan.utils.child_process import ChildProcess
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.handshake import ACTOR, HTTP, PEER, RANK, TRAINER, WORKER, Dialer, Identity, role_key
+from torchtitan.weight_sync.manifest import Manifest
 from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Settings
+from torchtitan.weight_sync.transfer import Transfer
 
+# xxh3's secret begins like this, in 64-bit words.
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b532ea371644897a20df94e3819ef46a9deacd8a8"
+    "fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+)
+WORD, LOW = (1 << 64) - 1, (1 << 32) - 1
 ROLES = (TRAINER, RANK, ACTOR, PEER, WORKER, HTTP)
 NAMES = ("0", "1", "actor-0", "actor-1")
 
@@ -75,6 +88,42 @@ def told_to_actors(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     asyncio.run(work())
     return {name: strings | set(map(str, actors[name].given)) for name, strings in found.items()}
+
+
+def other_bytes(data: bytes, evil: bytes) -> bytes:
+    """Bytes with the same xxh3 that begin with `evil` (8 bytes): five words of the first lane make up for it."""
+    word = lambda stripe: struct.unpack_from("<Q", data, 64 * stripe)[0]  # noqa: E731
+    key = lambda stripe: struct.unpack_from("<Q", SECRET, 8 * stripe)[0]  # noqa: E731
+    mixed = lambda stripe, value: ((value ^ key(stripe)) & LOW) * ((value ^ key(stripe)) >> 32)  # noqa: E731
+    first, fourth = struct.unpack("<Q", evil)[0], word(4)
+    # A lane adds up its words, and the products of the halves of its mixed words; it does not see their order.
+    total = (sum(map(word, range(6))) - first - fourth) & WORD
+    product = (sum(mixed(n, word(n)) for n in range(6)) - mixed(0, first) - mixed(4, fourth)) & WORD
+    half = min(product // LOW, LOW)
+    one, five = key(1) ^ (LOW << 32 | half), key(5) ^ (1 << 32 | product - LOW * half)
+    rest = (total - one - five) & WORD
+    two = key(2) & ~LOW | (rest - key(3)) & LOW
+    three = ((rest - two) & WORD) >> 32 << 32 | key(3) & LOW
+    forged = bytearray(data)
+    for stripe, value in ((0, first), (1, one), (2, two), (3, three), (5, five)):
+        struct.pack_into("<Q", forged, 64 * stripe, value)
+    return bytes(forged)
+
+
+def test_relayed_bytes_are_checked_by_more_than_a_checksum() -> None:
+    data = random.Random(1).randbytes(4096)
+    forged = other_bytes(data, struct.pack("<2f", 1e6, 1e6))
+    assert forged[:8] != data[:8] and xxhash.xxh3_128_hexdigest(forged) == xxhash.xxh3_128_hexdigest(data)
+    sums, digests = ((xxhash.xxh3_128_hexdigest(data),),), ((hashlib.sha256(data).hexdigest(),),)
+    manifest = Manifest("e1", 1, "layout", sums, "digest")
+
+    def accepted(source: str, arrived: bytes) -> bool:
+        transfer = Transfer(1, 1, manifest, {(0, 0)}, 0.0, 0.0, source, digests)
+        hasher = transfer.hasher()
+        hasher.update(arrived)
+        return bool(hasher.hexdigest() == transfer.expected((0, 0)))
+
+    assert accepted("", data) and accepted("actor-1", data) and not accepted("actor-1", forged)
 
 
 @pytest.mark.parametrize("backend", ["embedded", "vllm", "sglang"])
