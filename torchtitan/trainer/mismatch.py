@@ -51,8 +51,12 @@ def alarm(config: JobConfig, figures: Figures) -> dict[str, float | None] | None
     figures: those of the batch's rollouts and of its training. Tokens of the trained version may diverge by
     grpo.mismatch_kl_alarm, all together by so much and what staleness adds.
     """
-    limit = config.grpo.mismatch_kl_alarm
-    bound = limit_with_staleness(limit, figures.get("staleness/mean") or 0.0, figures.get("mismatch_kl/drift"))
+    grpo = config.grpo
+    limit, staleness = grpo.mismatch_kl_alarm, figures.get("staleness/mean") or 0.0
+    if not grpo.recompute_old_log_probs:
+        # A minibatch meets the policy that those before it have moved, by half a version on average.
+        staleness += 0.5 * (1 - 1 / grpo.num_minibatches)
+    bound = limit_with_staleness(limit, staleness, figures.get("mismatch_kl/drift"))
     same_version = _above(figures.get("mismatch_kl/same_version"), limit)
     if limit == 0 or not (same_version or _above(figures.get("mismatch_kl"), bound)):
         return None

@@ -98,7 +98,11 @@ class PolicyTrainer:
         started = time.perf_counter()
         if learns_from_rewards(self.config):
             self._assign_advantages(batch)
-        parts = [self._pack(samples, batch.version) for samples in minibatches(batch, self.config.grpo.num_minibatches)]
+        # AdamW would step on its momentum alone. Every rank sees all samples, and so leaves out the same minibatches.
+        masked = self.config.grpo.mask_truncated
+        divided = minibatches(batch, self.config.grpo.num_minibatches)
+        divided = [samples for samples in divided if any(trained_tokens(sample, masked) for sample in samples)]
+        parts = [self._pack(samples, batch.version) for samples in divided or [[]]]
         totals = _Totals(self.device)
         totals.add_routed(parts)
         fixed = self._fixed_log_probs(parts, totals)
@@ -110,14 +114,15 @@ class PolicyTrainer:
         for position, part in enumerate(schedule):
             last = position == len(schedule) - 1
             against = 1.0 if last and slots is not None and not slots.reserve() else 0.0
-            loss = self._forward_backward(parts[part], fixed[part], totals, first=position == 0, last=last)
+            of_pass = position < len(parts), position == 0, last
+            loss = self._forward_backward(parts[part], fixed[part], totals, *of_pass)
             own = torch.tensor([against, float(self.is_told_to_stop())], device=self.device)
             votes = torch.cat((own, (~loss.isfinite()).float().reshape(1)))
             norm, votes = gradient_norm_and_votes(self.parameters, votes)
             votes_against, asked_to_leave, not_finite = votes.tolist()
             result.votes_against, result.asked_to_leave = int(votes_against), int(asked_to_leave)
             result.last_step_applied = bool(torch.isfinite(norm)) and not_finite == 0
-            if result.last_step_applied:
+            if result.last_step_applied and divided:
                 if self.config.training.max_norm > 0:
                     clip_gradients_(self.parameters, norm, self.config.training.max_norm)
                 if slots is not None:
@@ -126,8 +131,7 @@ class PolicyTrainer:
                 if self.expert_load is not None:
                     self.expert_load.step()
                 norms.append(norm.item())
-            else:
-                skipped += 1
+            skipped += not result.last_step_applied
             self._count_skips(result.last_step_applied, batch.version)
             self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
@@ -139,7 +143,7 @@ class PolicyTrainer:
         result.metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else None,
             "learning_rate": learning_rate,
-            "optimizer_steps": len(schedule),
+            "optimizer_steps": len(schedule) if divided else 0,
             "optimizer_steps_skipped": skipped,
             "time/train_s": seconds,
         }
@@ -252,9 +256,10 @@ class PolicyTrainer:
         return fixed
 
     def _forward_backward(
-        self, part: list[MicroBatch], fixed: list[FixedLogProbs], totals: _Totals, first: bool, last: bool
+        self, part: list[MicroBatch], fixed: list[FixedLogProbs], totals: _Totals, new: bool, first: bool, last: bool
     ) -> torch.Tensor:
-        """Accumulate the gradients of one minibatch; returns this rank's share of its loss."""
+        """Accumulate the gradients of one minibatch; returns this rank's share of its loss. new: in the first pass over
+        the batch; first, last: of all optimizer steps."""
         total = torch.zeros((), device=self.device)
         each = self.config.parallelism.fsdp_reduce_gradients == "micro_batch"
         for place, (micro_batch, known) in enumerate(zip(part, fixed, strict=True)):
@@ -274,8 +279,8 @@ class PolicyTrainer:
                 elif context is not None:
                     copies = context.ranks
                 loss = loss_of(log_probs[rows], entropy[rows], rows).sum()
-            if known.old is None and first:
-                totals.add_mismatch(log_probs.detach(), micro_batch)
+            if known.old is None and new:
+                totals.add_mismatch(log_probs.detach(), micro_batch, moved=not first)
             elif known.old is not None and last and not first:
                 totals.add_drift(known.old, log_probs.detach())
             loss.backward()
@@ -337,14 +342,15 @@ class _Totals:
             self.sums[name] += value / copies
         self._raise_largest("ratio", loss_of.ratio_max)
 
-    def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
+    def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch, moved: bool = False) -> None:
+        """moved: the policy has taken optimizer steps of this batch, so it is no version that has sampled."""
         # What is logged of the batch shows them beside the engine's; they stay on the device until then.
         lengths = [len(branch.sampled_at) for branch in micro_batch.trained]
         for branch, of_branch in zip(micro_batch.trained, log_probs.split(lengths), strict=True):
             branch.trainer_log_probs = of_branch
         # KL(μ ‖ π), estimated from samples of μ.
         divergence = k3(micro_batch.behaviour_log_probs, log_probs)
-        same = micro_batch.same_version
+        same = micro_batch.same_version & (not moved)
         if len(divergence):
             self._raise_largest("mismatch", divergence.max())
         self.sums["mismatch"] += divergence.sum()

@@ -43,7 +43,9 @@ def test_old_samples_raise_no_alarm_and_an_engine_with_other_weights_does(
     trainer = SpiedTrainer(config)
     first_version = copy.deepcopy(trainer.policy)
     metrics = trainer.train_batch(sampled_by(trainer, trainer.policy, 0, 0, trained_at=0)).metrics
-    assert metrics["mismatch_kl"] == metrics["mismatch_kl/same_version"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["mismatch_kl/same_version"] == pytest.approx(0.0, abs=1e-6)
+    # In direct mode the second minibatch meets a policy that the first has moved.
+    assert (metrics["mismatch_kl"] < 1e-6) is decoupled
     assert mismatch.alarm(config, metrics | {"staleness/mean": 0.0}) is None
     weights = copy.deepcopy(trainer.policy.state_dict())
 

@@ -104,6 +104,63 @@ def test_samples_keep_their_log_probs_from_before_the_batch(
             assert sample.branches[0].trainer_log_probs is None
 
 
+def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in trainer.policy.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_minibatch_without_a_trained_token_takes_no_step(
+    tiny_checkpoint: Callable[..., Path], recompute: bool
+) -> None:
+    config = run_config(tiny_checkpoint())
+    config.grpo.num_minibatches, config.grpo.mask_truncated = 2, True
+    config.grpo.recompute_old_log_probs = recompute
+
+    def after(truncated: slice, groups: slice) -> tuple[PolicyTrainer, dict[str, float | None]]:
+        """The second batch consists of some groups, and some are truncated."""
+        trainer, batch = SpiedTrainer(config), make_batch(1)
+        trainer.train(0)  # AdamW has momentum
+        for group in batch.groups:
+            for sample in group.samples:
+                sample.finish_reason = "stop"
+        for group in batch.groups[truncated]:
+            for sample in group.samples:
+                sample.finish_reason = "length"
+        config.grpo.num_minibatches = 2 if groups == slice(None) else 1
+        batch.groups = batch.groups[groups]
+        before = weights(trainer)
+        metrics = trainer.train_batch(batch).metrics
+        moved = any(not torch.equal(one, before[name]) for name, one in weights(trainer).items())
+        assert moved == bool(metrics["optimizer_steps"]) and metrics["optimizer_steps_skipped"] == 0
+        config.grpo.num_minibatches = 2
+        return trainer, metrics
+
+    # Group i is in minibatch i mod 2.
+    half, metrics = after(slice(1, None, 2), slice(None))
+    expected, of_half = after(slice(0), slice(0, None, 2))
+    torch.testing.assert_close(weights(half), weights(expected), rtol=0, atol=0)
+    assert metrics["optimizer_steps"] == 1 and metrics["loss"] == of_half["loss"]
+    _, metrics = after(slice(None), slice(None))
+    assert metrics["optimizer_steps"] == 0 and metrics["grad_norm"] is None and metrics["loss"] == 0
+
+
+def test_mismatch_is_that_of_all_minibatches(tiny_checkpoint: Callable[..., Path]) -> None:
+    def figures(minibatches: int, lr: float) -> dict[str, float | None]:
+        config = run_config(tiny_checkpoint())
+        config.grpo.num_minibatches, config.optimizer.lr = minibatches, lr
+        trainer, batch = SpiedTrainer(config), make_batch(0)
+        metrics = trainer.train_batch(batch).metrics
+        assert all(sample.branches[0].trainer_log_probs is not None for sample in batch.samples)
+        return metrics
+
+    whole, still, moved = figures(1, 1e-2), figures(4, 0.0), figures(4, 1e-2)
+    for name in ("mismatch_kl", "mismatch_kl/max"):
+        assert still[name] == pytest.approx(whole[name], rel=1e-5)
+    # What a step of this batch has moved is no longer the version that has sampled.
+    assert moved["mismatch_kl"] != pytest.approx(still["mismatch_kl"], rel=1e-3)
+    assert moved["mismatch_kl/same_version"] == pytest.approx(still["mismatch_kl/same_version"], rel=1e-5)
+
+
 def train_with_everything(checkpoint: str) -> dict[str, Any]:
     """Two batches in this process's layout, with a reference that follows and tokens of high entropy only."""
     config = inner_steps(run_config(checkpoint), iterations=2)
