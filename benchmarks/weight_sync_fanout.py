@@ -17,7 +17,6 @@ import os
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import contextlib
-import json
 import secrets
 import statistics
 import sys
@@ -34,6 +33,7 @@ import torch
 from benchmarks import common
 from torchtitan import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -91,7 +91,9 @@ def egress_per_version(actors: int, relay: bool, versions: int, megabytes: int, 
                     raise SystemExit(f"version {version} is not everywhere: {outcome.missing}")
 
             seconds.append(common.timed(applied))
-        egress = _sent(run_dir, FIRST_COUNTED_VERSION + versions)
+        # The registry writes its journal in a thread, so on a slow machine the lines come later than the versions.
+        common.wait_for(lambda: len(_applied(run_dir)) == actors * versions, 60, "the journal has every transfer")
+        egress = _sent(_applied(run_dir))
     trainer = sum(count for sender, count in egress.items() if sender == "trainer")
     busiest = max((count for sender, count in egress.items() if sender != "trainer"), default=0)
     return {
@@ -101,15 +103,19 @@ def egress_per_version(actors: int, relay: bool, versions: int, megabytes: int, 
     }
 
 
-def _sent(run_dir: Path, versions: int) -> dict[str, int]:
-    """Bytes by sender over the counted versions."""
-    lines = (run_dir / "weight_sync" / "registry.jsonl").read_text().splitlines()
+def _applied(run_dir: Path) -> list[dict[str, Any]]:
+    """The figures of each transfer of a counted version."""
+    records = read_json_lines(run_dir / "weight_sync" / "registry.jsonl")
+    counted = (one for one in records if one["event"] == "applied" and one["version"] >= FIRST_COUNTED_VERSION)
+    return [record["figures"] for record in counted]
+
+
+def _sent(applied: list[dict[str, Any]]) -> dict[str, int]:
+    """Bytes by sender."""
     egress: dict[str, int] = {}
-    for record in map(json.loads, lines):
-        if record["event"] == "applied" and FIRST_COUNTED_VERSION <= record["version"] < versions:
-            figures = record["figures"]
-            egress["trainer"] = egress.get("trainer", 0) + figures["bytes_full"]
-            egress[figures["source"]] = egress.get(figures["source"], 0) + figures["bytes_relayed"]
+    for figures in applied:
+        egress["trainer"] = egress.get("trainer", 0) + figures["bytes_full"]
+        egress[figures["source"]] = egress.get(figures["source"], 0) + figures["bytes_relayed"]
     return egress
 
 
