@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from random import Random
 from deterministic.machine import Event, Machine
 from simulator.scenario import Scenario
 from torchtitan.inference.pool import GRACE_S
-from torchtitan.rollout.flow import MAX_SPARES, Pace
+from torchtitan.rollout.pace import Pace
 
 # Sequences that would end within this share of a mean completion of each other end together, up to half of it too early
 # or too late. This saves events without changing the figures.
@@ -133,7 +134,7 @@ class Rollouts:
     """Keeps the engines busy and hands out batches, as rollout.flow and inference.pool do."""
 
     def __init__(self, machine: Machine, scenario: Scenario, changed: Callable[[], None]):
-        """changed: called when a group has become ready."""
+        """changed: called when a group has been finished."""
         self.engines: list[Engine] = []
         self.staleness: Counter[int] = Counter()
         """Versions that a sample's oldest token was behind -> number of trained samples"""
@@ -141,49 +142,45 @@ class Rollouts:
         self.ready: dict[int, Group] = {}
         self._machine, self._scenario, self._changed = machine, scenario, changed
         self._pace = Pace(scenario.groups_per_batch, scenario.max_staleness, scenario.max_groups_in_flight)
-        self._survival = 1.0
-        self._drawn = 0
+        self._numbers = itertools.count()
         self._in_flight: dict[int, Group] = {}
+        self._redo: list[int] = []
         self._waiting: deque[Group] = deque()
         self._dispatching = False
 
     def set_version(self, version: int) -> None:
         """Adopt `version`, which the trainer has made from the last batch, if there was one."""
         self._pace.version, self._pace.handed_out = version, False
-        for index, group in list(self.ready.items()):
-            if self._is_stale(group):
-                self.stale_tokens += self.ready.pop(index).tokens
+        self._redo_stale()
         self._fill()
 
     def take_batch(self) -> bool:
         """Hand out the next batch if it is complete."""
-        if len(self.ready) < self._scenario.groups_per_batch:
+        batch = self._pace.batch([*self._in_flight, *self._redo])
+        if batch is None:
             return False
-        for index in sorted(self.ready)[: self._scenario.groups_per_batch]:
+        for index in batch:
             group = self.ready.pop(index)
             self.staleness[self._pace.version - group.oldest] += len(group.lengths)
             self.trained_tokens += group.tokens
-        self._pace.handed_out = True
+        self._pace.hand_out(batch)
+        self._redo_stale()
         self._fill()
         return True
 
     def finished(self, group: Group) -> None:
         """Handle a group that an engine has generated completely."""
         del self._in_flight[group.index]
-        # Estimated as in the real flow, over about two batches.
-        self._survival += (group.usable - self._survival) / (2 * self._scenario.groups_per_batch)
-        self._survival = max(self._survival, 1 / MAX_SPARES)
-        usable = group.usable and not self._is_stale(group)
-        if usable:
+        self._pace.count(group.usable)
+        if group.usable:
             self.ready[group.index] = group
-        elif group.usable:
-            self.stale_tokens += group.tokens
         else:
             self.unusable_tokens += group.tokens
+        self._pace.add(group.index, group.oldest, group.usable)
+        self._redo_stale(group.index)
         self._fill()
         self.dispatch()
-        if usable:
-            self._changed()
+        self._changed()
 
     def redo(self, groups: list[Group]) -> None:
         """Queue groups again that an engine has lost."""
@@ -199,25 +196,29 @@ class Rollouts:
             self._dispatching = True
             self._machine.at(0.0, None, self._dispatch)
 
-    def _is_stale(self, group: Group) -> bool:
-        return self._pace.version - group.oldest > self._scenario.max_staleness
+    def _redo_stale(self, only: int | None = None) -> None:
+        for index in self._pace.take_stale(self._scenario.max_staleness, only):
+            heapq.heappush(self._redo, index)
+            if index in self.ready:
+                self.stale_tokens += self.ready.pop(index).tokens
 
     def _fill(self) -> None:
-        while len(self._in_flight) < math.ceil((self._pace.wanted() - len(self.ready)) / self._survival):
-            position = len(self.ready) + len(self._in_flight) * self._survival
-            group = self._draw(self._pace.oldest_useful_version(position))
-            self._in_flight[group.index] = group
-            self._waiting.append(group)
+        while True:
+            position = self._pace.position(self._redo[0] if self._redo else None, self._in_flight)
+            if position >= self._pace.wanted():
+                return
+            index = heapq.heappop(self._redo) if self._redo else next(self._numbers)
+            self._in_flight[index] = self._draw(index, self._pace.oldest_useful_version(position))
+            self._waiting.append(self._in_flight[index])
             self.dispatch()
 
-    def _draw(self, min_version: int) -> Group:
+    def _draw(self, index: int, min_version: int) -> Group:
         # A group's lengths depend only on its number, not on the order in which groups are drawn.
-        scenario, random = self._scenario, Random(self._scenario.seed * 1_000_003 + self._drawn)
-        self._drawn += 1
+        scenario, random = self._scenario, Random(self._scenario.seed * 1_000_003 + index)
         center = math.log(scenario.completion_tokens) - scenario.completion_spread**2 / 2
         drawn = [random.lognormvariate(center, scenario.completion_spread) for _ in range(scenario.group_size)]
         lengths = [min(max(round(length), 1), scenario.max_completion_tokens) for length in drawn]
-        return Group(self._drawn - 1, lengths, random.random() < scenario.usable_share, min_version)
+        return Group(index, lengths, random.random() < scenario.usable_share, min_version)
 
     def _dispatch(self) -> None:
         """Send waiting groups, oldest first, to the least loaded engines that may take them."""

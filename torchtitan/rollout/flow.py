@@ -6,7 +6,6 @@ import asyncio
 import heapq
 import json
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from torchtitan.errors import UserError, load_function
 from torchtitan.inference.types import VersionSpan, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
+from torchtitan.rollout.pace import Pace
 from torchtitan.rollout.prompts import PromptStream
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
 
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 SMALLEST_GROUP = 2
 # Rewards that differ by less than this count as equal.
 EQUAL_REWARDS = 1e-9
-# If most groups are dropped, up to this many times the wanted groups are generated at once to compensate.
-MAX_SPARES = 8.0
 # The run stops after this many batches' worth of consecutive groups without any reward.
 BATCHES_WITHOUT_REWARD = 4
 
@@ -38,42 +36,6 @@ BATCHES_WITHOUT_REWARD = 4
 def sample_version(spans: Sequence[VersionSpan]) -> int:
     """Return the version of a sample's oldest token. Raises ValueError for a sample without tokens."""
     return min(span.version for span in spans if span.end > span.start)
-
-
-@dataclass
-class Pace:
-    """Limits how much is generated ahead.
-
-    A group sampled under version w can be trained on up to version w + max_staleness. At trainer version v, new groups
-    can therefore serve only the batches of versions v (unless it has been handed out) to v + max_staleness; any further
-    group would be discarded. With max_staleness 0, this is the on-policy batch alone.
-    """
-
-    groups_per_batch: int
-    max_staleness: int
-    max_groups: int = 0
-    """Maximum number of groups in flight or ready, 0 for no limit; one batch is always allowed"""
-    version: int = 0
-    handed_out: bool = False
-    """The batch of `version` has been handed to the trainer"""
-
-    @property
-    def next_version(self) -> int:
-        """The version at which the next batch will be trained."""
-        return self.version + self.handed_out
-
-    def wanted(self) -> int:
-        """Return how many usable groups may be in flight or ready now."""
-        ahead = self.groups_per_batch * (self.max_staleness + 1 - self.handed_out)
-        return min(ahead, max(self.max_groups, self.groups_per_batch)) if self.max_groups > 0 else ahead
-
-    def oldest_useful_version(self, position: float) -> int:
-        """Return the oldest version under which a new group may be sampled and still be admitted in its turn.
-
-        `position` is the number of usable groups that will be handed out before it.
-        """
-        turn = self.next_version + int(position // self.groups_per_batch)
-        return max(0, min(turn - self.max_staleness, self.version))
 
 
 @dataclass
@@ -86,6 +48,7 @@ class RolloutStatistics:
     per_function: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     turns: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    usable_lengths: list[int] = field(default_factory=list)
     truncated: int = 0
     groups_scored: int = 0
     groups_zero_variance: int = 0
@@ -116,8 +79,9 @@ class RolloutStatistics:
 
     def figures(self, version: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Return all metrics for a batch of `samples` that is handed out at `version`."""
+        trained = [len(sample.completion_ids) for sample in samples]
         rewards = self.rewards or [sample.reward for sample in samples]
-        lengths = self.lengths or [len(sample.completion_ids) for sample in samples]
+        lengths = self.lengths or trained
         truncated = self.truncated if self.lengths else sum(sample.finish_reason == "length" for sample in samples)
         staleness = [version - sample_version(sample.spans) for sample in samples]
         figures = {
@@ -125,6 +89,8 @@ class RolloutStatistics:
             "reward/std": pstdev(rewards),
             "completion/length_mean": fmean(lengths),
             "completion/length_max": float(max(lengths)),
+            "completion/length_trained_mean": fmean(trained),
+            "completion/length_usable_mean": fmean(self.usable_lengths or trained),
             "completion/truncated_fraction": truncated / len(lengths),
             "staleness/mean": fmean(staleness),
             "staleness/max": float(max(staleness)),
@@ -151,7 +117,8 @@ class RolloutFlow:
     """Keeps the actors busy and hands out batches. All methods belong to one asyncio loop.
 
     Every position of the prompt stream is in exactly one state: not drawn yet, being generated, ready, or used up
-    (handed out, or dropped and counted). A saved state has the first three, so a resume neither loses nor repeats one.
+    (handed out, or dropped because it is not usable). A saved state has the first three, so a resume neither loses nor
+    repeats one.
     """
 
     def __init__(
@@ -168,9 +135,7 @@ class RolloutFlow:
         self._running = False
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
-        self._sampled_at: dict[int, int] = {}
         self._redo: list[int] = []
-        self._survival = 1.0
         self._without_reward = 0
         self._kept: ReplaySource | None = None
         """Recorded batches to train on again"""
@@ -178,6 +143,8 @@ class RolloutFlow:
         self._changed = asyncio.Event()
         self._no_completion_s = self._no_group_s = 0.0
         self._progress = 0
+        self._enough_since: float | None = None
+        """When enough groups for the next batch were ready; since then it waits only for earlier ones"""
         self._statistics = self._fresh_statistics()
         name = config.grpo.group_filter
         self._keeps: Callable[[Group], Any] = load_function(name, "grpo.group_filter") if name else lambda group: True
@@ -189,6 +156,7 @@ class RolloutFlow:
         self._running = version + self._config.rollout.max_staleness > last_kept
         self._pace.version, self._pace.handed_out = version, version <= last_kept
         self._groups.rewards.set_step(version)
+        self._redo_stale()
         self._fill()
 
     async def next_batch(self, version: int, timeout_s: float) -> Batch | None:
@@ -205,11 +173,12 @@ class RolloutFlow:
                 raise ValueError(f"a batch for version {version} was asked for, the trainer's is {self._pace.version}")
             if self._kept is not None and version in self._kept.versions:
                 return self._kept.next_batch(version)
-            self._drop_stale(version)
-            if len(self._ready) >= self._batch_groups:
-                return self._hand_out(version)
-            self._fill()
             started = time.monotonic()
+            if len(self._ready) >= self._batch_groups:
+                self._enough_since = self._enough_since or started
+                batch = self._pace.batch([*self._in_flight, *self._redo])
+                if batch is not None:
+                    return self._hand_out(version, batch, started - self._enough_since)
             if started >= deadline:
                 return None
             self._changed.clear()
@@ -259,7 +228,8 @@ class RolloutFlow:
         batches = [kept.read_batch(version) for version in kept.versions]
         used = {group.prompt_index for batch in batches for group in batch.groups}
         for index in used & self._ready.keys():
-            self._remove(index)
+            del self._ready[index]
+            self._pace.remove([index])
         self._redo = sorted(set(self._redo) - used)
         while self._stream.position <= max(used):
             prompt = self._stream.next()
@@ -278,17 +248,16 @@ class RolloutFlow:
         return RolloutStatistics(self._config.rollout.max_completion_tokens)
 
     def _fill(self) -> None:
-        """Send out prompts for as many groups as can be used."""
+        """Send out prompts for as many groups as can be used, starting with those that must be done again."""
         while self._running and self._failure is None:
-            missing = self._pace.wanted() - len(self._ready)
-            if len(self._in_flight) >= math.ceil(missing / self._survival):
+            position = self._pace.position(self._redo[0] if self._redo else None, self._in_flight)
+            if position >= self._pace.wanted():
                 return
             try:
                 prompt = self._take_prompt()
             except UserError as error:
                 self._fail(error)
                 return
-            position = len(self._ready) + len(self._in_flight) * self._survival
             min_version = self._pace.oldest_useful_version(position)
             self._in_flight[prompt.index] = asyncio.create_task(self._make_group(prompt, min_version))
 
@@ -314,6 +283,7 @@ class RolloutFlow:
         finally:
             self._in_flight.pop(prompt.index, None)
         self._fill()
+        self._changed.set()
 
     def _take_in(self, group: Group) -> None:
         """Keep a scored group for the trainer, or drop and count it."""
@@ -334,42 +304,42 @@ class RolloutFlow:
                 "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
                 "environment (environment_failed in events.jsonl)"
             )
-        # Average over about two batches: fast enough to follow the policy, slow enough to ignore single groups.
-        self._survival += (usable - self._survival) / (2 * self._batch_groups)
-        self._survival = max(self._survival, 1 / MAX_SPARES)
+        self._pace.count(usable)
         if usable:
-            self._add(group)
+            self._statistics.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
             self._no_group_s = 0.0
-            self._changed.set()
+        if len(group.samples) >= SMALLEST_GROUP:
+            self._add(group, usable)
+            self._redo_stale(group.prompt_index)
 
-    def _drop_stale(self, version: int) -> None:
-        """Drop the groups that are too stale; they can never be admitted later."""
-        for index, sampled_at in list(self._sampled_at.items()):
-            if version - sampled_at > self._config.rollout.max_staleness:
-                self._statistics.add_gate(self._remove(index), admitted=False)
+    def _redo_stale(self, only: int | None = None) -> None:
+        """Have finished groups sampled again that will be too stale in their turn; only: look at this one."""
+        for index in self._pace.take_stale(self._config.rollout.max_staleness, only):
+            heapq.heappush(self._redo, index)
+            if index in self._ready:
+                self._statistics.add_gate(self._ready.pop(index), admitted=False)
 
-    def _hand_out(self, version: int) -> Batch:
-        groups = [self._remove(index) for index in sorted(self._ready)[: self._batch_groups]]
+    def _hand_out(self, version: int, indices: list[int], straggler_wait_s: float) -> Batch:
+        groups = [self._ready.pop(index) for index in indices]
         for group in groups:
             self._statistics.add_gate(group, admitted=True)
         batch = Batch(version, groups)
         batch.statistics = self._statistics.figures(version, batch.samples) | self._gauges()
-        self._statistics = self._fresh_statistics()
+        batch.statistics["rollout/straggler_wait_s"] = straggler_wait_s
+        self._statistics, self._enough_since = self._fresh_statistics(), None
         if self._journal is not None:
             self._journal.append_batch(batch)
-        self._pace.handed_out = True
+        self._pace.hand_out(indices)
+        self._redo_stale()
         self._no_completion_s = self._no_group_s = 0.0
         self._fill()
         return batch
 
-    def _add(self, group: Group) -> None:
-        self._ready[group.prompt_index] = group
+    def _add(self, group: Group, usable: bool = True) -> None:
+        if usable:
+            self._ready[group.prompt_index] = group
         # The staleness gate considers the stalest sample.
-        self._sampled_at[group.prompt_index] = min(sample_version(sample.spans) for sample in group.samples)
-
-    def _remove(self, index: int) -> Group:
-        del self._sampled_at[index]
-        return self._ready.pop(index)
+        self._pace.add(group.prompt_index, min(sample_version(sample.spans) for sample in group.samples), usable)
 
     def _gauges(self) -> dict[str, float]:
         return {
@@ -384,7 +354,7 @@ class RolloutFlow:
         """Count time for which the trainer waited. Raises UserError when it has waited for too long."""
         self._no_completion_s = self._no_completion_s + seconds if self._groups.progress == self._progress else 0.0
         self._progress = self._groups.progress
-        self._no_group_s += seconds
+        self._no_group_s += seconds if self._enough_since is None else 0.0
         limit = self._config.rollout.data_timeout_s
         if self._no_completion_s > limit:
             actors = ", ".join(f"{name} {state}" for name, state in self._groups.pool.actors.items()) or "none"

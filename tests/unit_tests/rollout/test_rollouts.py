@@ -20,8 +20,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rollout.flow import Pace, has_no_advantage, sample_version
+from torchtitan.rollout.flow import has_no_advantage, sample_version
 from torchtitan.rollout.group_maker import GroupMaker
+from torchtitan.rollout.pace import Pace
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
@@ -209,30 +210,23 @@ def test_actors_that_lag_never_break_the_gate_and_nothing_is_wasted_on_them() ->
     assert max(staleness) == 2
 
 
-def test_groups_that_have_grown_too_old_are_dropped_and_counted() -> None:
-    hold = {"on": True}
-
-    class Slow(FakeActors):
-        async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
-            result = await super().generate(request, min_version)
-            while hold["on"] and request.request_id == "now-1":  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            return result
-
-    actors = Slow()
-    with running(make_config(1), actors) as rollouts:
-        first = take(rollouts, 0)
-        assert 1 not in indices(first)
-        for version in (1, 2):
-            actors.version = version
-            reach(rollouts, version)
-            if version == 2:
-                hold["on"] = False  # group 1 arrives now, sampled under version 0
-                wait_until_quiet(actors)
-            batch = take(rollouts, version)
-            assert 1 not in indices(batch)
-    assert batch.statistics["rollout/groups_stale"] == 1.0
-    assert batch.statistics["rollout/admission_rate"] == 4 / 5
+def test_groups_beyond_an_on_policy_batch_are_too_old_for_the_next_and_are_done_again() -> None:
+    actors = FakeActors()
+    rewards = FakeRewards()
+    rewards.equal = lambda prompt: prompt.index < 8 or prompt.index == 13
+    with running(make_config(0), actors, rewards) as rollouts:
+        batches = [take(rollouts, 0)]
+        wait_until_quiet(actors)
+        spare = len(actors.served) - 9 - BATCH_GROUPS  # usable, but not in the batch
+        actors.version = 1
+        reach(rollouts, 1)
+        batches.append(take(rollouts, 1))
+    assert indices(*batches) == [8, 9, 10, 11, 12, 14, 15, 16] and spare >= BATCH_GROUPS
+    for again in ("now-12", "now-13"):  # also the unusable one, so that a prompt's turn does not depend on its rewards
+        assert [version for request, version in actors.served if request == again] == [0, 1]
+    assert batches[1].statistics["staleness/max"] == 0.0
+    assert sum(batch.statistics["rollout/groups_stale"] for batch in batches) >= spare
+    assert min(batch.statistics["rollout/admission_rate"] for batch in batches) < 1
 
 
 @pytest.mark.parametrize("drop", [True, False])
@@ -431,3 +425,11 @@ def test_pace_never_asks_for_a_version_that_does_not_exist_or_is_too_old(
     # sampled at that version it is admitted in its turn; one version earlier it is not
     assert trained_at - oldest <= max_staleness
     assert oldest == 0 or trained_at - (oldest - 1) > max_staleness
+
+
+def test_ahead_of_time_rather_a_group_too_few_is_sampled_than_one_too_many() -> None:
+    on_policy, ahead = (Pace(4, max_staleness, survival=0.5, ready=[1, 5]) for max_staleness in (0, 1))
+    in_flight = range(6, 22)
+    assert [on_policy.position(index, in_flight) for index in (None, 0, 3, 10)] == [10, 0, 1, 4]
+    # The standard deviation of 16 and of 4 draws with a chance of one half is 2 and 1.
+    assert [ahead.position(index, in_flight) for index in (None, 0, 3, 10)] == [12, 0, 1, 5]

@@ -1,0 +1,108 @@
+"""How far ahead groups are generated, and which of them make up a batch. The rollouts and the simulator share it."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+# If most groups are dropped, up to this many times the wanted groups are generated at once to compensate.
+MAX_SPARES = 8.0
+
+
+@dataclass
+class Pace:
+    """Limits how much is generated ahead, and forms batches in the order of the prompts.
+
+    A group sampled under version w can be trained on up to version w + max_staleness. At trainer version v, new groups
+    can therefore serve only the batches of versions v (unless it has been handed out) to v + max_staleness; any further
+    group would be discarded. With max_staleness 0, this is the on-policy batch alone.
+
+    A batch is the first usable groups in prompt order, whichever finish first: otherwise prompts with short completions
+    would be trained on more often.
+    """
+
+    groups_per_batch: int
+    max_staleness: int
+    max_groups: int = 0
+    """Maximum number of groups in flight or ready, 0 for no limit; one batch is always allowed"""
+    version: int = 0
+    handed_out: bool = False
+    """The batch of `version` has been handed to the trainer"""
+    survival: float = 1.0
+    """Estimated share of groups that are usable"""
+    sampled_at: dict[int, int] = field(default_factory=dict)
+    """Prompt index of each finished group that is not used up -> version of its oldest token"""
+    ready: list[int] = field(default_factory=list)
+    """The usable ones, ascending"""
+
+    @property
+    def next_version(self) -> int:
+        """The version at which the next batch will be trained."""
+        return self.version + self.handed_out
+
+    def wanted(self) -> int:
+        """Return how many usable groups may be in flight or ready now."""
+        ahead = self.groups_per_batch * (self.max_staleness + 1 - self.handed_out)
+        return min(ahead, max(self.max_groups, self.groups_per_batch)) if self.max_groups > 0 else ahead
+
+    def add(self, index: int, sampled_at: int, usable: bool) -> None:
+        """Take in a finished group, by prompt index; sampled_at: the version of its oldest token."""
+        self.sampled_at[index] = sampled_at
+        if usable:
+            bisect.insort(self.ready, index)
+
+    def remove(self, indices: Collection[int]) -> None:
+        """Forget these finished groups."""
+        for index in indices:
+            del self.sampled_at[index]
+        self.ready = [index for index in self.ready if index in self.sampled_at]
+
+    def count(self, usable: bool) -> None:
+        """Take a finished group into the estimate."""
+        # Average over about two batches: fast enough to follow the policy, slow enough to ignore single groups.
+        self.survival += (usable - self.survival) / (2 * self.groups_per_batch)
+        self.survival = max(self.survival, 1 / MAX_SPARES)
+
+    def position(self, index: int | None, in_flight: Collection[int]) -> float:
+        """Return how many usable groups are expected to be handed out before the group of this prompt index; None: a
+        new prompt."""
+        finished = len(self.ready) if index is None else bisect.bisect(self.ready, index)
+        count = len(in_flight) if index is None else sum(one < index for one in in_flight)
+        expected = count * self.survival
+        if self.max_staleness:
+            # A group too many would be sampled twice, and one too few can still be sampled in time: allow for one
+            # standard deviation. On policy, a missing group delays the batch by its whole time.
+            expected = min(count, expected + math.sqrt(expected * (1 - self.survival)))
+        return finished + expected
+
+    def turn(self, position: float) -> int:
+        """Return the version at which a group is trained on if `position` usable groups are handed out before it."""
+        return self.next_version + int(position // self.groups_per_batch)
+
+    def oldest_useful_version(self, position: float) -> int:
+        """Return the oldest version under which a new group may be sampled and still be admitted in its turn."""
+        return max(0, min(self.turn(position) - self.max_staleness, self.version))
+
+    def batch(self, unfinished: Iterable[int]) -> list[int] | None:
+        """Return the next batch; None if it is not complete, or if a group before its last is not finished."""
+        first = self.ready[: self.groups_per_batch]
+        complete = len(first) == self.groups_per_batch and first[-1] < min(unfinished, default=math.inf)
+        return first if complete else None
+
+    def hand_out(self, batch: list[int]) -> None:
+        """Note that the trainer has this batch. With it, all groups before its last are used up."""
+        self.handed_out = True
+        self.remove([index for index in self.sampled_at if index <= batch[-1]])
+
+    def take_stale(self, max_staleness: int, only: int | None = None) -> list[int]:
+        """Forget and return the groups that will be too stale in their turn; only: look at this one.
+
+        Unusable groups are among them: if only the usable ones were sampled again, prompts that are rarely usable would
+        be trained on even more rarely.
+        """
+        turns = {i: self.turn(bisect.bisect_left(self.ready, i)) for i in (self.sampled_at if only is None else [only])}
+        stale = [index for index, turn in turns.items() if turn - self.sampled_at[index] > max_staleness]
+        self.remove(stale)
+        return stale
