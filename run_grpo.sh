@@ -13,6 +13,9 @@
 # Arguments go to the trainer: --section.key value, --dry-run, --help. Exit code 2: the configuration is wrong.
 set -euo pipefail
 
+# It asks a run for an export, and must not end what comes before the run.
+trap '' USR1
+
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ngpu="${NGPU:-1}"
 config_file="${CONFIG_FILE:-$root/train_configs/debug_cpu.toml}"

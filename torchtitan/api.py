@@ -192,8 +192,9 @@ def train(
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal. Call it in the main thread.
 
-    SIGINT and SIGTERM save and end the run; a second one ends the process. The previous handlers are then restored, and
-    KeyboardInterrupt (after SIGTERM SystemExit) is raised, whose attribute `run` is the Run: a loop of runs ends, too.
+    SIGINT, SIGTERM and SIGHUP save and end the run; a second one ends the process. The previous handlers are then
+    restored, and KeyboardInterrupt (after the others SystemExit) is raised, whose attribute `run` is the Run: a loop of
+    runs ends, too.
 
     Args:
         config: a TOML file (or the name of a shipped one, such as "debug_cpu"), a dict of its tables, or a JobConfig.

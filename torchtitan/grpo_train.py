@@ -20,6 +20,7 @@ from torchtitan.errors import another_package
 if said := another_package():
     sys.exit(said)
 
+import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from torchtitan.config.reading import read_command_line
 from torchtitan.errors import BROKEN_OFF, DISK_ERRORS, UserError
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import ready, validated
+from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.utils.machine import leave
 
@@ -105,6 +107,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry_point() -> NoReturn:
     """`torchtitan-grpo`, and `python -m torchtitan.grpo_train`."""
+    if LAUNCHER_VARIABLE in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        # A launcher that is killed cannot end its ranks. The run saves, if EXIT_SECONDS are enough for that.
+        end_with_parent(int(os.environ.get(LAUNCHER_VARIABLE, os.getppid())))
     try:
         code = main()
     except KeyboardInterrupt:

@@ -127,7 +127,7 @@ class Checkpoint:
     """Type of the exported weights; auto is the type in config.json of model.hf_assets_path, or else training.dtype"""
 
     save_deadline_s: Annotated[float, Range(0, MAX_SAVE_DEADLINE_S, low_open=True)] = 60.0
-    """After SIGTERM or SIGINT, the run saves and exits within this time"""
+    """After SIGTERM, SIGINT or SIGHUP, the run saves and exits within this time"""
 
 
 @dataclass(config=TABLE)

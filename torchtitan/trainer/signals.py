@@ -1,6 +1,7 @@
 """Signals as flags that the training loop checks between two steps.
 
-SIGTERM and SIGINT request a save and a clean exit; a second one exits at once. SIGUSR1 requests a Hugging Face export.
+SIGTERM, SIGINT and SIGHUP (unless it is ignored, as under nohup) request a save and a clean exit; a second one exits at
+once. SIGUSR1 requests a Hugging Face export.
 The first stop signal starts a deadline, so that a hanging save cannot keep the process alive.
 """
 
@@ -30,16 +31,20 @@ class SignalFlags:
         self.leads = leads
         self._way = "saving and exiting" if saves else "exiting without a checkpoint (checkpoint.enable = false)"
         self.stop_signal: int | None = None
-        """Number of the first SIGTERM or SIGINT"""
+        """Number of the first SIGTERM, SIGINT or SIGHUP"""
         self._stopped_at = 0.0
         self._export = False
         self._finished = threading.Event()
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> SignalFlags:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._on_stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_stop)
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_export)
+        # The launcher has blocked it until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -72,6 +77,11 @@ class SignalFlags:
             self._begin_stop(signal.SIGTERM)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            # Whoever writes to a terminal that is gone fails; the save must not.
+            with open(os.devnull, "wb") as nowhere:
+                for descriptor in self._terminals:
+                    os.dup2(nowhere.fileno(), descriptor)
         if not self.leads and not self._stopped_at:
             self._stopped_at = time.monotonic()
         elif self.leads and self.stop_signal is None:

@@ -1,6 +1,6 @@
 """A process that works for this one: its start, its log, the port that it reports, and its end.
 
-A parent that is killed stops nothing: its children end by themselves (utils/child_process.py).
+A parent that is killed stops nothing: its children, and a launcher's ranks, end by themselves (end_with_parent).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ TORCHRUN_VARIABLES = (
 # Names one launch, over every restart of its ranks and every requeue of its job: what has started before goes on.
 # A path is the link to its run folder itself.
 LAUNCH_VARIABLE = "TORCHTITAN_LAUNCH"
+# The process id of the launcher, for its ranks: they end with it.
+LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHER"
 # Which rank was lost, for those that are started again because of it.
 LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"
 PARENT_CHECK_SECONDS = 1.0
@@ -47,7 +49,8 @@ def child_environment(threads: int, **extra: str) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in (*TORCHRUN_VARIABLES, LAUNCH_VARIABLE, LOSS_VARIABLE) and not name.startswith("TORCHELASTIC_")
+        if name not in (*TORCHRUN_VARIABLES, LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE)
+        and not name.startswith("TORCHELASTIC_")
     }
     here = str(Path(torchtitan.__file__).parent.parent)
     existing = environment.get("PYTHONPATH")
@@ -229,13 +232,20 @@ def end_with_parent(parent: int, whole_group: bool = False) -> None:
 
     def alive() -> bool:
         # Unlike the number, parenthood cannot be taken over by a new process.
-        return os.getppid() == parent if is_our_parent else psutil.pid_exists(parent)
+        if is_our_parent:
+            return os.getppid() == parent
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(parent).status() != psutil.STATUS_ZOMBIE)
+        return False
 
     def watch() -> None:
         while alive():
             time.sleep(PARENT_CHECK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(EXIT_SECONDS)
+        for descendant in _descendants(os.getpid()):  # they would wait for us to end before they do
+            with contextlib.suppress(psutil.Error):
+                descendant.kill()
         if whole_group and os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)

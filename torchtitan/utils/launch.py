@@ -3,8 +3,8 @@
     python -m torchtitan.utils.launch <torchrun's arguments>
 
 torchrun answers every failure of a rank with exit code 1, and every signal with a traceback. Here a failed rank's own
-exit code is carried through, and a signal ends in 128 + its number once the ranks have gone. Its folder among the
-temporary files goes with it, unless `--log-dir` names another.
+exit code is carried through, and a signal ends in 128 + its number once the ranks have gone. SIGUSR1 is passed on to
+the ranks. Its folder among the temporary files goes with it, unless `--log-dir` names another.
 
 With `--max-restarts N` all ranks are started again up to N times after one was killed or broke off. The run knows by
 LAUNCH_VARIABLE that it has been started before, and goes on where it was (trainer/run_dir.py).
@@ -18,26 +18,32 @@ import sys
 if __name__ == "__main__":
     # Ctrl-C while the rest is imported, or before there is a run that answers it.
     signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
+    # Threads and ranks inherit this: a request for an export waits until somebody takes it, and ends nobody.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 from torchtitan.errors import another_package
 
 if said := another_package():
     sys.exit(said)
 
+import contextlib
 import os
 import tempfile
+import threading
+from types import FrameType
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
 from torchtitan.errors import BROKEN_OFF
-from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
+from torchtitan.utils.child_process import LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE
 
 # Ranks leave within checkpoint.save_deadline_s (at most 600) by themselves; torchrun's SIGKILL is only the backstop.
 SHUTDOWN_TIMEOUT_S = 630
@@ -47,6 +53,14 @@ FINAL_CODES = (1, 2)
 
 class Agent(local_elastic_agent.LocalElasticAgent):
     """torchrun's own, which restarts only where another try may help, and tells the ranks why."""
+
+    ranks: tuple[int, ...] = ()
+    """Process ids"""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        started: dict[int, int] = super()._start_workers(worker_group)
+        Agent.ranks = tuple(started.values())
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -63,7 +77,12 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 def main(arguments: list[str]) -> int:
     """Run torchrun with these arguments and return the exit code."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    processes._terminate_process_handler = _stop
+    threading.Thread(target=_pass_on, name="pass-on", daemon=True).start()
     parsed = parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
@@ -90,12 +109,27 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _stop(signum: int, frame: FrameType | None) -> None:
+    """As torchrun's own handler, but a terminal that closes may say so twice, and the second would end us at once."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise SignalException(f"stopped by {signum}", sigval=signal.Signals(signum))
+
+
+def _pass_on() -> None:
+    while True:
+        number = signal.sigwait({signal.SIGUSR1})
+        for rank in Agent.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, number)
+
+
 def _end_of(code: int) -> str:
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def _say(text: str) -> None:
-    print(f"[launch] {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"[launch] {text}\n".encode())
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ sys.exit(flags.exit_code)
 """
 
 
-def start(deadline_s: float, saving_s: float, saves: bool = True) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", CHILD, str(deadline_s), str(saving_s), str(saves)]
+def start(deadline_s: float, saving_s: float, saves: bool = True, *, by: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    arguments = [*by, sys.executable, "-c", CHILD, str(deadline_s), str(saving_s), str(saves)]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -86,6 +86,17 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
     finally:
         process.kill()
     assert code == -signal.SIGINT and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("by", "ended_by"), [((), signal.SIGHUP), (("nohup",), signal.SIGTERM)])
+def test_a_hangup_saves_unless_it_is_to_be_ignored(by: tuple[str, ...], ended_by: signal.Signals) -> None:
+    process = start(deadline_s=PATIENCE_S, saving_s=0, by=by)
+    process.send_signal(signal.SIGHUP)
+    if by:
+        process.send_signal(signal.SIGTERM)
+    code, output, errors = finish(process)
+    assert code == 128 + ended_by and "saved" in output
+    assert ("SIGHUP" in errors) != bool(by)
 
 
 def test_second_signal_leaves_at_once() -> None:
