@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S, asynchronous, eventually
+from torchtitan.rollout.gateway import server as server_module
 from torchtitan.rollout.gateway.server import serve
 
 
@@ -24,6 +25,32 @@ async def serving(folder: Path) -> AsyncIterator[int]:
         server.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await server
+
+
+@asynchronous
+async def test_half_open_connections_are_closed_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "HEADERS_SECONDS", 0.5)
+    async with serving(tmp_path) as port, contextlib.AsyncExitStack() as closing:
+
+        async def connect(data: bytes) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            closing.callback(writer.close)
+            writer.write(data)
+            writers.append(writer)
+            return reader
+
+        writers: list[asyncio.StreamWriter] = []
+        request = b"GET /nothing HTTP/1.1\r\nHost: x\r\n"
+        spoken = await connect(request + b"\r\n")
+        assert b" 404 " in await spoken.readline()
+        silent = [await connect(data) for data in (b"", request) for _ in range(100)]
+        for reader in silent:
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        writers[0].write(request + b"\r\n")
+        await asyncio.wait_for(spoken.readuntil(b" 404 "), PATIENCE_S)
 
 
 async def answer_to(port: int, data: bytes) -> bytes:
