@@ -106,8 +106,8 @@ def test_the_launcher_starts_ranks_again_unless_a_person_must_change_something_a
 
 def test_a_launcher_whose_first_machine_is_gone_says_so_without_a_traceback(tmp_path: Path) -> None:
     meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--master-addr", "127.0.0.1"]
-    meeting += ["--master-port", str(free_ports(1)), "--no-python", "bash", "-c"]
-    left = f"until [[ -e {tmp_path}/gone ]]; do sleep 0.1; done; exit 75"
+    meeting += ["--master-port", str(free_ports(1)), "--role", "rank", "--tee", "3", "--no-python", "bash", "-c"]
+    left = f"echo here >&2; until [[ -e {tmp_path}/gone ]]; do sleep 0.1; done; exit 75"
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "torchtitan.utils.launch", "--node-rank", str(node), *meeting, program],
@@ -125,7 +125,7 @@ def test_a_launcher_whose_first_machine_is_gone_says_so_without_a_traceback(tmp_
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [2, 75]
-    assert "that of rank 0 has ended" in errors and "Traceback" not in errors
+    assert "[rank1]:here" in errors and "that of rank 0 has ended" in errors and "Traceback" not in errors
 
 
 def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -> None:

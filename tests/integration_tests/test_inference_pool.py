@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections import Counter
@@ -23,6 +24,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference import actor_parts
 from torchtitan.inference.client import base_url
+from torchtitan.inference.parity import ParityGuard
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.utils.json_lines import EventLog, read_json_lines
@@ -292,6 +294,34 @@ async def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet
         dead.unlink()
         assert await redone
         assert pool.statistics == Counter(requests_redone=1)
+
+
+@pytest.mark.parametrize("first", ["an actor's supervision", "the guard"])
+def test_a_full_disk_ends_the_wait_for_an_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """Whoever is the first to write an event there: it is one and the same message."""
+    full = asyncio.Event()
+
+    async def run(guard: ParityGuard, _actors: object) -> None:
+        await full.wait()
+        guard._events.write("any")
+
+    @asynchronous
+    async def scenario() -> None:
+        async with running(make_config(num_actors=1), tmp_path) as pool:
+            waiting = asyncio.create_task(pool.generate(request(0), VERSION + 1))
+            await eventually(lambda: bool(pool._waiting))
+            pool._events.path = Path("/dev/full")
+            if first == "the guard":
+                full.set()
+            else:
+                os.kill(process_ids(pool)["actor-0"], signal.SIGKILL)
+            for call in (waiting, pool.generate(request(1))):
+                with pytest.raises(OSError, match="/dev/full") as caught:
+                    await asyncio.wait_for(call, PATIENCE_S)
+                assert caught.value.errno == errno.ENOSPC
+
+    monkeypatch.setattr(ParityGuard, "run", run)
+    scenario()
 
 
 @asynchronous

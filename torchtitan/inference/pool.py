@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
+from torchtitan.errors import DISK_ERRORS, UserError
 from torchtitan.inference.actor import Actor, ActorState
 from torchtitan.inference.actor_parts import ActorProcess
 from torchtitan.inference.actor_parts import make_client as make_engine_client
@@ -129,6 +129,8 @@ class InferencePool:
             await asyncio.gather(*(actor.check_token() for actor in self._actors))
         self._guard = asyncio.create_task(self._parity.run(self._actors))
         self._tasks = [*(asyncio.create_task(actor.supervise()) for actor in self._actors), self._guard]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     def _client_of(self, key: str, url: str) -> ActorClient:
         return self._make_client(url, key)
@@ -182,10 +184,11 @@ class InferencePool:
         Raises:
             UserError: all actors have been given up, the request was refused, or it failed on
                 1 + inference.max_retries actors.
+            OSError: the disk is full, so an actor's supervision or the comparison of weights has ended.
         """
         failures: list[str] = []
         while True:
-            self._check_guard()
+            self._check_tasks()
             actor = await self._acquire(request.sampling.n, min_version, shares)
             try:
                 return await actor.generate(request)
@@ -212,10 +215,23 @@ class InferencePool:
                 logger.error("an actor's supervision had failed: %r", result)
         await asyncio.gather(*(actor.close() for actor in self._actors))
 
-    def _check_guard(self) -> None:
-        """Raises UserError where the guard against stale and torn weights has failed."""
-        guard = self._guard
-        if guard is not None and guard.done() and not guard.cancelled() and (error := guard.exception()) is not None:
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        """Tell those that wait: there may be no actor left that could take them."""
+        try:
+            self._check_tasks()
+        except (OSError, UserError) as error:
+            for waiter in self._waiting:
+                if not waiter.actor.done():
+                    waiter.actor.set_exception(error)
+
+    def _check_tasks(self) -> None:
+        """Raises OSError where a full disk has ended a supervision or the guard, whichever was first, and UserError
+        where the guard against stale and torn weights has failed otherwise."""
+        ended = [task for task in self._tasks if task.done() and not task.cancelled()]
+        for error in [task.exception() for task in ended]:
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise error
+        if self._guard in ended and (error := self._guard.exception()) is not None:
             raise UserError(
                 f"the actors' weights are no longer compared with the trainer's ({error!r}) and could be stale or "
                 "torn. Resume from the last checkpoint; weight_sync.verify = off trains without this check"

@@ -443,14 +443,15 @@ def _check_files(check: Check) -> None:
     if resume:
         folder = dump_folder / "latest" if resume == "latest" else Path(resume)
         checkpoints = folder / config.checkpoint.folder
-        runs = [run for run in dump_folder.glob("*") if not run.is_symlink()]
-        found = sorted(str(run) for run in runs if any((run / config.checkpoint.folder).glob("step-*")))
-        others = f"; runs with checkpoints: {', '.join(found[-5:]) or 'none in job.dump_folder'}"
-        if not folder.is_dir():
-            what = f"{folder} is a link to nothing" if folder.is_symlink() else f"there is no run folder {folder}"
+        if not any(checkpoints.glob("step-*")):
+            what = f"there is no checkpoint in {checkpoints}"
+            if not folder.is_dir():
+                what = f"{folder} is a link to nothing" if folder.is_symlink() else f"there is no run folder {folder}"
+            # A folder of thousands of runs takes long to look through.
+            runs = [run for run in dump_folder.glob("*") if not run.is_symlink()]
+            found = sorted(str(run) for run in runs if any((run / config.checkpoint.folder).glob("step-*")))
+            others = f"; runs with checkpoints: {', '.join(found[-5:]) or 'none in job.dump_folder'}"
             refuse("checkpoint.resume", True, what + others)
-        elif not any(checkpoints.glob("step-*")):
-            refuse("checkpoint.resume", True, f"there is no checkpoint in {checkpoints}{others}")
     else:
         refuse("checkpoint.load_step", config.checkpoint.load_step != -1, "needs checkpoint.resume")
     no_wandb = config.metrics.enable_wandb and find_spec("wandb") is None

@@ -77,6 +77,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 def main(arguments: list[str]) -> int:
     """Run torchrun with these arguments and return the exit code."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    # torchrun counts the ranks of each machine from 0.
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup

@@ -38,8 +38,9 @@ def test_a_checkpoint_that_lacks_something(
     assert message in caught.value.problems[0]
 
 
-def test_resume_and_replay_folders_are_found(write_config: WriteConfig) -> None:
-    arguments = write_config()
+def test_resume_and_replay_folders_are_found(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, asked, glob = write_config(), [], Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: (asked.append(path), glob(path, pattern))[1])
     Path("outputs/run-1/checkpoint/step-4").mkdir(parents=True)
     Path("outputs/latest").symlink_to("run-1")
     Path("outputs/run-1/journal.jsonl").touch()
@@ -49,6 +50,8 @@ def test_resume_and_replay_folders_are_found(write_config: WriteConfig) -> None:
         assert config.checkpoint.resume == folder
         # The link will soon be this run's.
         assert config.rollout.replay == str(Path("outputs/run-1").resolve())
+    # There may be thousands of other runs.
+    assert asked and Path("outputs") not in asked
 
 
 def test_a_broken_link_to_the_latest_run_names_the_runs_that_are_there(write_config: WriteConfig) -> None:
