@@ -6,11 +6,12 @@
 #       --model.hf_assets_path /models/Qwen3-0.6B --job.dump_folder /runs
 #
 # /dev/shm (--shm-size): NCCL between ranks of one machine, and of an engine on several GPUs one version of the weights.
-#   CUDA            of the base image; torch and the engines bring their own libraries, the host its driver
+#   BASE            the base image; with its digest (IMAGE@sha256:…) every build has the same one. torch and the engines
+#                   bring their own CUDA libraries, the host its driver
 #   TORCH_BACKEND   torch's build: cu130 needs a driver of 580 or newer, cu128 and cu126 are for older ones
 #   ENGINE          vllm, sglang or empty
-ARG CUDA=12.8.1
-FROM nvidia/cuda:${CUDA}-base-ubuntu24.04
+ARG BASE=nvidia/cuda:12.8.1-base-ubuntu24.04
+FROM ${BASE}
 
 ARG TORCH_BACKEND=cu128
 ARG ENGINE=vllm
@@ -33,7 +34,7 @@ COPY scripts ./scripts
 COPY benchmarks ./benchmarks
 COPY tests ./tests
 COPY run_grpo.sh ./
-RUN TORCH_BACKEND="$TORCH_BACKEND" scripts/setup_env.sh data,test \
+RUN LOCKED=1 TORCH_BACKEND="$TORCH_BACKEND" scripts/setup_env.sh data,test \
     && if [ -n "$ENGINE" ]; then scripts/install_engine.sh "$ENGINE"; fi \
     && mkdir outputs /runs \
     && chown trainer outputs /runs

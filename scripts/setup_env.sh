@@ -11,6 +11,7 @@
 #   TORCH_VERSION=2.13.0    the torch to install if there is none
 #   TORCH_BACKEND=…         its build: cpu, auto (what the NVIDIA driver can run) or a CUDA such as cu128. Default:
 #                           torch's default build with driver 580 or newer, auto with an older one, cpu without a driver
+#   LOCKED=1                first the versions of requirements.lock, with the extras data and test; pip checks their hashes
 #   ALLOW_CUDA_TORCH=1      without an NVIDIA driver: install a CUDA build (gigabytes) if there is no CPU build
 
 SETUP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -105,6 +106,11 @@ setup_install() { # $1: the interpreter, $2: extras
         setup_install_torch "$1" || return 1
     fi
     setup_say "torch $("$1" -W ignore -c 'import torch; v = torch.version; print(torch.__version__, "(CUDA build)" if v.cuda else "(CPU build)")')"
+    if [[ "${LOCKED:-0}" == 1 ]]; then
+        setup_say "installing the versions of scripts/requirements.lock"
+        "$1" -m pip install -qq --no-compile --no-deps --require-hashes -r "$SETUP_ROOT/scripts/requirements.lock" >&2 ||
+            return 1
+    fi
     setup_say "installing this checkout${2:+ with the extras $2} and its requirements"
     (cd "$SETUP_ROOT" && "$1" -m pip install -qq --no-compile --editable ".${2:+[$2]}" >&2) || return 1
     # If Python may not write bytecode, every process would compile torch again and take twice as long to start.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts.check_environment import read_requirements
+from tests.patience import PATIENCE_S
 from torchtitan.config.reading import read_command_line
 from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.validate import validated
@@ -60,6 +64,55 @@ def test_pods_find_each_other_and_the_run_is_valid(tmp_path: Path, monkeypatch: 
     shared = server["resources"]["limits"]["nvidia.com/gpu"]
     assert f"--servers {shared} " in server["args"][0] and config.inference.tensor_parallel_size == shared
     assert config.inference.backend in ("vllm", "sglang") and config.job.config_file in server["args"][0]
+
+
+def test_pods_have_no_more_rights_than_they_need() -> None:
+    manifest = read_manifest()
+    for kind, name in (("Job", "grpo-train"), ("StatefulSet", "grpo-serve")):
+        template = manifest[kind, name]["template"]
+        pod, allowed = template["spec"], manifest["NetworkPolicy", name]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert allowed["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+        assert allowed["policyTypes"] == ["Ingress"] and all(rule["from"] for rule in allowed["ingress"])
+        for container in pod["containers"]:
+            # None could send the token of /health.
+            assert all("httpGet" not in value for key, value in container.items() if key.endswith("Probe"))
+
+
+def test_actions_are_named_by_commit() -> None:
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r"uses: (\S+)", text) == re.findall(r"uses: (\S+@[0-9a-f]{40}) # v", text)
+
+
+def test_the_lock_has_every_requirement_with_hashes() -> None:
+    from packaging.requirements import Requirement
+
+    locked: dict[str, list[Requirement]] = {}
+    for line in (ROOT / "scripts/requirements.lock").read_text().splitlines():
+        text, *hashes = line.split(" --hash=")
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), text
+        requirement = Requirement(text)
+        locked.setdefault(requirement.name, []).append(requirement)
+    # Their build depends on the machine.
+    assert not [name for name in locked if re.match("torch|triton|nvidia-|cuda-", name)]
+    for wanted in map(Requirement, read_requirements(["data", "test"])):
+        versions = [str(one.specifier).removeprefix("==") for one in locked.get(wanted.name, [])]
+        assert wanted.name == "torch" or (versions and all(map(wanted.specifier.contains, versions))), wanted
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_locked_set_up_has_pip_check_hashes_first(tmp_path: Path, locked: bool) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    python.chmod(0o755)
+    command = f"source {ROOT}/scripts/setup_env.sh; setup_install {python} data"
+    environment = {**os.environ, "LOCKED": "1" if locked else ""}
+    subprocess.run(["bash", "-c", command], env=environment, timeout=PATIENCE_S, check=True)
+    installed = [line for line in calls.read_text().splitlines() if "pip install" in line]
+    assert installed[-1].endswith("--editable .[data]")
+    checked = f"--no-deps --require-hashes -r {ROOT}/scripts/requirements.lock"
+    assert [line.endswith(checked) for line in installed[:-1]] == [True] * locked
 
 
 def test_the_image_gets_what_it_copies() -> None:
