@@ -7,6 +7,7 @@ import difflib
 import errno
 import functools
 import importlib
+import signal
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,6 +54,15 @@ def another_package() -> str:
         "files of torchtitan-grpo: pip uninstall torchtitan torchtitan-grpo and install torchtitan-grpo anew, or give "
         "each an environment of its own"
     )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a rank that ends with this error."""
+    if isinstance(error, UserError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return UserError.exit_code if isinstance(error, OSError) and error.errno in DISK_ERRORS else BROKEN_OFF
 
 
 def load_object(name: str, what: str) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.utils.json_lines import JsonLines, JsonTail, write_whole
-from torchtitan.utils.logs import log_to
+from torchtitan.utils.logs import SafeFormatter, log_to
 
 if TYPE_CHECKING:
     from torchtitan.rollout.tokenizer import Tokenizer
@@ -120,7 +121,7 @@ class MetricsLogger:
 
     def _write(self, figures: dict[str, Figure]) -> dict[str, Figure]:
         row = {name: finite(value) for name, value in figures.items()}
-        self._rows.write(row)
+        self._rows.write({"step": row["step"], "time": round(time.time(), 3)} | row)
         numbers = {name: value for name, value in row.items() if value is not None and name != "step"}
         for board in self._boards:
             board(numbers, int(row["step"] or 0))
@@ -270,6 +271,7 @@ def set_up_logging(run_dir: Path, rank: int) -> None:
     ]
     line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
     log_to(handlers, logging.WARNING, line, "%H:%M:%S")
+    handlers[1].setFormatter(SafeFormatter(line))  # files outlive the day
     logging.getLogger("torchtitan").setLevel(logging.INFO)
 
 

@@ -89,6 +89,7 @@ def report_page(run_dir: Path) -> str:
         name=run_dir.resolve().name,
         style=_resource("style.css"),
         headline=_headline(configuration, steps),
+        ending=_ending(events),
         cards=_cards(steps, evaluations),
         rows=steps or evaluations,
         plots=run_plots(rows),
@@ -115,6 +116,25 @@ def description_of(configuration: str) -> str:
 def _headline(configuration: str, steps: list[Row]) -> str:
     written = "written " + time.strftime("%Y-%m-%d %H:%M:%S")
     return " · ".join(filter(None, (description_of(configuration), f"{len(steps)} steps", written)))
+
+
+def _ending(events: list[Row]) -> tuple[str, str]:
+    """Return a style (good, bad or open) and a line on how the newest launch ended, and what it was made with."""
+    told = [event for event in events if event.get("kind") in ("run_started", "run_ended")]
+    started = next((event for event in reversed(told) if event["kind"] == "run_started"), None)
+    if started is None:
+        return "", ""
+    made = ", ".join(filter(None, [str(started.get("program", "")), str(started.get("commit", ""))[:12]]))
+    about = f"started {_moment(started)} on {started.get('host')} ({made}, torch {started.get('torch')})"
+    if told[-1] is started:
+        return "open", f"No end is recorded: the run goes on, or it was killed. It was {about}."
+    code, reason = told[-1].get("code"), told[-1].get("reason")
+    text = f"Ended {_moment(told[-1])} after version {told[-1].get('version')} with exit code {code}: {reason}"
+    return "bad" if code else "good", f"{text.rstrip('.')}. It was {about}."
+
+
+def _moment(event: Row) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
 
 
 def _cards(steps: list[Row], evaluations: list[Row]) -> list[tuple[str, str]]:
@@ -166,7 +186,7 @@ def _evaluation(evaluations: list[Row]) -> tuple[list[str], Lines]:
 
 def _summary(steps: list[Row]) -> Lines:
     lines: Lines = []
-    for name in dict.fromkeys(name for row in steps for name in row if name != "step"):
+    for name in dict.fromkeys(name for row in steps for name in row if name not in ("step", "time")):
         values = [row[name] for row in steps if row.get(name) is not None]
         if values:
             lines.append([name, values[0], values[-1], sum(values) / len(values), min(values), max(values)])
@@ -179,9 +199,8 @@ def _completion(row: Row) -> list[Any]:
 
 
 def _event(event: Row) -> list[Any]:
-    moment = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
     details = "  ".join(f"{name}={value}" for name, value in event.items() if name not in ("time", "kind"))
-    return [moment, str(event.get("kind")), details]
+    return [_moment(event), str(event.get("kind")), details]
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

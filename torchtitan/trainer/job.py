@@ -8,11 +8,13 @@ import json
 import logging
 import math
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ from torchtitan.config.job_config import JobConfig, Profiling
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, exit_code_of
 from torchtitan.inference.colocated.pool import Round
 from torchtitan.inference.colocated.vllm_engine import open_replica
 from torchtitan.models.batch_invariance import said_of
@@ -47,6 +49,7 @@ from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, mint_
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
+from torchtitan.utils.provenance import provenance
 from torchtitan.weight_sync.facade import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -68,19 +71,44 @@ class Job:
         self._waited = self._probe_s = 0.0
         self._stepped = self._done = False
         self._failure: UserError | None = None
+        self._events: EventLog | None = None
+        """On rank 0, once the start of the run is recorded there"""
         self._mismatch: UserError | None = None
         """Why the run must not go on, known on every rank"""
 
     def __enter__(self) -> Job:
         try:
             self._build()
-        except BaseException:
-            self._closing.close()
+        except BaseException as error:
+            self._end(error)
             raise
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Record why the run ends, and take its parts down; the report, which says it too, is drawn then."""
+        if self._events is not None:
+            code, reason = self._outcome(error)
+            with contextlib.suppress(OSError):
+                level = logging.WARNING if code else logging.INFO
+                self._events.write("run_ended", level=level, code=code, reason=reason, version=self.version)
         self._closing.close()
+
+    def _outcome(self, error: BaseException | None) -> tuple[int, str]:
+        """Return the exit code of this rank, and why it ends."""
+        if error is not None:
+            return exit_code_of(error), str(error) if isinstance(error, UserError) else repr(error)
+        if self.signals.stop_signal is not None:
+            return self.exit_code, f"stopped by {signal.Signals(self.signals.stop_signal).name}"
+        trained = self.version >= self.config.training.steps
+        return self.exit_code, "all steps are trained" if trained else "eval.stop_at is reached"
+
+    def _record_start(self, events: EventLog) -> None:
+        self._events = events
+        facts: dict[str, Any] = {"version": self.version, "ranks": device.world_size(), **provenance()}
+        events.write("run_started", **facts)
 
     @property
     def exit_code(self) -> int:
@@ -307,6 +335,8 @@ class Job:
             events = EventLog(self.run_dir / "events.jsonl")
             journal = Journal(self.run_dir, config.rollout.journal_max_mb << 20, self._trains_again_from)
             self._closing.callback(journal.close)
+            if start.load_step is None:
+                self._record_start(events)  # a resume may still be refused, which leaves the folder as it was
             if active := faults.active():
                 events.write("fault_injection_is_on", level=logging.WARNING, faults=injection.faults or active)
             if config.metrics.live_port:
@@ -360,6 +390,8 @@ class Job:
             if restored is not None and (changed := claim(given, self.run_dir)):
                 # What a run means may change with them (a temperature, a loss, a tokenizer).
                 events.write("goes_on_with_other_values", level=logging.WARNING, **changed)
+            if self._events is None:
+                self._record_start(events)
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
             inference = config.inference
             if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def figures(step: int) -> dict[str, float | None]:
 
 
 def test_rows_have_all_keys_and_only_json_numbers(tmp_path: Path) -> None:
+    began = round(time.time(), 3)
     logger = MetricsLogger(make_config(), tmp_path)
     logger.log_evaluation(0, {"eval/pass@1": 0.25})
     logger.log_step(1, figures(1) | {"loss": math.nan, "grad_norm": math.inf}, {"actor-0": "READY v0"})
@@ -77,8 +79,9 @@ def test_rows_have_all_keys_and_only_json_numbers(tmp_path: Path) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     first, second = (json.loads(line, parse_constant=no_constant) for line in lines)
-    assert first == {"step": 0, "eval/pass@1": 0.25}
-    assert set(REQUIRED_KEYS) | {"extra"} == set(second) and next(iter(second)) == "step"
+    assert first == {"step": 0, "time": first["time"], "eval/pass@1": 0.25}
+    assert set(REQUIRED_KEYS) | {"extra", "time"} == set(second) and next(iter(second)) == "step"
+    assert began <= first["time"] <= second["time"] <= round(time.time(), 3)
     assert second["loss"] is None and second["grad_norm"] is None and second["reward/mean"] == 0.5
 
 
@@ -304,3 +307,7 @@ def test_a_log_on_a_full_disk_is_said_once_and_the_console_has_every_line(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert "Traceback" not in done.stderr and done.stderr.count("rank-0.log cannot be written") == 1, done.stderr
     assert [f"line {number}" in done.stderr for number in range(3)] == [True] * 3
+    (tmp_path / "logs" / "rank-0.log").unlink()
+    subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=True)
+    lines = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert len(lines) == 3 and all(re.match(r"20\d\d-\d\d-\d\d \d\d:", line) for line in lines), "with the date"

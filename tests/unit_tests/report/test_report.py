@@ -87,6 +87,29 @@ def check(path: Path) -> tuple[str, Page]:
     return text, page
 
 
+def test_the_page_says_how_the_run_ended(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", 3)
+    started = {"time": 1e9, "kind": "run_started", "program": "torchtitan-grpo 0.1.0", "commit": "c0ffee" * 7,
+               "torch": "2.13.0", "host": "node-7"}  # fmt: skip
+    ended = {"time": 1e9 + 90, "kind": "run_ended", "code": 1, "reason": "no <b>data</b> came", "version": 3}
+    for events, said in (
+        ([], None),
+        ([started], ("open", "No end is recorded: the run goes on, or it was killed. It was started 2001-09-09")),
+        ([started, ended], ("bad", "after version 3 with exit code 1: no &lt;b&gt;data&lt;/b&gt; came. It was")),
+        ([started, ended, started, ended | {"code": 0, "reason": "all is done"}], ("good", "exit code 0: all is")),
+        ([started, ended, started], ("open", "No end is recorded")),
+        ([{"kind": "run_ended"}, {"kind": "run_started"}], ("open", "No end is recorded")),
+    ):
+        (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        text, _ = check(write_report(run_dir))
+        banner = re.search(r'<p class="ending (\w+)">(.*)</p>', text)
+        assert (banner is None) == (said is None)
+        if banner is not None and said is not None:
+            assert banner[1] == said[0] and said[1] in banner[2]
+            made = "node-7 (torchtitan-grpo 0.1.0, c0ffeec0ffee, torch 2.13.0)"
+            assert made in banner[2] or "host" not in events[0]
+
+
 def test_page_of_a_long_run(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=2000)
     path = write_report(run_dir)

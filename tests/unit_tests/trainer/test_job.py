@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,11 @@ from torchtitan import grpo_train
 from torchtitan.config.job_config import JobConfig, Profiling
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.trainer import job
 from torchtitan.trainer.job import Job, profile
-from torchtitan.utils.json_lines import JsonLines
+from torchtitan.trainer.signals import SignalFlags
+from torchtitan.utils.json_lines import EventLog, JsonLines, read_json_lines
 
 
 @pytest.mark.parametrize(("every", "resumed", "recorded"), [(3, 0, [3, 6]), (2, 20, [22, 24])])
@@ -64,6 +66,35 @@ def test_ranks_wait_for_rank_0s_disk_longer_than_for_a_step(
     monkeypatch.setattr(device, "set_timeouts", lambda seconds, groups: calls.append(seconds))
     run.export_on_demand()
     assert calls == [1800, 0, after]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (None, 0, "all steps are trained"),
+        (UserError("no data came for 600 s"), 1, "no data came for 600 s"),
+        (ConfigError(["grpo.group_size = 1"]), 2, "configuration problem:\n  - grpo.group_size = 1"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 1, "OSError(28, 'No space left on device')"),
+        (RuntimeError("connection closed by peer"), 75, "RuntimeError('connection closed by peer')"),
+    ],
+)
+def test_why_a_run_ended_is_recorded(error: Exception | None, code: int, reason: str, tmp_path: Path) -> None:
+    config = JobConfig()
+    config.training.steps = 7
+    run = Job(config)
+    run.signals, run.version = SignalFlags(1.0), 7
+    run._closing.callback(lambda: order.append(read_json_lines(tmp_path / "events.jsonl")[-1]["kind"]))
+    order: list[str] = []
+    run._record_start(EventLog(tmp_path / "events.jsonl"))
+    run.__exit__(type(error), error, None)
+    started, ended = read_json_lines(tmp_path / "events.jsonl")
+    assert (started["kind"], started["version"], started["ranks"]) == ("run_started", 7, 1)
+    assert started["program"].startswith("torchtitan-grpo ") and started["torch"] == torch.__version__
+    assert "pytest" in started["command"] and started["host"]
+    assert {name: ended[name] for name in ("kind", "code", "reason", "version")} == {
+        "kind": "run_ended", "code": code, "reason": reason, "version": 7
+    }  # fmt: skip
+    assert order == ["run_ended"], "the report is drawn after it"
 
 
 def test_a_disk_that_is_full_ends_the_run_with_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
