@@ -10,7 +10,9 @@ import functools
 import json
 import math
 import os
+import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,6 +47,8 @@ ASSET_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
+# How safetensors names the types whose values are the weights; those of quantised ones mean nothing without scales.
+FLOATS = ("BF16", "F16", "F32", "F64")
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -101,6 +105,11 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
 
 def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | StackPart | QuantizedLinear) -> None:
     stored = handle.get_slice(name)
+    if stored.get_dtype() not in FLOATS:
+        raise UserError(
+            f"{path}: tensor {name} is stored as {stored.get_dtype()}. Quantised weights are not read: take the "
+            "model's checkpoint in bfloat16 or float32 (lora.base_bits = 4 quantises it here)"
+        )
     found, expected = list(stored.get_shape()), list(parameter.shape)
     if found != expected:
         raise UserError(f"{path}: tensor {name} has shape {found}, but config.json asks for {expected}")
@@ -165,7 +174,11 @@ def export_policy(
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
-    save_file(tensors, folder / name, metadata={"format": "pt"})
+    path = folder / name
+    path.touch()  # save_file replaces it by a file that only its owner can read
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(stat.S_IMODE(mode))
 
 
 def _types(policy: Decoder, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -233,8 +246,8 @@ def _stage(
 def staging_folder(directory: Path) -> Path:
     """Make a hidden folder beside `directory`, for `publish_folder`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent.resolve()))
-    os.chmod(staging, 0o755)
+    staging = directory.parent.resolve() / f".{directory.name}-{secrets.token_hex(4)}"
+    staging.mkdir()  # tempfile's would be its owner's alone, whatever the umask
     return staging
 
 
@@ -368,7 +381,7 @@ def _write_adapter(directory: Path, tensors: dict[str, torch.Tensor], config: di
     staging = staging_folder(directory)
     try:
         (staging / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, staging / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        _save(tensors, staging, ADAPTER_WEIGHTS)
         publish_folder(staging, directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -34,11 +34,13 @@ from torchtitan.report.plots import COLORS, PLOTS, plot_timeline, run_plots, svg
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline
 from torchtitan.utils.child_process import child_environment, end_with_parent
-from torchtitan.utils.json_lines import CHUNK_BYTES, line_start, read_json_lines, read_lines, write_whole
+from torchtitan.utils.json_lines import CHUNK_BYTES, JsonTail, line_start, read_json_lines, read_lines, write_whole
 
 REPORT_FILE = "report.html"
 MAX_EVENTS = 200
 MAX_COMPLETIONS = 12
+# Of the completions, which may be hundreds of megabytes, so many bytes at the end are read for those of the last step.
+LAST_BYTES = 32 * 2**20
 
 Row = dict[str, Any]
 Lines = list[list[Any]]
@@ -78,8 +80,9 @@ def report_page(run_dir: Path) -> str:
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
     config = run_dir / "config.toml"
     configuration = config.read_text(encoding="utf-8") if config.is_file() else ""
-    completions = read_json_lines(run_dir / COMPLETIONS_FILE)
-    last = [row for row in completions if row["step"] == completions[-1]["step"]]
+    last: list[Row] = []
+    for row in JsonTail(run_dir / COMPLETIONS_FILE, LAST_BYTES).read():
+        last = [*(last if last and last[0].get("step") == row.get("step") else []), row]
     events = read_json_lines(run_dir / "events.jsonl")
     drawn = plot_timeline(read_timeline(run_dir))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -98,7 +101,7 @@ def report_page(run_dir: Path) -> str:
         sync=_weight_sync(sums_by_actor(run_dir)),
         evaluation=_evaluation(evaluations),
         summary=_summary(steps),
-        last_step=last[0]["step"] if last else "",
+        last_step=last[0].get("step") if last else "",
         completions=[_completion(row) for row in last[:MAX_COMPLETIONS]],
         conversations=[row for row in last if "segments" in row][:MAX_COMPLETIONS],
         events=[_event(event) for event in events[-MAX_EVENTS:]],

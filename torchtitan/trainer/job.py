@@ -387,7 +387,7 @@ class Job:
                 config, self.run_dir, epoch, self.signals, rollouts, self.weights, events=events, journal=journal,
                 tokenizer=tokenizer, prepared=prepared, restored=restored, lost=start.lost,
             )  # fmt: skip
-            if restored is not None and (changed := claim(given, self.run_dir)):
+            if changed := claim(given, self.run_dir):
                 # What a run means may change with them (a temperature, a loss, a tokenizer).
                 events.write("goes_on_with_other_values", level=logging.WARNING, **changed)
             if self._events is None:

@@ -62,9 +62,9 @@ class Start:
 def open_run_directory(config: JobConfig) -> Start:
     """The folder that this launch writes to (rank 0 calls this once).
 
-    A fresh `{dump_folder}/{name}-{time}`, which is claimed, or with checkpoint.resume the folder of that run, as it is.
-    Ranks that were started before, by the same launcher or in the same job of a cluster, go on in their own folder,
-    from their own newest checkpoint.
+    A fresh `{dump_folder}/{name}-{time}` with its configuration, or with checkpoint.resume the folder of that run, as
+    it is. Either is claimed when nothing can be refused any more. Ranks that were started before, by the same launcher
+    or in the same job of a cluster, go on in their own folder, from their own newest checkpoint.
 
     Raises:
         UserError: the folder cannot be written, there is no whole checkpoint to resume from, or ranks were started
@@ -85,7 +85,7 @@ def open_run_directory(config: JobConfig) -> Start:
             start = Start(str(find_resumed(config)), checkpoint.load_step)
         else:
             start = Start(str(_fresh(root, config.job.name).resolve()))
-            claim(config, start.run_dir)
+            _take(config, Path(start.run_dir))
     except OSError as error:
         raise UserError(f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from error
     return start
@@ -95,15 +95,21 @@ def claim(config: JobConfig, run_dir: str | Path) -> dict[str, str]:
     """Make the folder this launch's: its config.toml, the `latest` link, and where ranks that this launch starts again
     go on, from the newest checkpoint. Twice is once.
 
-    A run that goes on claims it when nothing can be refused any more, and what is newer than its checkpoint is out of
-    the way. The configuration of the launch before is then kept as config-1.toml, config-2.toml, …
+    A run claims it when nothing can be refused any more, and what is newer than its checkpoint is out of the way. The
+    configuration of the launch before is then kept as config-1.toml, config-2.toml, …
 
     Returns the keys whose values are others than that launch's -> both values.
     """
-    changed = _write_config(Path(run_dir), config)
+    changed = _take(config, Path(run_dir))
     _link(Path(config.job.dump_folder) / LATEST, Path(run_dir))
+    return changed
+
+
+def _take(config: JobConfig, run_dir: Path) -> dict[str, str]:
+    """Write the configuration, and the link by which ranks find the folder that this launch starts again."""
+    changed = _write_config(run_dir, config)
     if (own := _own_link(config)) is not None:
-        _link(own, Path(run_dir))
+        _link(own, run_dir)
     return changed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,11 @@ def test_damaged_checkpoints_say_what_is_wrong(tiny_checkpoint: Checkpoints, tmp
     def unknown(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(96, 64)
 
+    def quantised(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[norm] = tensors[norm].mul(8).to(torch.int8)
+
+    with pytest.raises(UserError, match=rf"{norm} is stored as I8. Quantised weights are not read: take the model's"):
+        load_policy(_damaged(source, tmp_path / "quantised", quantised))
     with pytest.raises(UserError, match=rf"{norm} has shape \[65\], but config.json asks for \[64\]"):
         load_policy(_damaged(source, tmp_path / "shape", wrong_shape))
     with pytest.raises(UserError, match=f"lack {bias}, which config.json asks for"):
@@ -210,6 +216,19 @@ def test_export_replaces_a_checkpoint_and_nothing_else(tiny_checkpoint: Checkpoi
     assert (other / "thesis.tex").exists()
     with pytest.raises(UserError, match="no such directory to copy tokenizer files from"):
         export_policy(policy, tmp_path / "fresh", assets_from=tmp_path / "missing")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_an_export_can_be_read_by_whom_the_umask_says(mask: int, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    policy = load_policy(tiny_checkpoint("qwen3", True))
+    before = os.umask(mask)
+    try:
+        for _ in range(2):
+            export_policy(policy, tmp_path / "export")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "export", *(tmp_path / "export").iterdir())}
+    assert modes == {"export": 0o777 & ~mask, "config.json": 0o666 & ~mask, "model.safetensors": 0o666 & ~mask}
 
 
 def test_failed_export_leaves_the_old_one(

@@ -15,6 +15,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import config_to_toml
+from torchtitan.report import page
 from torchtitan.report.__main__ import main
 from torchtitan.report.metrics import REQUIRED_KEYS
 from torchtitan.report.page import write_report
@@ -110,11 +111,25 @@ def test_the_page_says_how_the_run_ended(tmp_path: Path) -> None:
             assert made in banner[2] or "host" not in events[0]
 
 
+def test_of_long_completions_only_the_end_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = write_run(tmp_path / "run", 3)
+    monkeypatch.setattr(page, "LAST_BYTES", 1000)
+    row = {"prompt": "3+4=", "reward": 1.0, "advantage": None, "versions": []}
+    texts = [(2, "of the step before"), (3, "first of the last"), (3, "last of the last")]
+    rows = [json.dumps({"step": step, "completion": text, **row}) + "\n" for step, text in texts]
+    (run_dir / "completions.jsonl").write_text("no JSON\n" * 1000 + "".join(rows))
+    text, _ = check(write_report(run_dir))
+    assert "first of the last" in text and "last of the last" in text and "of the step before" not in text
+    assert 0 < caplog.text.count("left out: no JSON") < 100
+
+
 def test_page_of_a_long_run(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=2000)
     path = write_report(run_dir)
-    text, page = check(path)
-    assert page.tags.count("svg") == 10
+    text, parsed = check(path)
+    assert parsed.tags.count("svg") == 10
     for expected in (
         *TITLES,
         "data wait",

@@ -39,7 +39,10 @@ def make_config(root: Path, resume: str = "", load_step: int = -1) -> JobConfig:
 
 
 def opened(config: JobConfig) -> Path:
-    return Path(open_run_directory(config).run_dir)
+    """Of a run that has started."""
+    run_dir = Path(open_run_directory(config).run_dir)
+    claim(config, run_dir)
+    return run_dir
 
 
 def add_checkpoint(run_dir: Path, step: int) -> None:
@@ -65,6 +68,12 @@ def test_latest_survives_a_move_of_the_whole_folder(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "moved" / "latest") == run_dir.name
 
 
+def test_a_start_that_fails_leaves_latest_where_it_was(tmp_path: Path) -> None:
+    before = opened(make_config(tmp_path))
+    failed = Path(open_run_directory(make_config(tmp_path)).run_dir)
+    assert (failed / "config.toml").is_file() and (tmp_path / "latest").resolve() == before != failed
+
+
 def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
     run_dir = opened(make_config(tmp_path))
     add_checkpoint(run_dir, 3)
@@ -77,7 +86,7 @@ def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == other and (run_dir / "config.toml").read_text() == before
     assert claim(config, run_dir) == {"rollout.temperature": "1.0 -> 0.7"} and claim(config, run_dir) == {}
     assert (tmp_path / "latest").resolve() == run_dir != other
-    assert opened(make_config(tmp_path, resume="latest")) == run_dir
+    assert open_run_directory(make_config(tmp_path, resume="latest")).run_dir == str(run_dir)
     kept = [tomllib.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config.toml")]
     assert [entry["checkpoint"]["resume"] for entry in kept] == ["", str(run_dir)]
 
