@@ -7,7 +7,7 @@ shard server or the registry is killed or stopped for a while, a connection is r
 disk full, a file truncated. A fault counts when it has struck. The seed decides what comes when; what it meets there
 depends on the machine.
 
-    training_stops         steps that spent more than a second in the synchronisation, or raised: then the run is over,
+    training_stops         steps that spent more than --stall_s in the synchronisation, or raised: then the run is over,
                            and what it had come to is reported
     torn_or_unknown_tokens tokens not drawn from exactly one published version, or tagged with another
     leaked_slots           slots that hold something else than the newest version when all is quiet again
@@ -53,7 +53,6 @@ from torchtitan.weight_sync.slots import SlotState, SlotWriter  # noqa: E402
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02
-STALL_SECONDS = 1.0
 BUCKET_BYTES = 128 * 1024
 # One version takes about 0.05 s on the wire, so that many faults hit a transfer.
 LINK_BYTES_PER_S = 40_000_000
@@ -90,7 +89,7 @@ class TrainingStopped(Exception):
 class Run:
     """One trainer with its shard server and registry, three actors, and the faults of one transport."""
 
-    def __init__(self, folder: Path, transport: str, seed: int, options: dict[str, Any]):
+    def __init__(self, folder: Path, transport: str, seed: int, options: dict[str, Any], stall_s: float):
         self.folder, self.transport = folder, transport
         self.random = random.Random(f"{seed} {transport}")
         self.plan = folder / "faults.txt"
@@ -108,7 +107,7 @@ class Run:
         # With relay, who has connected to whom depends on who came first: an actor dials and is dialled by each other.
         self.spare_descriptors = 2 * (len(ACTORS) - 1) if config.relay else 0
         self.version = -1
-        self.stops = 0
+        self.stops, self.stall_s = 0, stall_s
         self.longest_stall = 0.0
         self.struck: Counter[str] = Counter()
         self.actors: dict[str, subprocess.Popen[bytes]] = {}
@@ -128,7 +127,7 @@ class Run:
             self.sync.fence()
             stall += time.perf_counter() - begun
         self.longest_stall = max(self.longest_stall, stall)
-        self.stops += stall > STALL_SECONDS
+        self.stops += stall > self.stall_s
         self._forget()
         time.sleep(STEP_SECONDS)
 
@@ -328,9 +327,11 @@ def _json_or_none(line: str) -> dict[str, Any] | None:
     return record
 
 
-def run(folder: Path, transport: str, count: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
+def run(
+    folder: Path, transport: str, count: int, seed: int, options: dict[str, Any], stall_s: float
+) -> dict[str, float]:
     """`count` faults of one transport; the figures."""
-    chaos = Run(folder, transport, seed, options)
+    chaos = Run(folder, transport, seed, options, stall_s)
     try:
         memory = number = done = 0
         recovered, more = False, {}
@@ -385,6 +386,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transport", default="tcp,disk", help="tcp, disk, or both; then three quarters are of tcp")
+    parser.add_argument("--stall_s", type=float, default=1.0, help="a machine that is busy otherwise needs more")
     parser.add_argument("--option", action="append", default=[], help="[weight_sync] key=value, value as JSON")
     parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
     arguments = parser.parse_args()
@@ -401,7 +403,7 @@ def main() -> int:
         for transport, share in zip(transports, shares, strict=True):
             folder = (arguments.keep or Path(temporary)) / transport
             folder.mkdir(parents=True)
-            for key, value in run(folder, transport, share, arguments.seed, options).items():
+            for key, value in run(folder, transport, share, arguments.seed, options, arguments.stall_s).items():
                 figures[key] = max(figures.get(key, 0), value) if key in LARGEST else figures.get(key, 0) + value
     conditions = {"seed": arguments.seed, "transports": transports, "seconds": round(time.monotonic() - begun)}
     most = {**dict.fromkeys(NONE_OF_THESE, 0), "memory_growth_mb": MEMORY_GROWTH_MB}
