@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS
 from tests.tiny_models import SHAPE
+
+# A busy machine must not fail a test: only pytest's own limit looks at the time.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES_FOLDER = ROOT / "tests" / "engines"

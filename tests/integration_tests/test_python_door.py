@@ -13,7 +13,7 @@ import pytest
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 # Not one line is guarded by `if __name__ == "__main__"`: workers must not run it again.
 SCRIPT = """

@@ -133,7 +133,7 @@ def ours(
     return total, gradients
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     budget=st.integers(18, 120),

@@ -191,7 +191,7 @@ def test_pause_poison_and_shutdown_do_not_wait_for_what_cannot_finish(serve: Cal
     asyncio.run(scenario())
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=8),
     updates=st.integers(1, 3),

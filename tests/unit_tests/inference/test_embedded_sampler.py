@@ -50,7 +50,7 @@ def test_streams_are_uniform_and_unrelated() -> None:
     assert (stream_keys(-1, 3) == stream_keys(2**64 - 1, 3)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     vocabulary=st.sampled_from([5, 64, 3000]),

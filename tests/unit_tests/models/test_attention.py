@@ -55,7 +55,7 @@ def plain_attention(
     return torch.cat((out, out.new_zeros(len(q) - total, *out.shape[1:])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
     padding=st.integers(0, 3),

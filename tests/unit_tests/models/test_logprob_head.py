@@ -100,7 +100,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_equals_float64_for_any_tiling(data: st.DataObject) -> None:
     rows, vocabulary = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 200))
@@ -142,7 +142,7 @@ def test_equals_float64_for_any_tiling(data: st.DataObject) -> None:
         assert ((twin / 3.0 - exact).abs() <= rounding).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.integers(0, 5000),
     vocabulary=st.integers(1, 200_000),

@@ -307,7 +307,6 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "full, compiled", "bfloat16"])
 def test_layouts_agree(checkpoint: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     layout = {"lora.base_bits": 4} | layout

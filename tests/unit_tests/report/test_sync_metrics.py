@@ -224,7 +224,7 @@ def test_a_resumed_run_keeps_the_rows_of_its_earlier_life_and_a_replay_has_none(
     assert list(empty.iterdir()) == [] and sums_by_actor(empty) == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), actors=st.integers(1, 4), versions=st.integers(1, 12))
 def test_sums_of_steps_are_those_of_the_run_whatever_happens(seed: int, actors: int, versions: int) -> None:
     """A random history with its outcome kept beside it; read in pieces that end anywhere, also within a line."""

@@ -127,7 +127,7 @@ def test_little_or_nothing(tmp_path: Path) -> None:
     assert [e["name"] for e in check_trace(write_trace(tmp_path).read_text()) if e["ph"] == "X"] == ["step 1"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(spans=SPANS)
 def test_nesting_cuts_as_little_as_it_must(spans: list[Span]) -> None:
     result = nested(spans)
@@ -143,7 +143,7 @@ def test_nesting_cuts_as_little_as_it_must(spans: list[Span]) -> None:
     assert nested(result) == result
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tracks=st.lists(SPANS, max_size=4), moments=st.lists(TIMES, max_size=5), minutes=st.floats(0.01, 30))
 def test_every_time_line_is_well_formed(tracks: list[list[Span]], moments: list[float], minutes: float) -> None:
     made = [Track(f"p{n % 2}", f"t{n}", nested(spans)) for n, spans in enumerate(tracks) if spans]
@@ -151,7 +151,7 @@ def test_every_time_line_is_well_formed(tracks: list[list[Span]], moments: list[
     check_trace(json.dumps(chrome_trace(timeline, minutes, most_events=40), allow_nan=False))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps=st.lists(
         st.tuples(st.floats(0, 0.05), st.floats(0.001, 0.5), st.integers(0, 3), st.integers(0, 9), st.booleans()),

@@ -67,7 +67,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @given(batches())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_batches_survive_the_trip_to_the_last_bit(batch: Batch) -> None:
     data = encode_batch(batch)
     assert b"\n" not in data
@@ -156,7 +156,7 @@ def test_replay_needs_a_record(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 400))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_kill_in_the_middle_of_a_line_costs_that_line_alone(tmp_path_factory: Any, cut: int) -> None:
     run_dir = tmp_path_factory.mktemp("run")
     record_run(run_dir, 2)

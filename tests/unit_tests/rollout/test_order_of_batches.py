@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import time
 from dataclasses import replace
 from random import Random
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from tests.unit_tests.rollout.test_rollouts import (
     BATCH_GROUPS,
     FakeActors,
@@ -51,7 +50,7 @@ class UnevenActors(FakeActors):
 
 
 @given(st.integers(0, 2), st.sampled_from([0.3, 0.6, 1.0]), st.integers(0, 2**32), st.sampled_from([0, 20, 500]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_whatever_finishes_first_the_same_groups_are_trained_on(
     max_staleness: int, usable_share: float, seed: int, longest: int
 ) -> None:
@@ -76,10 +75,7 @@ def test_whatever_finishes_first_the_same_groups_are_trained_on(
 
 
 def wait_for_all_but_the_held(rollouts: Rollouts, ready: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while len(json.loads(saved(rollouts))["ready"]["groups"]) < ready:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: len(json.loads(saved(rollouts))["ready"]["groups"]) == ready)
 
 
 def test_a_batch_waits_for_an_earlier_group_and_the_wait_is_counted() -> None:

@@ -64,7 +64,7 @@ def test_arithmetic_is_right_and_complete() -> None:
 
 
 @given(st.integers(0, 5), st.floats(0, 1), st.lists(st.sampled_from("abcdefg\ud83d"), min_size=1, max_size=30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_held_out_prompts_never_occur_in_training(seed: int, fraction: float, letters: list[str]) -> None:
     rows = [{"prompt": letter, "number": i} for i, letter in enumerate(letters)]
     train, held_out = hold_out(rows, fraction, seed=seed)
@@ -244,7 +244,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
 
 
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_resumed_stream_goes_on_as_the_unbroken_one(rows: int, before: int, seed: int) -> None:
     texts = ["p" * (3 * i + 1) for i in range(rows)]  # some of them are too long
     unbroken = make_stream(texts, seed)

@@ -29,7 +29,7 @@ from torchtitan.rollout.rollouts import Rollouts
 
 
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2**32))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_a_resume_loses_nothing_and_repeats_nothing(max_staleness: int, checkpoint: int, seed: int) -> None:
     chance = random.Random(seed)
     config = make_config(max_staleness)
@@ -62,7 +62,7 @@ def test_a_resume_loses_nothing_and_repeats_nothing(max_staleness: int, checkpoi
 
 
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2**32))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_ranks_that_are_started_again_train_on_what_was_recorded_first(
     tmp_path_factory: pytest.TempPathFactory, max_staleness: int, steps: int, seed: int
 ) -> None:

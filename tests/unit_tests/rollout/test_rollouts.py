@@ -410,7 +410,7 @@ def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
 
 
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(0, 20), st.booleans(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pace_never_asks_for_a_version_that_does_not_exist_or_is_too_old(
     batch: int, max_staleness: int, version: int, handed_out: bool, data: st.DataObject
 ) -> None:

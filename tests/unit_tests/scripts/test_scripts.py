@@ -32,7 +32,7 @@ def test_every_script_can_be_read_by_bash(script: Path) -> None:
 def run(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
     everything = {name: value for name, value in os.environ.items() if name != "TORCHTITAN_ACTOR_TOKEN"}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT, env={**everything, **environment}
+        command, capture_output=True, text=True, timeout=840, check=False, cwd=ROOT, env={**everything, **environment}
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deterministic.machine import Machine, Violation
@@ -70,7 +70,7 @@ def small(**values: Any) -> Scenario:
 # Parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0.0, 100.0), min_size=2, max_size=6),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
@@ -149,7 +149,7 @@ def test_the_same_seed_gives_the_same_output_byte_for_byte(capsys: pytest.Captur
         capture_output=True,
         text=True,
         check=True,
-        timeout=280,
+        timeout=840,
     )
     assert other.stdout == outputs[0]
 
@@ -165,7 +165,7 @@ def test_the_slowest_of_many_ranks_is_drawn_at_once() -> None:
 rates = st.sampled_from([0.0, 1.0])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10_000),
     faulty=rates,

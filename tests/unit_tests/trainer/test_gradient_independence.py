@@ -109,7 +109,7 @@ def distance_from_a_bound(policy: Decoder, config: JobConfig, batch: Batch) -> f
     return min((found - math.log(bound)).abs().min().item() for bound in bounds)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 50),
     name=st.sampled_from([name for name in LOSS_TYPES if name != "bnpo"]),

@@ -219,7 +219,7 @@ def test_optimizers_that_know_no_shards_are_refused(name: str, monkeypatch: pyte
             build_optimizer(Layers(), Optimizer(name=name))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     warmup=st.integers(0, 20),
     rest=st.integers(1, 60),

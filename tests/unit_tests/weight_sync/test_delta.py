@@ -47,7 +47,7 @@ def changes(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     return new.tobytes(), base.tobytes(), size
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(changes())
 def test_base_and_payload_make_the_new_bytes(case: tuple[bytes, bytes, int]) -> None:
     new, base, size = case
@@ -124,7 +124,7 @@ def forged(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     return base, draw(st.sampled_from([bytes(payload), bytes(payload[:cut]), bytes(payload) + b"\0"])), size
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(forged())
 def test_what_a_stranger_made_up_is_refused_or_stays_inside(case: tuple[bytes, bytes, int]) -> None:
     base, payload, size = case

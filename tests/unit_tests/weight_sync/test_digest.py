@@ -70,7 +70,7 @@ def as_held(version: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
     ("ranks", "dim", "dtype", "kind"),
     [(1, 0, "float32", "xxh3"), (3, 0, "bfloat16", "xxh3"), (2, 1, "float32", "sum"), (2, 1, "bfloat16", "xxh3")],
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_one_flipped_bit_of_one_element_is_found_and_named(
     ranks: int, dim: int, dtype: str, kind: str, data: st.DataObject

@@ -116,7 +116,7 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path / "weights", layouts([(5, 3), (), (40,), (7, 2, 2)], 1, "float32", 64))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5),
     ranks=st.integers(1, 3),

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...], list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shape=st.tuples(st.integers(1, 11), st.integers(1, 9)))
 def test_shards_of_all_ranks_make_up_the_tensor_once(name: str, shape: tuple[int, int]) -> None:
     mesh, placements, cuts = LAYOUTS[name]
@@ -139,7 +139,7 @@ def layouts(draw: st.DrawFn, mistakes: bool = True) -> Layout:
     return layout_of(parameters, rows)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(layout=layouts())
 def test_coverage_is_what_its_definition_says(layout: Layout) -> None:
     try:
@@ -150,7 +150,7 @@ def test_coverage_is_what_its_definition_says(layout: Layout) -> None:
     assert covered == is_covered(layout)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layout=layouts())
 def test_tables_are_their_rows_and_travel_as_json(layout: Layout) -> None:
     again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
@@ -222,7 +222,7 @@ def test_names_are_unique_and_texts() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(shapes=st.lists(st.tuples(st.integers(1, 11), st.integers(1, 9)), max_size=5), shared=st.booleans())
 def test_plan_is_one_shard_after_the_other(name: str, shapes: list[tuple[int, int]], shared: bool) -> None:
     mesh, placements, _ = LAYOUTS[name]

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checksums import sum_checksum_numpy
@@ -33,7 +33,6 @@ def test_pieces_are_the_tensor_in_order(shape: tuple[int, ...], limit: int) -> N
     assert all(whole[index].shape == piece and math.prod(piece) <= limit for index, piece in pieces)
 
 
-@settings(deadline=None)
 @given(
     st.lists(shapes, min_size=1, max_size=6),
     st.sampled_from(["float32", "bfloat16", "float16"]),
