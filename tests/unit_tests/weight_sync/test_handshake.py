@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -38,6 +39,38 @@ def call(machine: Machine, identity: Identity) -> list[str]:
     return outcome
 
 
+def answer(machine: Machine, hello: Message | Callable[[Message], Message]) -> Message:
+    """What the server answers to this hello, or to the one that is made of its challenge."""
+    told = list[Message]()
+
+    def opened(channel: Channel) -> None:
+        def challenged(channel: Channel, challenge: Message) -> None:
+            channel.on_message = lambda _channel, message: told.append(message)
+            channel.send(hello(challenge) if callable(hello) else hello)
+
+        channel.on_message = challenged
+
+    Process(machine, "stranger").runtime.dial("server", opened, lambda _reason: None)
+    machine.run(machine.now + 1.0)
+    return told[0]
+
+
+def recording(accept: Callable[[Channel], None], said: list[Message]) -> Callable[[Channel], None]:
+    """The same, of a server on whose network somebody listens."""
+
+    def accept_recorded(channel: Channel) -> None:
+        accept(channel)
+        heard = channel.on_message
+
+        def record(channel: Channel, message: Message) -> None:
+            said.append(message)
+            heard(channel, message)
+
+        channel.on_message = record
+
+    return accept_recorded
+
+
 def test_key_of_a_role_opens_nothing_else() -> None:
     machine = Machine(0)
     port = Port(machine)
@@ -69,6 +102,56 @@ def test_server_without_the_token_is_not_obeyed() -> None:
     Process(machine, "impostor").runtime.listen("server", accept)
     (outcome,) = call(machine, Identity.of("token", ACTOR, "actor-0"))
     assert "does not know the key" in outcome
+
+
+def test_a_recorded_handshake_opens_nothing() -> None:
+    machine, said = Machine(0), list[Message]()
+    port = Port(machine)
+    port.process.runtime.listen("server", recording(port.acceptor.accept, said))
+    assert call(machine, Identity.of("token", ACTOR, "actor-0")) == ["ready"]
+    hello = said[0]
+    assert "wrong key" in answer(machine, hello)["reason"] and len(port.entered) == 1
+
+
+def test_a_proof_counts_to_its_last_digit() -> None:
+    machine, identity = Machine(0), Identity.of("token", ACTOR, "actor-0")
+    port = Port(machine)
+
+    def say(change: Callable[[str], str]) -> Message:
+        def hello(challenge: Message) -> Message:
+            proof = change(identity.proof("client", challenge["nonce"], "n"))
+            names = {"role": ACTOR, "name": "actor-0"}
+            return {"type": "hello", **names, "nonce": "n", "proof": proof, "fields": {}}
+
+        return answer(machine, hello)
+
+    for change in (lambda proof: proof[:-1] + "g", lambda proof: proof[:-1], lambda proof: proof + "0"):
+        assert "wrong key" in say(change)["reason"]  # type: ignore[arg-type]
+    assert not port.entered and say(str)["type"] == "welcome"
+
+
+def test_the_callers_own_proof_proves_nothing_to_it() -> None:
+    machine = Machine(0)
+
+    def reflect(channel: Channel, hello: Message) -> None:
+        channel.send({"type": "welcome", "proof": hello["proof"], "fields": {}})
+
+    def accept(channel: Channel) -> None:
+        channel.on_message = reflect
+        channel.send({"type": "challenge", "nonce": "n"})
+
+    Process(machine, "mirror").runtime.listen("server", accept)
+    (outcome,) = call(machine, Identity.of("token", ACTOR, "actor-0"))
+    assert "does not know the key" in outcome
+
+
+def test_a_call_that_is_given_up_leaves_nothing_behind() -> None:
+    machine = Machine(0)
+    port, client = Port(machine), Process(machine, "client")
+    never = lambda *_: pytest.fail("it was given up")  # noqa: E731
+    Dialer(client.runtime, "server", Identity.of("token", ACTOR, "a"), {}, never, never).cancel()
+    machine.run(1.0)
+    assert not client.channels and not port.process.channels and not port.entered
 
 
 def test_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
