@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from torchtitan.errors import UserError
 from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
 _NUMBER_BITS = 30
@@ -264,9 +265,16 @@ NAMES = ("process", "descriptor", "device", "inode")
 
 
 def anonymous_file(name: str, size: int) -> int:
-    """Return a descriptor of `size` zero bytes."""
+    """Return a descriptor of `size` zero bytes. Raises UserError where a limit of this process forbids that."""
     descriptor = os.memfd_create(name)
-    os.ftruncate(descriptor, size)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise UserError(
+            f"weight sync needs a shared memory file ({name}) of {size:,} bytes: {error.strerror}. Raise the limit on "
+            "the size of files (ulimit -f), or lower weight_sync.num_slots"
+        ) from error
     return descriptor
 
 

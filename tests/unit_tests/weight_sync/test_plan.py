@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import resource
 import socket
 import subprocess
 import threading
@@ -93,6 +94,16 @@ def test_publisher_never_blocks_on_a_dead_shard_server() -> None:
     publisher.fail(2, 30000)
     publisher.doorbell.close()
     publisher.slots.close_files()
+
+
+def test_slots_that_are_larger_than_a_file_may_be_are_refused() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"weight-sync-slots\) of .* bytes: File too large.* \(ulimit -f\)"):
+            SharedSlots.create(3, 4 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_slots_are_shared_through_their_descriptors() -> None:
