@@ -17,6 +17,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.client import TOKEN_VARIABLE, base_url
 from torchtitan.inference.engine_server import write_port_file
 from torchtitan.utils.child_process import end_with_parent
+from torchtitan.utils.http_site import raise_descriptor_limit
 from torchtitan.utils.logs import log_to
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def check_shared(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run `work` in an asyncio loop and return the exit code. A UserError is printed as one line."""
     log_to()
+    raise_descriptor_limit()
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
     try:

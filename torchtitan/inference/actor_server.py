@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from aiohttp import web
 from pydantic import Field
 
-from torchtitan.errors import UserError
 from torchtitan.inference.types import TAGS, Body, Tag
+from torchtitan.utils.http_site import HttpSite
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
@@ -116,7 +116,7 @@ class ActorServer(abc.ABC):
         """Pulls the weights of the trainer that was named last"""
         self._lost: str | None = None
         """Why that connection has to be replaced"""
-        self._runner: web.AppRunner | None = None
+        self._site: HttpSite | None = None
 
     # For subclasses to override
 
@@ -141,21 +141,15 @@ class ActorServer(abc.ABC):
         """Listen and return the port. Raises UserError if the address cannot be bound."""
         app = web.Application(middlewares=[self._guard], client_max_size=self.body_limit)
         app.add_routes(self.routes())
-        # handler_cancellation: a client that hangs up ends its handler, which aborts the request.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            raise UserError(f"cannot listen on {host}:{port}: {error}") from None
-        return int(self._runner.addresses[0][1])
+        self._site = HttpSite(app, SHUTDOWN_SECONDS)
+        return await self._site.start(host, port)
 
     async def close(self) -> None:
         """Stop pulling and listening."""
         if self._weights is not None:
             await asyncio.to_thread(self._weights.close, SHUTDOWN_SECONDS)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._site is not None:
+            await self._site.close()
 
     def routes(self) -> list[web.RouteDef]:
         """Return all routes. Errors are {"error": reason} with status 400, 401, 404, 409, 500, or those of
@@ -175,6 +169,8 @@ class ActorServer(abc.ABC):
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             return answer({"error": "the bearer token is missing or wrong"}, 401)
+        if self._site is not None:
+            self._site.trust(request)
         try:
             return await handler(request)
         except web.HTTPException as error:

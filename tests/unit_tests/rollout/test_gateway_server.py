@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S, asynchronous, eventually
-from torchtitan.rollout.gateway import server as server_module
 from torchtitan.rollout.gateway.server import serve
+from torchtitan.utils import http_site
 
 
 @contextlib.asynccontextmanager
@@ -31,7 +31,7 @@ async def serving(folder: Path) -> AsyncIterator[int]:
 async def test_half_open_connections_are_closed_and_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "HEADERS_SECONDS", 0.5)
+    monkeypatch.setattr(http_site, "STRANGER_SECONDS", 0.5)
     async with serving(tmp_path) as port, contextlib.AsyncExitStack() as closing:
 
         async def connect(data: bytes) -> asyncio.StreamReader:

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from torchtitan.rollout.gateway.calls import (
 from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
+from torchtitan.utils.http_site import HttpSite
 from torchtitan.utils.logs import log_to
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
-# A connection whose first request has not come whole by then, but for its body, is closed: it holds a descriptor.
-HEADERS_SECONDS = 10.0
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
 
@@ -97,12 +95,12 @@ class GatewayServer:
         self._open_keys: dict[str, str] = {}
         """Name of a door that has not ended -> its key"""
         self._ended_keys: deque[str] = deque()
-        self._silent: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
-        """Connections that have not sent a request yet -> what closes them"""
+        # Sampling is cancelled when a program disconnects.
+        self.site = HttpSite(self._application())
         self.gone = asyncio.Event()
         """The run has disconnected"""
 
-    def application(self) -> web.Application:
+    def _application(self) -> web.Application:
         """Return all routes. Errors have OpenAI's format: {"error": {"message", "type", "code"}}."""
         application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._has_spoken])
         application.add_routes(
@@ -116,23 +114,11 @@ class GatewayServer:
         )
         return application
 
-    def connection(self, server: web.Server) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection, which has HEADERS_SECONDS to send its first request."""
-        protocol = server()
-        self._silent[protocol] = asyncio.get_running_loop().call_later(HEADERS_SECONDS, self._hang_up, protocol)
-        return protocol
-
-    def _hang_up(self, protocol: web.RequestHandler) -> None:
-        del self._silent[protocol]
-        if protocol.transport is not None:
-            protocol.transport.abort()
-
     @web.middleware
     async def _has_spoken(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if (timer := self._silent.pop(request.protocol, None)) is not None:
-            timer.cancel()
+        self.site.trust(request)
         return await handler(request)
 
     # Calls from the run
@@ -330,18 +316,11 @@ def _error(message: str, status: int, kind: str, code: str | None) -> web.Respon
 async def serve(host: str, port_file: Path, token: str) -> None:
     """Serve until the run disconnects."""
     server = GatewayServer(token)
-    # Sampling is cancelled when a program disconnects.
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
-    await runner.setup()
-    assert runner.server is not None
-    loop = asyncio.get_running_loop()
-    async with await loop.create_server(partial(server.connection, runner.server), host, 0) as listening:
-        write_port_file(port_file, listening.sockets[0].getsockname()[1])
-        try:
-            await server.gone.wait()
-        finally:
-            listening.close()
-            await runner.cleanup()
+    write_port_file(port_file, await server.site.start(host, 0))
+    try:
+        await server.gone.wait()
+    finally:
+        await server.site.close()
 
 
 def main(argv: list[str]) -> None:

@@ -1,0 +1,131 @@
+"""Strangers at an HTTP server: how many connections they hold, and for how long; real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from functools import partial
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.patience import PATIENCE_S, asynchronous, eventually
+from torchtitan.errors import UserError
+from torchtitan.utils import http_site
+from torchtitan.utils.http_site import HttpSite
+
+LOOPBACK = "127.0.0.1"
+MOST = 32
+
+
+class Site:
+    """A site whose only route trusts whoever says that it is known."""
+
+    def __init__(self) -> None:
+        app = web.Application()
+        app.add_routes([web.get("/", self._answer)])
+        self.site = HttpSite(app, 1.0)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if request.headers.get("known"):
+            self.site.trust(request)
+        assert request.transport is not None
+        return web.Response(text=str(request.transport.get_extra_info("peername")[1]))
+
+
+async def connect(port: int, count: int) -> list[socket.socket]:
+    """So many connections to the port, begun at the same time."""
+    loop, made = asyncio.get_running_loop(), [socket.socket() for _ in range(count)]
+    for one in made:
+        one.setblocking(False)
+    await asyncio.gather(*(loop.sock_connect(one, (LOOPBACK, port)) for one in made))
+    return made
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed it; what it has sent is read."""
+    try:
+        return not connection.recv(4096)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+@asynchronous
+async def test_idle_strangers_are_few_and_let_go_while_known_clients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_site, "MAX_STRANGERS", MOST)
+    one = Site()
+    port = await one.site.start(LOOPBACK, 0)
+    timeout = aiohttp.ClientTimeout(PATIENCE_S)
+    async with aiohttp.ClientSession(f"http://{LOOPBACK}:{port}", timeout=timeout) as known:
+
+        async def ask(**headers: str) -> str:
+            async with known.get("/", headers=headers) as response:
+                return await response.text()
+
+        connection = await ask(known="yes")
+        monkeypatch.setattr(http_site, "STRANGER_SECONDS", 0.5)
+        strangers = await connect(port, 5 * MOST)
+        # One says half of a request, and one asks without being known.
+        strangers[-1].send(b"GET / HTTP/1.1\r\n")
+        strangers[-2].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await eventually(lambda: sum(map(is_closed, strangers)) >= 4 * MOST)
+        assert await ask(known="yes") == connection, "another connection was needed"
+        await eventually(lambda: all(map(is_closed, strangers)))
+        assert await ask(known="yes") == connection and not one.site._strangers
+        for stranger in strangers:
+            stranger.close()
+    await one.site.close()
+
+
+@asynchronous
+async def test_a_stranger_may_still_become_known_when_the_house_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_site, "MAX_STRANGERS", MOST)
+    one = Site()
+    port = await one.site.start(LOOPBACK, 0)
+    with pytest.raises(UserError, match="cannot listen"):
+        await Site().site.start(LOOPBACK, port)
+    strangers = await connect(port, 3 * MOST)
+    url, headers = f"http://{LOOPBACK}:{port}/", {"known": "yes"}
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
+        assert response.status == 200
+    assert len(one.site._strangers) == MOST - 1
+    # At the end nobody is waited for.
+    await asyncio.wait_for(one.site.close(), PATIENCE_S)
+    for stranger in strangers:
+        await eventually(partial(is_closed, stranger))
+        stranger.close()
+
+
+@asynchronous
+async def test_many_known_clients_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_site, "MAX_STRANGERS", MOST)
+    one = Site()
+    port = await one.site.start(LOOPBACK, 0)
+    loop, clients = asyncio.get_running_loop(), list[socket.socket]()
+
+    async def ask(client: socket.socket) -> bytes:
+        client.setblocking(False)
+        clients.append(client)
+        await loop.sock_connect(client, (LOOPBACK, port))
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: a\r\nknown: yes\r\n\r\n")
+        return await loop.sock_recv(client, 15)
+
+    answers = await asyncio.gather(*(ask(socket.socket()) for _ in range(5 * MOST)))
+    assert answers == [b"HTTP/1.1 200 OK"] * 5 * MOST and not one.site._strangers
+    for client in clients:
+        client.close()
+    await one.site.close()
+
+
+def test_descriptor_limit_is_raised_as_far_as_it_may() -> None:
+    code = (
+        "import resource as r; from torchtitan.utils.http_site import raise_descriptor_limit as up\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (128, 700)); up(); print(r.getrlimit(r.RLIMIT_NOFILE)); up()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(700, 700)\n"

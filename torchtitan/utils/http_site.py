@@ -1,0 +1,88 @@
+"""An HTTP server where strangers may come: who has not authenticated holds few connections, for a short time."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from torchtitan.errors import UserError
+
+# The most connections that have not authenticated, and their share of the descriptors; another one drops the oldest.
+MAX_STRANGERS, SHARE = 1024, 4
+# This share of them is accepted in one turn of the loop. A client that speaks at once needs a few turns to be known.
+TURN_SHARE = 8
+STRANGER_SECONDS = 10.0
+BACKLOG = 1024
+# As many descriptors as a server needs. Some programs look at every descriptor that their limit allows.
+DESCRIPTORS = 65536
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process and its children as many descriptors as the system does, up to DESCRIPTORS."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+class HttpSite:
+    """Serves an application at one address. The application calls trust() for a request that has authenticated; a
+    connection without one is closed after STRANGER_SECONDS, or earlier where there are many.
+
+    shutdown_s: time for running requests when the site closes.
+    """
+
+    def __init__(self, app: web.Application, shutdown_s: float = 60.0):
+        # handler_cancellation: a client that hangs up ends its handler, which aborts the request.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
+        self._server: asyncio.Server | None = None
+        self._most = min(MAX_STRANGERS, max(TURN_SHARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE))
+        self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        """Connections that have not authenticated, the oldest first, and what closes them"""
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen and return the port. Raises UserError if the address cannot be bound."""
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._connect, host, port, backlog=self._most // TURN_SHARE)
+        except OSError as error:
+            raise UserError(f"cannot listen on {host}:{port}: {error}") from None
+        for listener in self._server.sockets:
+            with listener.dup() as same:
+                same.listen(BACKLOG)  # create_server() has one number for what may wait and what is accepted in a turn
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening, and end all requests."""
+        if self._server is not None:
+            self._server.close()
+        for stranger in list(self._strangers):
+            self._drop(stranger)
+        await self._runner.cleanup()
+
+    def trust(self, request: web.BaseRequest) -> None:
+        """Keep the connection of this request as long as its client likes."""
+        self._forget(request.protocol)
+
+    def _connect(self) -> asyncio.BaseProtocol:
+        assert self._runner.server is not None
+        if len(self._strangers) >= self._most:
+            self._drop(next(iter(self._strangers)))
+        protocol = self._runner.server()
+        loop = asyncio.get_running_loop()
+        self._strangers[protocol] = loop.call_later(STRANGER_SECONDS, self._drop, protocol)
+        return protocol
+
+    def _forget(self, protocol: asyncio.BaseProtocol) -> None:
+        timer = self._strangers.pop(protocol, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _drop(self, protocol: asyncio.BaseProtocol) -> None:
+        self._forget(protocol)
+        if isinstance(protocol, RequestHandler) and protocol.transport is not None:
+            protocol.transport.abort()
