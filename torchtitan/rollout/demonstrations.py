@@ -19,6 +19,7 @@ from torchtitan.inference.types import Branch, Completion, Given, add_turn
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
 from torchtitan.rollout.tokenizer import Tokenizer, plain_message
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
+from torchtitan.rollout.unknown_text import check_unknown_text
 
 ASSISTANT = "assistant"
 
@@ -107,6 +108,7 @@ class Demonstrations:
         """Raises UserError for a dataset or tokenizer that does not fit the configuration."""
         self._config, self._maker = config, DemonstrationMaker(config, tokenizer)
         rows, self._held_out = load_datasets(config, self._maker.renderer)
+        check_unknown_text(rows, config, tokenizer)
         self._stream = PromptStream(rows, self._maker, config.training.seed, config.rollout.shuffle)
         self._size, self._rows = global_batch_size(config, ranks), len(rows)
         epochs = config.sft.epochs

@@ -28,6 +28,7 @@ from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
+from torchtitan.rollout.unknown_text import check_unknown_text
 from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,10 @@ class Rollouts:
         """
         self._config = config
         self._maker = (DemonstrationMaker if config.job.stage == "sft" else PromptMaker)(config, tokenizer)
-        # In stage sft, Demonstrations has checked the template.
-        train, self._held_out = load_datasets(config, None if config.job.stage == "sft" else self._maker.renderer)
+        checked = config.job.stage == "sft"  # by Demonstrations
+        train, self._held_out = load_datasets(config, None if checked else self._maker.renderer)
+        if not checked:
+            check_unknown_text(train, config, tokenizer)
         self._chats = any(is_chat(row, config) for row in train)
         self.pool, self.rewards = pool, rewards
         self._environments, self._gateway = environments, gateway

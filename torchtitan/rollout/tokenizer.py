@@ -85,6 +85,13 @@ def _ids(tokenizer: FastTokenizer, text: str) -> list[int]:
     return ids
 
 
+def _unknown_id(model: dict[str, Any]) -> int | None:
+    if model.get("byte_fallback"):
+        return None
+    found: int | None = model["vocab"].get(model.get("unk_token")) if "unk_id" not in model else model["unk_id"]
+    return found
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint directory, with its chat template and the run's values for it."""
 
@@ -115,7 +122,10 @@ class Tokenizer:
         spelled = "|".join(map(re.escape, sorted(special.values(), key=len, reverse=True)))
         self._special = re.compile(spelled) if spelled else None
         # The same tokenizer without the tokens that were added to its model.
-        self._without_added = FastTokenizer.from_str(json.dumps(_read_json(path) | {"added_tokens": []}))
+        own = _read_json(path)
+        self._without_added = FastTokenizer.from_str(json.dumps(own | {"added_tokens": []}))
+        self.unknown_id = _unknown_id(own["model"])
+        """The token of text that the vocabulary does not hold; None where there is always another way to write it"""
         self._without_added.no_padding()
         self._without_added.no_truncation()
         settings = _read_json(self.directory / "tokenizer_config.json")

@@ -25,6 +25,7 @@ class Characters:
     """A tokenizer of characters; chats become text with role marks."""
 
     eos_token_ids = [1]
+    unknown_id = None
     has_chat_template = True
 
     def encode(self, text: str) -> list[int]:

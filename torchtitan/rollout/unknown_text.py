@@ -1,0 +1,56 @@
+"""Text of a dataset that the policy's tokenizer cannot represent: it becomes <unk>, from which nothing is learned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchtitan.config.derived import plays_through_gateway
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.rollout.rewards import NEEDS_ANSWER
+from torchtitan.rollout.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Of a dataset's tokens; a rare foreign letter needs no word.
+WARN_SHARE = 0.01
+
+
+def check_unknown_text(rows: Sequence[dict[str, Any]], config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Warn of rows that are <unk> in part. Raises UserError for a prompt or an answer that is nothing else."""
+    unknown = tokenizer.unknown_id
+    if unknown is None or plays_through_gateway(config):  # an agent writes the prompts itself
+        return
+    total = lost = 0
+    example = ""
+    for row in rows:
+        for column, text in _texts(row, config):
+            ids = tokenizer.encode(text)
+            missing = ids.count(unknown)
+            if ids and missing == len(ids):
+                raise UserError(
+                    f"rollout.dataset = {config.rollout.dataset!r}: the tokenizer of {tokenizer.directory} knows no "
+                    f"part of {text[:60]!r} (column {column!r}), so the policy would see only unknown tokens: take a "
+                    "dataset that suits the checkpoint, or another checkpoint"
+                )
+            total, lost, example = total + len(ids), lost + missing, example or (text if missing else "")
+    if lost > WARN_SHARE * total:
+        logger.warning(
+            "%.1f %% of the dataset's tokens are unknown to the tokenizer of %s, as in %r: the policy can neither read "
+            "nor write that text", 100 * lost / total, tokenizer.directory, example[:60],
+        )  # fmt: skip
+
+
+def _texts(row: dict[str, Any], config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield the texts that the policy reads or has to write, each with its column."""
+    columns = [config.rollout.prompt_column]
+    if config.job.stage == "sft":
+        columns.append(config.sft.completion_column)
+    elif NEEDS_ANSWER & set(config.rewards.functions):
+        columns.append(config.rewards.answer_column)
+    for column in columns:
+        said = row.get(column)
+        parts = [one.get("content") for one in said] if isinstance(said, list) else [said]
+        yield from ((column, part) for part in parts if isinstance(part, str) and part.strip())
