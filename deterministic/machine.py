@@ -57,6 +57,8 @@ class Machine:
         self.corrupted = 0
         self.validates = True
         """Whether messages are checked against their schema"""
+        self.message_seconds = self.byte_seconds = 0.0
+        """How long a process is busy with a message that it has received, and with each byte of it"""
         self.order_of_events = 0
         """A hash over the order in which processes had events"""
 
@@ -78,6 +80,8 @@ class Machine:
                 callback()
             elif process.frozen:
                 process.parked.append(event)
+            elif process.busy_until > self.now:
+                process.wait(event)
             elif process.alive:
                 self.order_of_events = hash((self.order_of_events, process.number, kind))
                 callback()
@@ -132,8 +136,32 @@ class Process:
         self.longest_work = 0.02
         self.longest_in_lane: dict[str, float] = {}
         """Longest work by lane, for lanes in which work takes longer than elsewhere"""
-        self.froze_at = -1.0
+        self.froze_at = self.busy_until = -1.0
+        self._waiting: deque[Event] = deque()
+        """What has happened while it was busy"""
         self.runtime = SimRuntime(self)
+
+    def work(self, seconds: float) -> None:
+        """Be busy for so long, from the end of what it is busy with now."""
+        if seconds:
+            self.busy_until = max(self.busy_until, self.machine.now) + seconds
+
+    def wait(self, event: Event) -> None:
+        """Handle this event once the process is not busy any more."""
+        self._waiting.append(event)
+        if len(self._waiting) == 1:
+            self.machine.at(self.busy_until - self.machine.now, None, self._go_on)
+
+    def _go_on(self) -> None:
+        now = self.machine.now
+        while self._waiting and self.busy_until <= now + 1e-9:
+            event = self._waiting.popleft()
+            if self.frozen:
+                self.parked.append(event)
+            elif self.alive and event[2] is not None:
+                event[2]()
+        if self._waiting:
+            self.machine.at(self.busy_until - now, None, self._go_on)
 
     def freeze(self) -> None:
         self.frozen, self.froze_at = True, self.machine.now
@@ -252,6 +280,8 @@ class SimChannel(Channel):
         """What is in transit to this end: messages and other callbacks"""
         self._carrying: Timer | None = None
         self.stalled: Callback | None = None
+        self._late = 0
+        """How many messages and callbacks wait for the budget"""
         self._broken = False
         """Whether something was lost in transit: nothing arrives any more in either direction"""
         self._target: PayloadTarget | None = None
@@ -305,25 +335,37 @@ class SimChannel(Channel):
             self.machine.at(self.latency, self.peer.process, self.peer.receive, MESSAGE)
 
     def receive(self) -> None:
-        """Handle the next message or callback that has arrived."""
+        """Handle the next message or callback that has arrived, or leave it until the budget allows it."""
+        if self._late:
+            self._late += 1
+            return
         wait_s = 0.0 if self.budget is None or self.closed else self.budget.wait_s(self.machine.now)
         if wait_s:
-            self.machine.at(wait_s, self.process, self.receive, MESSAGE)
+            self._late = 1
+            self.machine.at(wait_s, self.process, self._go_on, MESSAGE)
             return
         what = self.inbox.popleft()
         if self.closed:
             return
         try:
             if isinstance(what, dict):
+                count = len(encode(what)) if self.budget is not None or self.machine.byte_seconds else 0
+                self.process.work(self.machine.message_seconds + count * self.machine.byte_seconds)
                 message = self._parsed(what)
-                if self.budget is not None:
-                    self.budget.spend(cost(message, len(encode(what))))
+                self.spend(cost(message, count))
                 self.on_message(self, message)
             else:
                 what()
         except ProtocolError as error:
             self.machine.protocol_errors.append(f"{self.process.name}: {error}")
             self.close(f"protocol error: {error}")
+
+    def _go_on(self) -> None:
+        late, self._late = self._late, 0
+        while late and not self._late:
+            late -= 1
+            self.receive()
+        self._late += late
 
     def _transmit(self) -> None:
         while self._out and self._carrying is None:

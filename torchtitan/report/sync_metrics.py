@@ -162,6 +162,8 @@ class DeliveryBook:
 
     def __init__(self) -> None:
         self.epoch = ""
+        self.left_out = 0
+        """Records that make no sense"""
         self._entries: list[Entry] = []
         self._open: dict[str, dict[int, Delivery]] = {}
         self._live: set[str] = set()
@@ -175,6 +177,7 @@ class DeliveryBook:
             try:
                 self._take(parse_record(line))
             except (ProtocolError, KeyError) as error:
+                self.left_out += 1
                 logger.warning("a record of the weight registry is damaged, left out (%r): %.60s", error, line)
             yield from self._entries
 

@@ -123,7 +123,8 @@ class Budget:
         """Return after how many seconds the next message may be handled."""
         self._left = min(MESSAGES_AT_ONCE, self._left + (now - self._at) * MESSAGES_PER_SECOND)
         self._at = now
-        return max(0.0, -self._left / MESSAGES_PER_SECOND)
+        # Rounding may leave a debt that is too small for the clock.
+        return 0.0 if self._left > -1e-3 else -self._left / MESSAGES_PER_SECOND
 
     def spend(self, messages: float) -> None:
         """Count what has been handled; the budget may be exceeded, and is then paid off."""

@@ -131,6 +131,8 @@ class Job:
 
     def __post_init__(self) -> None:
         self.machine.check_read = self._check_read
+        if self.machine.validates and not self.machine.message_seconds:
+            self.machine.message_seconds, self.machine.byte_seconds = 20e-6, 10e-9
         self.published: dict[tuple[str, int, str], float] = {}
         self.published_at: dict[int, float] = {}
         self.version_of: dict[int, int] = {}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit_tests.weight_sync import runs
+from tests.unit_tests.weight_sync import byzantine, runs
 from tests.unit_tests.weight_sync.job import Job
 
 # For a longer search: how many small runs, and from which seed on; the issue asks for 100,000.
@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[Callable[[int], Job], int]] = {
     "faults": (runs.run_faults, RUNS // 50), "relay": (runs.run_relay, RUNS // 100),
     "references": (runs.run_references, RUNS // 200), "relaunch": (runs.run_relaunch, RUNS // 400),
     "hung": (runs.run_hung, RUNS // 200), "without_registry": (runs.run_without_registry, RUNS // 1000),
+    "byzantine": (byzantine.run_byzantine, RUNS // 400),
 }  # fmt: skip
 # Runs leave circles of objects; looking for them now and then is enough.
 COLLECT_EVERY = 500

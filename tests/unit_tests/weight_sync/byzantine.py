@@ -1,0 +1,189 @@
+"""Runs with actors that have a valid key and mean harm: what they send is arbitrary, replayed, endless, or nothing.
+
+In every run the newest version is announced to every honest actor within 3 s, no version is skipped, nothing that the
+trainer reads raises there, and what registry and shard servers hold is bounded by the number of peers.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from deterministic.machine import Machine, Process, SimRuntime, Violation
+from deterministic.parts import REGISTRY, TOKEN
+from tests.unit_tests.weight_sync.job import Job, Parts
+from tests.unit_tests.weight_sync.runs import JOIN_SECONDS, draw_shape, finish
+from torchtitan.report.sync_metrics import DeliveryBook, Sums
+from torchtitan.weight_sync.handshake import ACTOR, Dialer, Identity
+from torchtitan.weight_sync.messages import SCHEMA
+from torchtitan.weight_sync.wire import Channel, Message
+
+ANNOUNCED_SECONDS = 3.0
+# Of one peer, in containers of registry and shard servers.
+BYTES_PER_PEER = 64 << 10
+VALUES: list[Any] = [
+    None, True, -1, 0, 1, 2, 3, 10**30, 1.5, -2.5, float("nan"), float("inf"), "", "x", "a\n\x1b[2J", "y" * 3000, [],
+    {}, [[0, 1]], [[0, 10**9]], [1, [2]], {"epoch": "e1"}, {"transfer_s": "x"}, {"bytes_full": float("nan")},
+    {"pause_s": 0.1}, "staged", "gone", "refused", "127.0.0.1:1", "e1",
+]  # fmt: skip
+
+
+def message(rng: random.Random, job: Job) -> Message:
+    """A message of any type: about half of those that an actor may send are well-formed."""
+    newest = job.registry.newest
+    plausible: dict[str, Any] = {
+        "serial": rng.choice([0, 1, *job.version_of]), "version": -1 if newest is None else newest.version,
+        "digest": "" if newest is None else newest.digest, "outcome": rng.choice(("staged", "gone", "lost", "refused")),
+        "reason": "why", "figures": rng.choice(({}, {"transfer_s": 0.0}, {"transfer_s": 1e18, "source": "trainer"})),
+        "pull": rng.randint(0, 3), "buckets": rng.choice(([], [[0, 1]])), "bytes": rng.randint(0, 2**40),
+    }  # fmt: skip
+    kind = rng.choice(("ping", "pulling", "ended", "serving", "poisoned", "open", *rng.sample(sorted(SCHEMA), 2)))
+    found: Message = {"type": kind}
+    names = [field.rstrip("?") for field in SCHEMA[kind]]
+    wrong = rng.choice(names) if names and rng.random() < 0.3 else ""
+    for name in names:
+        odd = name == wrong or name not in plausible
+        found[name] = rng.choice(VALUES) if odd else plausible[name]
+    if rng.random() < 0.05:
+        found[rng.choice(("type", "more", "version"))] = rng.choice(VALUES)
+    return found
+
+
+class Byzantine:
+    """An actor that has its own key. how: what it does at every port that it knows."""
+
+    def __init__(self, job: Job, name: str, how: str, rng: random.Random):
+        self.job, self.name, self.how, self.rng = job, name, how, rng
+        self.process = Process(job.machine, name, rate=rng.choice((1.0, 1e9)))
+        self.said: list[Message] = []
+        self.connections = self.floods = 0
+        self._dial()
+
+    def _dial(self) -> None:
+        rng, registry = self.rng, self.rng.random() < 0.6
+        where = REGISTRY
+        fields: Message = {"epoch": self.job.shape.epoch, "instance": f"i{rng.randint(0, 2)}"}
+        if registry and rng.random() < 0.5:
+            fields["address"] = "10.9.9.9:1"
+        if not registry:
+            fields["rank"] = rng.randrange(self.job.shape.ranks)
+            where = self.job.ranks[fields["rank"]].address
+        if rng.random() < 0.1:
+            fields[rng.choice(("epoch", "instance", "address", "rank"))] = rng.choice(VALUES)
+        identity = Identity.of(TOKEN, ACTOR, self.name)
+        Dialer(self.process.runtime, where, identity, fields, self._in, lambda _reason: self._later(self._dial))
+
+    def _later(self, what: Callable[[], None]) -> None:
+        self.job.machine.at(self.rng.uniform(0.001, 0.3), self.process, what)
+
+    def _in(self, channel: Channel, _fields: Message) -> None:
+        self.connections += 1
+        channel.on_message = lambda _channel, _message: None
+        channel.on_close = lambda _channel, _reason: self._later(self._dial)
+        channel.payload_target = lambda _channel, _message: None
+        for _ in range(self.rng.randint(1, 5)):
+            self._speak(channel)
+        if self.how == "reconnects":
+            channel.close("done")
+
+    def _speak(self, channel: Channel) -> None:
+        rng = self.rng
+        one = rng.choice(self.said) if self.how == "replays" and self.said else message(rng, self.job)
+        self.said.append(one)
+        self.floods += self.how == "floods"
+        count = FLOOD if self.how == "floods" and self.floods <= FLOODS else 1
+        if count > 1:
+            one = {"type": rng.choice(("ping", "pulling")), "serial": 1, "version": 1}
+            if channel.peer.process is not self.job.registry_process:  # type: ignore[attr-defined]
+                one = {"type": "open", "pull": 1, "serial": 1, "buckets": [[0, 1]]}
+        for _ in range(count):
+            channel.send(one)
+        if self.how != "silent" and not channel.closed:
+            self._later(lambda: None if channel.closed else self._speak(channel))
+
+
+FLOOD, FLOODS = 20_000, 2
+KINDS = ("talks", "replays", "floods", "silent", "reconnects")
+
+
+def held_bytes(job: Job) -> int:
+    """What registry and shard servers hold, without the machine that they run on and what is on its way to them."""
+    seen: set[int] = set()
+    outside = (types.ModuleType, types.FunctionType, types.MethodType, type, Machine, Process, SimRuntime, Job, Channel)
+    waiting: list[Any] = [vars(job.registry), *(vars(rank.server) for rank in job.ranks)]
+    total = 0
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (*outside, memoryview, bytearray)):
+            continue
+        seen.add(id(one))
+        total += one.__sizeof__()
+        waiting += gc.get_referents(one)
+    return total
+
+
+def check_announced(job: Job, version: int) -> None:
+    """Every honest actor has heard of this version, or of a newer one."""
+    for actor in job.actors:
+        newest = actor.puller._newest
+        if newest is None or newest[1].version < version:
+            heard = None if newest is None else newest[1].version
+            raise Violation(f"{actor.name} has not heard of {version} within {ANNOUNCED_SECONDS} s, only of {heard}")
+
+
+def check_trainer(job: Job) -> None:
+    """What the training thread reads: the journal and the status, as it reads them."""
+    book, sums = DeliveryBook(), Sums()
+    lines = [{"time": time, "event": event, **fields} for time, event, fields in job.journal]
+    for entry in [*book.feed(json.loads(json.dumps(line, allow_nan=False)) for line in lines), *book.close()]:
+        sums.add(entry)
+    json.dumps([sums.figures(), job.registry.status()], allow_nan=False)
+    if book.left_out:
+        raise Violation(f"{book.left_out} lines of the journal make no sense")
+
+
+def run_byzantine(seed: int, parts: Parts | None = None) -> Job:
+    """Honest actors beside one to three hostile ones, on a machine where a message costs up to 0.2 ms."""
+    machine = Machine(seed)
+    rng = machine.random
+    machine.message_seconds, machine.byte_seconds = rng.choice((50e-6, 200e-6)), 20e-9
+    shape = replace(draw_shape(rng, rng.randint(0, 1)), relay_fanout=rng.choice((0, 0, 1)), slots=3)
+    job = Job(machine, shape, parts or Parts())
+    machine.run(JOIN_SECONDS)
+    before, servers = held_bytes(job), [job.registry_process, *(rank.process for rank in job.ranks)]
+    write = job._write
+
+    def published(event: str, fields: Message) -> None:
+        write(event, fields)
+        if event == "publish":
+            machine.at(ANNOUNCED_SECONDS, None, partial(check_announced, job, fields["version"]))
+
+    job.registry._write = published
+    hostile = [
+        Byzantine(job, f"evil-{n}", rng.choice(KINDS), random.Random(f"{seed} {n}")) for n in range(rng.randint(1, 3))
+    ]
+    versions = 6
+    job.train(versions)
+    machine.run(JOIN_SECONDS + versions * shape.interval * 1.1 + ANNOUNCED_SECONDS + 0.1)
+    if job.skipped:
+        raise Violation(f"versions {job.skipped} were skipped")
+    if servers != [job.registry_process, *(rank.process for rank in job.ranks)]:
+        raise Violation("a server was started again")
+    check_trainer(job)
+    allowed = before + (len(hostile) + len(job.actors)) * BYTES_PER_PEER
+    if (held := held_bytes(job)) > allowed:
+        raise Violation(f"registry and shard servers hold {held} bytes, {before} before the hostile actors came")
+    if not all(one.connections for one in hostile):
+        raise Violation("a hostile actor was never let in")
+    job.registry._write = write  # from now on actors leave
+    for one in hostile:
+        one.process.kill()
+    machine.run(machine.now + 1.0)
+    finish(job, 8.0)
+    return job
