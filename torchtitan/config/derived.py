@@ -9,14 +9,13 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan.config.job_config import GRPO, JobConfig, Parallelism, WeightSync
+from torchtitan.config.job_config import JobConfig, Parallelism, WeightSync
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError
 from torchtitan.utils.machine import count_gpus, gpus_of_driver, hides_gpus
@@ -236,20 +235,6 @@ def reward_weights(config: JobConfig) -> dict[str, float]:
 def judging_reward(config: JobConfig) -> str:
     """The reward by which an evaluation decides whether a sample passes."""
     return config.eval.reward_function or [*config.rewards.functions, environment_name(config)][0]
-
-
-def has_sequence_ratios(grpo: GRPO) -> bool:
-    """Whether an importance ratio is one number per sequence, as GSPO has it."""
-    own = grpo.importance_level == "auto" and grpo.loss_type in ("gspo", "gspo_token")
-    return own or grpo.importance_level in ("sequence", "sequence_token")
-
-
-def clip_range(grpo: GRPO) -> tuple[float, float]:
-    """epsilon_low and epsilon_high; -1 is DAPO's range (Yu et al. 2025), or that of GSPO (Zheng et al. 2025, section
-    5.1), GMPO (e^±0.4, Zhao et al. 2025) or DPPO (of probabilities, as prime-rl has it)."""
-    own = {"gmpo": (1 - math.exp(-0.4), math.exp(0.4) - 1), "dppo": (0.2, 0.2)}
-    low, high = (3e-4, 4e-4) if has_sequence_ratios(grpo) else own.get(grpo.loss_type, (0.2, 0.28))
-    return low if grpo.epsilon_low == -1 else grpo.epsilon_low, high if grpo.epsilon_high == -1 else grpo.epsilon_high
 
 
 def expand_servers(servers: Sequence[str]) -> list[str]:

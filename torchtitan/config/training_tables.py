@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
+from torchtitan.config.objectives import OBJECTIVES
 from torchtitan.config.values import (
     TABLE,
     Column,
@@ -23,10 +24,7 @@ from torchtitan.config.values import (
     ShareBelowOne,
 )
 
-LOSS_TYPES = (
-    "grpo", "dapo", "bnpo", "dr_grpo", "gspo", "gspo_token", "gmpo", "dppo", "cispo", "sapo", "reinforce",
-)  # fmt: skip
-"""The keys of objectives.OBJECTIVES"""
+LOSS_TYPES = tuple(OBJECTIVES)
 ADVANTAGES = ("group", "rloo", "batch", "reinforce_pp", "reinforce_pp_no_baseline", "opo")
 """The keys of advantages.ESTIMATORS"""
 CORRECTIONS = ("truncate", "mask", "icepop", "none")
@@ -305,11 +303,11 @@ class GRPO:
     """Decoupled mode: recompute the proximal policy's log-probs before the first optimizer step of a batch"""
 
     epsilon_low: Annotated[float, Range(0, 1, also=-1)] = -1.0
-    """Lower clip range of the ratio; -1 is 0.2, or 3e-4 for ratios of sequences (gspo), or 0.33 for gmpo"""
+    """Lower clip range of the ratio; -1 is the objective's own (docs/algorithms.md): 0.2 for most, 3e-4 for ratios of
+    sequences (gspo)"""
 
     epsilon_high: Annotated[float, Range(0, also=-1)] = -1.0
-    """Upper clip range of the ratio; -1 is 0.28, or 4e-4 for ratios of sequences (gspo), 0.49 for gmpo, and 0.2 for
-    dppo, whose two ranges bound the change of a token's probability"""
+    """Upper clip range of the ratio; -1 is the objective's own: 0.28 for most, 4e-4 for ratios of sequences (gspo)"""
 
     delta: Annotated[float, Range(1, low_open=True, also=0)] = 3.0
     """Upper bound of the ratio where the advantage is negative and epsilon_high bounds nothing; 0 turns it off"""

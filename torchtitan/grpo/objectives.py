@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.config.objectives import describe
 from torchtitan.errors import UserError, load_function
 
 
@@ -185,13 +186,11 @@ NORMALIZERS: dict[str, Normalizer] = {"token": per_token, "sequence": per_sequen
 
 @dataclass(frozen=True)
 class Objective:
-    """A per-token loss and the weighting of tokens."""
+    """A per-token loss and the weighting of tokens; ratio and local are explained in config/objectives.py."""
 
     token_loss: TokenLossFunction
     token_weights: Normalizer
     ratio: str = "token"
-    """`sequence`: ρ is one number per sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7).
-    `sequence_token`: ρ has that value, but each token has its own gradient, sg(ρ) π/sg(π) (GSPO-token, eq. 14)"""
     local: bool = False
     """token_weights is computed per micro-batch, and micro-batches have equal weight"""
 
@@ -228,20 +227,22 @@ class Objective:
         return result
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "grpo": Objective(clipped_surrogate, per_sequence),
-    "dapo": Objective(clipped_surrogate, per_token),
-    # Kept for parity with TRL: the result depends on how the batch is split into micro-batches.
-    "bnpo": Objective(clipped_surrogate, per_token, local=True),
-    "dr_grpo": Objective(clipped_surrogate, per_constant),
-    "gspo": Objective(clipped_surrogate, per_sequence, "sequence"),
-    "gspo_token": Objective(clipped_surrogate, per_sequence, "sequence_token"),
-    "gmpo": Objective(gmpo, per_sequence),
-    "dppo": Objective(dppo, per_token),
-    "cispo": Objective(cispo, per_token),
-    "sapo": Objective(sapo, per_sequence),
-    "reinforce": Objective(reinforce, per_token),
+TOKEN_LOSSES: dict[str, TokenLossFunction] = {
+    **dict.fromkeys(("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "gspo_token"), clipped_surrogate),
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
 }
+
+
+def _described(name: str, function: TokenLossFunction) -> Objective:
+    known = describe(name)
+    return Objective(function, NORMALIZERS[known.normalizer], known.ratio, known.local)
+
+
+OBJECTIVES = {name: _described(name, function) for name, function in TOKEN_LOSSES.items()}
 
 
 def load_objective(name: str, normalization: str = "auto", ratio_level: str = "auto") -> Objective:
@@ -250,7 +251,7 @@ def load_objective(name: str, normalization: str = "auto", ratio_level: str = "a
     normalization: token, sequence or constant, instead of the objective's own. ratio_level: likewise, see Objective.
     Raises UserError if the function cannot be found.
     """
-    found = OBJECTIVES.get(name) or Objective(load_function(name, "grpo.loss_type"), per_token)
+    found = OBJECTIVES.get(name) or _described(name, load_function(name, "grpo.loss_type"))
     if normalization != "auto":
         found = replace(found, token_weights=NORMALIZERS[normalization], local=False)
     return found if ratio_level == "auto" else replace(found, ratio=ratio_level)

@@ -20,7 +20,6 @@ from typing import Any
 
 from torchtitan.config.derived import (
     ON_DEVICE,
-    clip_range,
     environment_name,
     expand_servers,
     from_torchrun,
@@ -28,12 +27,12 @@ from torchtitan.config.derived import (
     group_size,
     has_engines,
     has_environment,
-    has_sequence_ratios,
     learns_from_rewards,
     sleeps_between_batches,
     world_size,
 )
 from torchtitan.config.job_config import JobConfig, table_types
+from torchtitan.config.objectives import clip_range, describe, has_sequence_ratios, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
@@ -228,6 +227,7 @@ def _check_objective(check: Check) -> None:
         text = "it does not bound the weight of an off-policy token (nor does grpo.epsilon_high if the advantage is "
         text += "negative), and an asynchronous run trains on samples of older policies: set "
         bounds = {"grpo.delta": "grpo.delta to 3", "grpo.loss_type": "another objective, whose ratio has a bound"}
+        bounds |= {f"grpo.sapo_temperature_{sign}": "it to at least 0.1" for sign in ("positive", "negative")}
         caps = f"a correction and caps of at most {NO_BOUND:g}"
         refuse(key, True, f"{text}{bounds.get(key, caps)}, or grpo.allow_uncorrected = true")
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
@@ -244,22 +244,16 @@ def _unbounded(config: JobConfig) -> str:
     grpo = config.grpo
     caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_high}
     correction = caps.get(grpo.off_policy_correction, math.inf)
-    # epsilon_high does not bound negative advantages, a user's function may do anything, and dppo bounds no ratio.
-    own = ":" in grpo.loss_type or grpo.loss_type in ("dppo", "gmpo")
-    key, objective = {
-        "cispo": ("grpo.cispo_cap", grpo.cispo_cap),
-        "reinforce": ("grpo.importance_cap", grpo.importance_cap),
-        "sapo": ("grpo.loss_type", 1.0),
-    }.get(grpo.loss_type, ("grpo.loss_type", math.inf) if own else ("grpo.delta", grpo.delta or math.inf))
+    key, objective = largest_weight(grpo)
     if grpo.recompute_old_log_probs:
         # The objective sees π/π_old; the correction bounds π_old/μ.
         if correction > NO_BOUND:
             return "grpo.off_policy_correction"
-    elif has_sequence_ratios(grpo) or grpo.loss_type == "gmpo":
+    elif has_sequence_ratios(grpo):
         objective = min(objective, grpo.geometric_mask_high or math.inf)
-    elif grpo.off_policy_correction != "truncate":
+    elif grpo.off_policy_correction != "truncate" and describe(grpo.loss_type).separable:
         objective = min(objective, correction)  # in direct mode, masks see π/μ too
-    return key if objective > NO_BOUND else ""
+    return f"grpo.{key}" if objective > NO_BOUND else ""
 
 
 def _check_rollout(check: Check) -> None:

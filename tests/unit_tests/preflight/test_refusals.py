@@ -101,6 +101,10 @@ oops | 'oops' does not belong to any
 --grpo.delta 0 | grpo.delta | off-policy token | allow_uncorrected = true
 --grpo.delta 0 --grpo.geometric_mask_high 2 | grpo.delta | off-policy token | allow_uncorrected = true
 --grpo.loss_type cispo --grpo.cispo_cap 50 | grpo.cispo_cap | off-policy token | allow_uncorrected = true
+--grpo.loss_type sapo --grpo.sapo_temperature_negative 0.05 | sapo_temperature_negative = 0.05 | at least 0.1
+--grpo.loss_type gmpo --grpo.geometric_mask_high 2 | grpo.loss_type = "gmpo" | off-policy token
+--grpo.loss_type gmpo --grpo.off_policy_correction mask | grpo.loss_type = "gmpo" | another objective
+--grpo.loss_type dppo | grpo.loss_type = "dppo" | off-policy token
 --grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss \
     | grpo.loss_type | off-policy token | allow_uncorrected = true
 --grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.recompute_old_log_probs \
@@ -212,6 +216,7 @@ def test_a_mistake_is_named_in_one_line(
         "--grpo.delta 0 --grpo.off_policy_correction icepop",
         "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask_high 2",
         "--grpo.loss_type sapo --grpo.delta 0",
+        "--grpo.loss_type dppo --grpo.off_policy_correction mask",
         "--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.off_policy_correction mask",
         "--grpo.recompute_old_log_probs",
     ],
