@@ -27,11 +27,15 @@ if said := another_package():
     sys.exit(said)
 
 import contextlib
+import math
 import os
 import tempfile
 import threading
+import time
 from types import FrameType
+from typing import Any
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -49,6 +53,7 @@ from torchtitan.utils.child_process import LAUNCH_VARIABLE, LAUNCHER_VARIABLE, L
 SHUTDOWN_TIMEOUT_S = 630
 # What a rank ends with that has said what a person has to change: it would only say so again.
 FINAL_CODES = (1, 2)
+STOPPED_S = 10
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):
@@ -57,6 +62,11 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     ranks: tuple[int, ...] = ()
     """Process ids"""
 
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self._stopped: dict[int, float] = {}
+        """Process ids of stopped ranks, and when that was seen first; inf once it was said"""
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         started: dict[int, int] = super()._start_workers(worker_group)
         Agent.ranks = tuple(started.values())
@@ -64,6 +74,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        self.name_stopped()
         if result.state is WorkerState.FAILED:
             if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
                 self._remaining_restarts = 0
@@ -72,6 +83,17 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 os.environ[LOSS_VARIABLE] = f"rank {rank} {_end_of(first.exitcode)}"
                 _say(f"{os.environ[LOSS_VARIABLE]}: all ranks start again ({self._remaining_restarts} restarts left)")
         return result
+
+    def name_stopped(self) -> None:
+        """Say once of each rank that it has been stopped (SIGSTOP) for STOPPED_S: the others only wait for it."""
+        now = time.monotonic()
+        for number, rank in enumerate(Agent.ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(rank).status() != psutil.STATUS_STOPPED:
+                    self._stopped.pop(rank, None)
+                elif now - self._stopped.setdefault(rank, now) >= STOPPED_S:
+                    self._stopped[rank] = math.inf
+                    _say(f"local rank {number} has been stopped for {STOPPED_S} s: kill -CONT {rank} continues it")
 
 
 def main(arguments: list[str]) -> int:
