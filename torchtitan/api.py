@@ -197,7 +197,8 @@ def train(
     runs ends, too.
 
     Args:
-        config: a TOML file (or the name of a shipped one, such as "debug_cpu"), a dict of its tables, or a JobConfig.
+        config: a TOML file (or the name of a shipped one, such as "debug_cpu"), a dict of its tables or of
+            values by `table.key`, or a JobConfig.
         overrides: values by `table.key`, such as {"training.steps": 3}.
         rewards: for rewards.functions: names, or functions in TRL's call convention, run by worker processes.
         dataset: for rollout.dataset: its name, rows (dicts of columns), or a function that returns them.

@@ -76,9 +76,11 @@ class Draft:
             self.refuse("job.config_file", f"job.config_file = {show(file)} {problem}")
 
     def add(self, tables: Mapping[str, Any], place: str) -> None:
-        """Take the values of a document with TOML tables."""
+        """Take the values of a document with TOML tables, or with `table.key` as one name."""
         for table, content in ((str(name), content) for name, content in tables.items()):
-            if table not in table_types():
+            if "." in table:
+                self.set(table, content, place)
+            elif table not in table_types():
                 unknown = f"unknown table [{table}]{nearest(table, table_types())}"
                 outside = f"{table} = {show(content)} stands outside a table{nearest_key(table)}"
                 self.refuse(table, f"{place}: {unknown if isinstance(content, Mapping) else outside}")

@@ -238,7 +238,10 @@ def find_family(config: dict[str, Any]) -> Family:
     check_types(config, (*HONOURED, *family.keys))
     known = {*HONOURED, *MEANINGLESS, *family.keys}
     wrong = {key for key, value in family.only.items() if config.get(key, value) not in (value, None)}
-    ignored = sorted(wrong | {key for key, value in config.items() if key not in known | {*family.only} and value})
+    # Private keys with text are notes of the library that wrote the file, such as _model_name_or_path.
+    notes = {key for key, value in config.items() if key.startswith("_") and isinstance(value, str)}
+    known |= {*family.only, *notes}
+    ignored = sorted(wrong | {key for key, value in config.items() if key not in known and value})
     if ignored:
         said = ", ".join(f"{key} = {config[key]!r}" for key in ignored)
         raise UserError(f"{said} in config.json: the decoder does not honour that for model_type {name}")

@@ -282,6 +282,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
         ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "rope_parameters and rope_scaling in config.json differ"),
         ({"rope_parameters": YARN, "rope_scaling": YARN, "partial_rotary_factor": 1.0}, ""),
         ({"model_type": "granite", "use_sliding_window": False, "attention_multiplier": None}, ""),
+        # Text that transformers or another library has noted for itself; other private keys may mean something.
+        ({"_model_name_or_path": "org/model", "_attn_implementation": "sdpa"}, ""),
+        ({"_window_every": 4}, "_window_every = 4 in config.json: the decoder does not honour that"),
         # SmolLM2
         ({"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}, ""),
     ],

@@ -17,6 +17,7 @@ from torchtitan import train
 from torchtitan.api import names_of, write_rows
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
+from torchtitan.preflight.validate import draft_of
 from torchtitan.rollout.prompts import load_rows
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.builtin import arithmetic
@@ -147,6 +148,15 @@ def test_rows_that_no_file_can_hold(tmp_path: Path, rows: list[Any], said: str) 
         write_rows(rows, tmp_path)
 
 
+def test_a_dict_may_have_tables_and_dotted_keys() -> None:
+    options = {"inference.engine_args": {"max_model_len": 8}}
+    draft = draft_of({"training.steps": 3, "training": {"seed": 4}, "model.hf_assets_path": Path("x"), **options}, {})
+    config, problems = draft.build()
+    assert not problems
+    assert (config.training.steps, config.training.seed, config.model.hf_assets_path) == (3, 4, "x")
+    assert config.inference.engine_args == {"max_model_len": 8}
+
+
 def slip(config: JobConfig) -> JobConfig:
     config.training.stepz = 3  # type: ignore[attr-defined]
     config.grpo.group_size = 1
@@ -158,6 +168,7 @@ def slip(config: JobConfig) -> JobConfig:
     [
         (lambda: "nope.toml", {}, ['"nope.toml" does not exist']),
         (lambda: {"trainin": {}, "eval": {"enable": 1}}, {}, ["config: unknown table", "eval.enable = 1"]),
+        (lambda: {"model.hf_asets_path": "x"}, {}, ['config: unknown key model.hf_asets_path = "x" (nearest: ']),
         (dict, {"training.stepz": 1, "eval.enable": "no"}, ["overrides: unknown key training.stepz", '"no"']),
         (lambda: slip(JobConfig()), {}, ["unknown key training.stepz", "grpo.group_size = 1 is not allowed"]),
         (lambda: replace(JobConfig(), training={"stepz": 1}, eval=3), {}, ["key training.stepz", "eval = 3 must be"]),
