@@ -186,15 +186,15 @@ def test_no_flipped_bit_of_a_batch_is_trained_on(tmp_path: Path) -> None:
     path = tmp_path / JOURNAL_NAME
     whole, bits = path.read_bytes(), random.Random(2)
     line = whole.index(b'{"record":"batch","version":1')
-    for _ in range(300):
-        place = bits.randrange(line, whole.index(b"\n", line) + 1)
+    for number in range(300):
+        place = line + 28 if number < 8 else bits.randrange(line, whole.index(b"\n", line) + 1)  # first the version
         path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bits.randrange(8))]) + whole[place + 1 :])
         try:
-            assert ReplaySource(tmp_path).read_batch(1) == make_batch(1)  # base64's last bits may say nothing
+            source = ReplaySource(tmp_path)
+            for version in source.versions:
+                assert source.read_batch(version) == make_batch(version)  # base64's last bits may say nothing
         except UserError as error:
             assert JOURNAL_NAME in str(error)
-        except KeyError:
-            assert 1 not in ReplaySource(tmp_path).versions
     path.write_bytes(whole)
     assert ReplaySource(tmp_path).read_batch(1) == make_batch(1)
 
