@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 from deterministic.machine import Machine, Process
-from deterministic.parts import whole_layout
+from deterministic.parts import BUCKET_BYTES, TOKEN, whole_layout
 from tests.patience import PATIENCE_S, until
+from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.weight_sync import group
-from torchtitan.weight_sync.actor import Actor, reachable_host
+from torchtitan.weight_sync.actor import Actor, StagingEngine, reachable_host
 from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.group import LeadingEngine, as_figures
+from torchtitan.weight_sync.handshake import PEER
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.staging import Proof, StagedVersion
 from torchtitan.weight_sync.transfer import Transfer
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")
@@ -134,3 +137,39 @@ def test_a_relay_has_what_is_verified_of_one_snapshot() -> None:
     assert relay.read(reader, 0, 4, False) == ({}, b"bytes")
     relay.hold(None, None)
     assert relay.version(5) is None and relay.buckets(0) is None
+
+
+def test_a_relay_sends_nothing_of_memory_that_belongs_to_the_next_version() -> None:
+    machine = Machine(0)
+    relay = Relay(Process(machine, "a").runtime, "e1", lambda _key: memoryview(bytes(BUCKET_BYTES)), TOKEN)
+    relay.start("10.0.1.1:7000")
+    transfers = [Transfer(number, serial, MANIFEST, set(), 0.0, moved_at=0.0) for number, serial in ((1, 5), (2, 6))]
+    relay.hold(whole_layout(1, 2), transfers[0])
+    peer = Client(machine, "10.0.1.1:7000", PEER, "b", beats=False, rank=0)
+    peer.process.rate = 1.0
+    peer.say("open", pull=1, serial=5, buckets=[[0, 2]])
+    assert not peer.over
+    relay.hold(whole_layout(1, 2), transfers[1])
+    machine.run(machine.now + 0.1)
+    assert peer.over and not peer.count("bucket")
+
+
+def test_staging_memory_that_has_been_written_since_proves_nothing() -> None:
+    layout, proofs = whole_layout(1, 2), list[Proof]()
+    slots = SharedSlots.create(1, layout.total_bytes)
+
+    def keep(staged: StagedVersion) -> None:
+        assert staged.proof is not None
+        proofs.append(staged.proof)
+
+    engine = StagingEngine(keep, "cpu", lambda work: work())
+    engine.prepare(layout, {})
+    for write in (
+        lambda: engine.fetch((0, 0), slots.refer(0, *layout.bucket_range(0, 0))),
+        lambda: engine.bucket((0, 1)),
+    ):
+        engine.apply(MANIFEST)
+        assert proofs[-1].still_staged()
+        write()
+        assert not proofs[-1].still_staged()
+    slots.close_files()

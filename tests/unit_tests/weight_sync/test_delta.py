@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.weight_sync.delta import decode_into, element_bytes, encode
+from deterministic.machine import Machine, Process
+from torchtitan.weight_sync.delta import Deltas, decode_into, element_bytes, encode
 from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.slots import LiveSlots, SlotState, SlotView
 from torchtitan.weight_sync.wire import ProtocolError
 
 SIZES = (1, 2, 4)
@@ -152,3 +154,16 @@ def test_little_that_unpacks_to_much_is_refused_without_unpacking_it() -> None:
 def test_elements_never_straddle_buckets(dtypes: list[str], bucket_bytes: int, expected: int) -> None:
     parameters = ParameterTable.of(ParameterEntry(f"p{number}", dtype, (1,)) for number, dtype in enumerate(dtypes))
     assert element_bytes(Layout(bucket_bytes, parameters, (ShardTable.of(parameters, []),))) == expected
+
+
+def test_a_delta_of_what_has_gone_meanwhile_is_not_kept_and_keeps_no_slot() -> None:
+    machine = Machine(0)
+    live = LiveSlots([SlotView(SlotState.READY, serial, serial).pack() for serial in (1, 2, 3)])
+    live.live(2, [1], [], 0.0)
+    runtime, nothing = Process(machine, "server").runtime, memoryview(bytes(8))
+    deltas = Deltas(runtime, live, lambda *_: nothing, lambda *_: nothing, lambda: None)
+    assert not deltas.is_made(2, 1, 0)
+    live.live(3, [], [], 0.0)
+    assert set(live.filled()) == {1, 2, 3}, "a thread reads them"
+    machine.run(1.0)
+    assert set(live.filled()) == {3} and deltas.get(2, 1, 0) is None

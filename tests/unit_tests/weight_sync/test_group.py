@@ -241,6 +241,26 @@ def test_what_a_worker_finds_torn_is_served_by_none() -> None:
     group.close()
 
 
+def test_memory_that_a_worker_still_applies_from_is_not_overwritten() -> None:
+    """Also where the other worker is lost and back meanwhile: the actor is whole again, but not idle."""
+    job, group = serving()
+    lost, applying = group.workers
+    # Whoever applies checks at the end of that time what it applies from (see SimWorker.apply).
+    applying.process.longest_in_lane["apply"] = 1e6
+    job.train(1)
+    order, end = group.leader._workers[1], job.machine.now + 3.0
+    while order.answer is not None and job.machine.now < end:
+        group.run(0.05)
+    assert order.answer is None
+    lost.process.kill()
+    lost.start()
+    job.train(1)
+    group.run(1.0)
+    assert group.leader._complete() and order is group.leader._workers[1]
+    assert group.leader.transfer is None and bytes(group.staging[0]) == content(SHAPE.epoch, 1, 0, SHAPE.buckets)
+    group.close()
+
+
 def test_strangers_are_hung_up_on_at_the_end() -> None:
     """Also those who have not said yet who they are: their calls would wait until a deadline."""
     job, group = serving()

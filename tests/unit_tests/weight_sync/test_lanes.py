@@ -55,8 +55,11 @@ def test_lane_has_an_absolute_life_however_its_pulls_get_on() -> None:
 
 def test_pull_without_progress_does_not_keep_its_lane() -> None:
     lanes = lanes_with("frozen", "slow")
+    lanes.progress("frozen", 5, 0.5)
     lanes.publish(2, 1.0)
     lanes.progress("slow", 5, 3.0)
+    # That it says again and again how far it is moves nothing.
+    lanes.progress("frozen", 5, 4.0)
     assert lanes.expire(4.5) == ["frozen"] and list(lanes.lanes) == [1]
 
 

@@ -25,7 +25,7 @@ class Server:
     """Listens, lets in those with the right key, and notes what it hears; `channel` is the newest one."""
 
     def __init__(self, machine: Machine, address: str, role: str, fields: Message):
-        self.machine = machine
+        self.machine, self.fields = machine, fields
         self.heard: list[Message] = []
         self.bytes: int | None = None
         """What the last ping has said"""
@@ -70,9 +70,9 @@ class World:
         self.staging = bytearray(BUCKETS * BUCKET_BYTES)
         self.applied: list[int] = []
         self.fetched: list[Any] = []
-        process = Process(self.machine, "a")
+        self.process = Process(self.machine, "a")
         identity = Identity.of(TOKEN, ACTOR, "a")
-        self.puller = Puller(process.runtime, REGISTRY, identity, "e1", self, served=served)
+        self.puller = Puller(self.process.runtime, REGISTRY, identity, "e1", self, served=served)
         self.puller.start()
         self.run(0.1)
         self.model(SERVER)
@@ -373,6 +373,15 @@ def test_reference_is_fetched_and_asked_for_again_where_only_the_way_was_broken(
     assert world.applied == [0] and not world.fetched
 
 
+def test_registry_of_an_earlier_term_is_not_joined() -> None:
+    world = World(served=Served("e1", 3, "d3"))
+    for term, told in ((2, 2), (1, 2), (3, 3)):
+        world.registry.fields["term"] = term
+        world.registry.channels[-1].close("killed")
+        world.run(1.0)
+        assert (world.registry.count("serving"), world.registry.channels[-1].closed) == (told, term == 1)
+
+
 def test_shard_server_of_another_rank_is_not_believed() -> None:
     world = World(rank=3)
     world.newest(1, 0)
@@ -460,6 +469,7 @@ def test_registry_that_makes_no_sense_is_hung_up_on() -> None:
     for kind, fields, reason in (
         ("status", {"actors": {}, "newest": None, "dropped": [], "evictions": 0, "failure": ""}, "does not send"),
         ("newest", {"epoch": "e0"}, "of epoch e0"),
+        ("model", {"layout_id": "b", "layout": {}, "servers": [SERVER], "progress_s": 5.0}, "another layout"),
         ("newest", {"checksums": [["aa"]]}, ""),
     ):
         world = World()

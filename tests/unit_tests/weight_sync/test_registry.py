@@ -12,7 +12,7 @@ from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync import registry as registry_module
 from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, role_key
-from torchtitan.weight_sync.registry import Registry
+from torchtitan.weight_sync.registry import MAX_LOST_LANES, Registry
 from torchtitan.weight_sync.registry_state import Actor, Settings, relay_sources
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Message
 
@@ -86,6 +86,31 @@ def test_version_is_published_when_all_ranks_have_it_and_the_layout_is_known() -
     assert actor.count("newest") == 2 and actor.last("newest")["version"] == 2
     late = world.actor("late")
     assert late.last("newest")["version"] == 2 and late.count("model") == 1 and "pinned" not in late.heard[-1]
+
+
+def test_newest_of_what_is_whole_when_the_layout_comes_is_published() -> None:
+    world = World()
+    actor, ranks = world.actor(), [world.rank(number) for number in range(2)]
+    for serial in (1, 2):
+        world.publish(ranks, serial, serial)
+    for number, client in enumerate(ranks):
+        client.say("layout", layout=rank_layout(2, 2, number).to_json())
+    assert actor.count("newest") == 1 and actor.last("newest")["version"] == 2
+
+
+def test_another_process_of_a_name_has_lost_no_lane() -> None:
+    world = World(lease_s=0.5)
+    ranks, actor = world.ranks(), world.actor()
+    for number in range(1, 2 * MAX_LOST_LANES - 1):
+        if number == MAX_LOST_LANES:
+            actor = world.actor(instance="a-2")
+        world.publish(ranks, 2 * number, number)
+        actor.say("pulling", serial=2 * number, version=number)
+        world.publish(ranks, 2 * number + 1, number)
+        world.run(1.0)
+        assert not actor.over
+    half = list(range(1, MAX_LOST_LANES))
+    assert [lost["times"] for lost in world.events("lost_lane")] == half + half
 
 
 def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
@@ -163,6 +188,7 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     first = world.trainer()
     assert first.last("status")["actors"] == {}
     ranks, actor = world.ranks(), world.actor()
+    assert first.last("status")["actors"]["a"]["state"] == "JOINING"
     world.publish(ranks, 1, 0)
     actor.say("pulling", serial=1, version=0)
     status = first.last("status")

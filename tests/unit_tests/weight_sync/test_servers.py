@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -113,6 +114,21 @@ def test_a_registry_whose_parent_was_killed_while_it_started_ends(
         until(lambda: registry.failure)
         assert "exit code 0" in registry.failure
         assert "the parent has ended" in (tmp_path / "registry.log").read_text()
+    finally:
+        registry.close(time.monotonic() + PATIENCE_S)
+
+
+def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) -> None:
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The new process begins with this limit, and this one has room for what it has open.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, most))
+    try:
+        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+    try:
+        until(lambda: registry._words.pulse, process=registry.process)
+        assert resource.prlimit(registry.process.pid, resource.RLIMIT_NOFILE) == (most, most)
     finally:
         registry.close(time.monotonic() + PATIENCE_S)
 

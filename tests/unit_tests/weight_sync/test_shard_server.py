@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,39 @@ def test_beat_stops_when_a_checksum_hangs() -> None:
     assert world.rank.slots.beat_at > world.machine.now - 0.5
     world.run(3.0)
     assert world.rank.slots.beat_at < began + MAX_BUCKET_SECONDS + 0.5
+
+
+def test_a_slot_of_many_buckets_may_take_longer_than_a_bucket_may() -> None:
+    world = World()
+    server, works = world.rank.server, list[bool]()
+    checksum = server._checksum
+
+    def slow(bucket: Any) -> str:
+        world.machine.now += 0.8 * MAX_BUCKET_SECONDS
+        works.append(server._works())
+        return checksum(bucket)
+
+    server._checksum = slow
+    world.fill(0)
+    assert works == [True] * BUCKETS
+
+
+def test_slot_is_kept_until_its_link_has_sent_it() -> None:
+    world, sent = World(), list[Callable[[], None]]()
+
+    def send(_memory: Any, on_sent: Callable[[], None]) -> Message:
+        sent.append(on_sent)
+        return {"link": "l"}
+
+    world.rank.server._make_link = lambda *_: SimpleNamespace(send=send, close=lambda: None)
+    first, actor = world.fill(0), world.actor()
+    actor.say("open", pull=1, serial=first, buckets=[[0, BUCKETS]])
+    second = world.fill(1)
+    world.live(second)
+    assert actor.over and world.serials() == [first, second]
+    (over,) = sent
+    over()
+    assert world.serials() == [second]
 
 
 def test_actor_gets_the_buckets_that_it_asks_for() -> None:
