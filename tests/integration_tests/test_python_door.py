@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,3 +133,27 @@ def test_a_signal_ends_a_loop_of_runs_once_the_first_is_saved(folder: Path, name
 def test_examples_train(folder: Path, name: str) -> None:
     done = run(folder, str(ROOT / "examples" / name), "1")
     assert done.stdout.splitlines()[-1].endswith("after 1 steps")
+
+
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(.*?)(?=^```|^#|\Z)", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [(page.name, *block) for page in PAGES for block in BLOCK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "source", "says"), BLOCKS, ids=[f"{page}-{i}" for i, (page, *_) in enumerate(BLOCKS)])
+def test_the_pages_programs_do_what_the_page_says(folder: Path, page: str, source: str, says: str) -> None:
+    tree = ast.parse(f"{{{source}}}" if source.startswith(" ") else source)  # rows of a table, or lines
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, one.name) for one in node.names)
+    if not any(isinstance(node, ast.Call) and getattr(node.func, "id", "") == "train" for node in ast.walk(tree)):
+        return  # a part, for a program of the reader's
+    done = execute(folder, "program.py", source)
+    rows = [json.loads(line) for line in (Path(done.stdout.split()[0]) / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    claimed = re.search(r"mean reward rises from (\.\d+) to (\.\d+) \(first and last five steps", says)
+    assert claimed, f"{page} does not say what the program reaches"
+    least, most = map(float, claimed.groups())
+    began, ended = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert ended > (least + most) / 2 and ended - began > (most - least) / 2, (began, ended)
