@@ -83,15 +83,3 @@ def largest_weight(grpo: GRPO) -> tuple[str, float]:
     weights = [(_ALLOWED.get(key, float)(getattr(grpo, key)), key) for key in keys]
     weight, key = max(weights, default=(math.inf, "loss_type"))
     return key, weight
-
-
-def has_sequence_ratios(grpo: GRPO) -> bool:
-    """Whether an importance ratio is one number per sequence, as GSPO has it."""
-    level = grpo.importance_level
-    return (describe(grpo.loss_type).ratio if level == "auto" else level) != "token"
-
-
-def clip_range(grpo: GRPO) -> tuple[float, float]:
-    """epsilon_low and epsilon_high; -1 is the objective's own range, or that of GSPO where ratios are of sequences."""
-    low, high = GSPO_CLIP if has_sequence_ratios(grpo) else describe(grpo.loss_type).clip or DAPO_CLIP
-    return low if grpo.epsilon_low == -1 else grpo.epsilon_low, high if grpo.epsilon_high == -1 else grpo.epsilon_high

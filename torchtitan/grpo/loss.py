@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import GRPO, JobConfig
-from torchtitan.config.objectives import clip_range
 from torchtitan.grpo import off_policy
 from torchtitan.grpo.advantages import load_estimator
 from torchtitan.grpo.objectives import (

@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtitan.config.derived import (
     ON_DEVICE,
+    clip_range,
     environment_name,
     expand_servers,
     from_torchrun,
@@ -27,12 +28,13 @@ from torchtitan.config.derived import (
     group_size,
     has_engines,
     has_environment,
+    has_sequence_ratios,
     learns_from_rewards,
     sleeps_between_batches,
     world_size,
 )
 from torchtitan.config.job_config import JobConfig, table_types
-from torchtitan.config.objectives import clip_range, describe, has_sequence_ratios, largest_weight
+from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest

@@ -14,8 +14,9 @@ import torch
 import torchtitan
 from tests.patience import PATIENCE_S
 from tests.unit_tests.conftest import WriteConfig
+from torchtitan.config.derived import has_sequence_ratios
 from torchtitan.config.job_config import GRPO
-from torchtitan.config.objectives import OBJECTIVES, has_sequence_ratios, largest_weight
+from torchtitan.config.objectives import OBJECTIVES, largest_weight
 from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import Sequences, takes_sequences
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from tests.roundings import forward_rounding
 from tests.trajectories import single_turn
+from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.objectives import clip_range
 from torchtitan.config.training_tables import LOSS_TYPES
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.types import VersionSpan
