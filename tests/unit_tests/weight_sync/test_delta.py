@@ -108,6 +108,14 @@ def deflated(data: bytes) -> bytes:
     return packer.compress(data) + packer.flush()
 
 
+def test_a_delta_of_a_longer_bucket_goes_beyond_a_shorter_one() -> None:
+    base, new = bytes(4000), bytes(3999) + b"\1"
+    payload = encode(memoryview(new), memoryview(base), 2)
+    assert payload is not None and decoded(base, bytes(payload), 2) == new
+    with pytest.raises(ProtocolError, match="beyond its bucket"):
+        decoded(base[:-2], bytes(payload), 2)
+
+
 @st.composite
 def forged(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     """(base, payload, element bytes): noise, any planes, or a real payload that is damaged, cut or longer."""
