@@ -91,8 +91,9 @@ class Job:
         """Record why the run ends, and take its parts down; the report, which says it too, is drawn then."""
         if self._events is not None:
             code, reason = self._outcome(error)
+            # Whoever catches the error shows it.
+            level = logging.DEBUG if error is not None else logging.WARNING if code else logging.INFO
             with contextlib.suppress(OSError):
-                level = logging.WARNING if code else logging.INFO
                 self._events.write("run_ended", level=level, code=code, reason=reason, version=self.version)
         self._closing.close()
 

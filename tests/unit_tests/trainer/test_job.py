@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -90,7 +92,7 @@ def test_why_a_run_ended_is_recorded(error: Exception | None, code: int, reason:
     started, ended = read_json_lines(tmp_path / "events.jsonl")
     assert (started["kind"], started["version"], started["ranks"]) == ("run_started", 7, 1)
     assert started["program"].startswith("torchtitan-grpo ") and started["torch"] == torch.__version__
-    assert "pytest" in started["command"] and started["host"]
+    assert shlex.split(started["command"]) == psutil.Process().cmdline() and started["host"]
     assert {name: ended[name] for name in ("kind", "code", "reason", "version")} == {
         "kind": "run_ended", "code": code, "reason": reason, "version": 7
     }  # fmt: skip
