@@ -17,42 +17,16 @@ from typing import Any
 
 from deterministic.machine import Machine, Process, SimRuntime, Violation
 from deterministic.parts import REGISTRY, TOKEN
+from tests.hostile import VALUES, message
 from tests.unit_tests.weight_sync.job import Job, Parts
 from tests.unit_tests.weight_sync.runs import JOIN_SECONDS, draw_shape, finish
 from torchtitan.report.sync_metrics import DeliveryBook, Sums
 from torchtitan.weight_sync.handshake import ACTOR, Dialer, Identity
-from torchtitan.weight_sync.messages import SCHEMA
 from torchtitan.weight_sync.wire import Channel, Message
 
 ANNOUNCED_SECONDS = 3.0
 # Of one peer, in containers of registry and shard servers.
 BYTES_PER_PEER = 64 << 10
-VALUES: list[Any] = [
-    None, True, -1, 0, 1, 2, 3, 10**30, 1.5, -2.5, float("nan"), float("inf"), "", "x", "a\n\x1b[2J", "y" * 3000, [],
-    {}, [[0, 1]], [[0, 10**9]], [1, [2]], {"epoch": "e1"}, {"transfer_s": "x"}, {"bytes_full": float("nan")},
-    {"pause_s": 0.1}, "staged", "gone", "refused", "127.0.0.1:1", "e1",
-]  # fmt: skip
-
-
-def message(rng: random.Random, job: Job) -> Message:
-    """A message of any type: about half of those that an actor may send are well-formed."""
-    newest = job.registry.newest
-    plausible: dict[str, Any] = {
-        "serial": rng.choice([0, 1, *job.version_of]), "version": -1 if newest is None else newest.version,
-        "digest": "" if newest is None else newest.digest, "outcome": rng.choice(("staged", "gone", "lost", "refused")),
-        "reason": "why", "figures": rng.choice(({}, {"transfer_s": 0.0}, {"transfer_s": 1e18, "source": "trainer"})),
-        "pull": rng.randint(0, 3), "buckets": rng.choice(([], [[0, 1]])), "bytes": rng.randint(0, 2**40),
-    }  # fmt: skip
-    kind = rng.choice(("ping", "pulling", "ended", "serving", "poisoned", "open", *rng.sample(sorted(SCHEMA), 2)))
-    found: Message = {"type": kind}
-    names = [field.rstrip("?") for field in SCHEMA[kind]]
-    wrong = rng.choice(names) if names and rng.random() < 0.3 else ""
-    for name in names:
-        odd = name == wrong or name not in plausible
-        found[name] = rng.choice(VALUES) if odd else plausible[name]
-    if rng.random() < 0.05:
-        found[rng.choice(("type", "more", "version"))] = rng.choice(VALUES)
-    return found
 
 
 class Byzantine:
@@ -94,7 +68,10 @@ class Byzantine:
 
     def _speak(self, channel: Channel) -> None:
         rng = self.rng
-        one = rng.choice(self.said) if self.how == "replays" and self.said else message(rng, self.job)
+        newest = self.job.registry.newest
+        about = (-1, "") if newest is None else (newest.version, newest.digest)
+        replays = self.how == "replays" and self.said
+        one = rng.choice(self.said) if replays else message(rng, *about, list(self.job.version_of))
         self.said.append(one)
         self.floods += self.how == "floods"
         count = FLOOD if self.how == "floods" and self.floods <= FLOODS else 1

@@ -14,15 +14,14 @@ import socket
 import struct
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from tests.hostile import enter, message
 from tests.patience import PATIENCE_S, until
-from tests.unit_tests.weight_sync.byzantine import message
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.weight_sync import wire
@@ -36,22 +35,9 @@ EPOCH = "e1-fuzz"
 MAX_GROWTH_MB = 64
 
 
-def receive(client: socket.socket) -> dict[str, Any]:
-    def exactly(count: int) -> bytes:
-        data = client.recv(count, socket.MSG_WAITALL)
-        if len(data) < count:
-            raise ConnectionError("closed")
-        return data
-
-    message: dict[str, Any] = json.loads(exactly(*wire.LENGTH.unpack(exactly(wire.LENGTH.size))))
-    return message
-
-
 def fuzzed(rng: random.Random, version: int) -> bytes:
     """A framed message of any type, sometimes with a wrong length or a flipped bit."""
-    newest = SimpleNamespace(version=version, digest="d")
-    job: Any = SimpleNamespace(registry=SimpleNamespace(newest=newest), version_of=[version + 1])
-    body = bytearray(json.dumps(message(rng, job)).encode())
+    body = bytearray(json.dumps(message(rng, version, "d", [version + 1])).encode())
     if rng.random() < 0.05:
         body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
     length = rng.choice((0, 2**31, len(body) + 1)) if rng.random() < 0.03 else len(body)
@@ -66,12 +52,9 @@ def attack(rng: random.Random, address: str, token: str, rank: int | None, versi
     ):
         if rng.random() < 0.7:
             name = f"evil-{rng.randrange(3)}"
-            nonce, fields = receive(client)["nonce"], {"epoch": EPOCH, "instance": f"i{rng.randrange(3)}"}
-            proof = Identity.of(token, ACTOR, name).proof("client", nonce, "n")
+            fields: dict[str, Any] = {"epoch": EPOCH, "instance": f"i{rng.randrange(3)}"}
             about = fields if rank is None else fields | {"rank": rank}
-            hello = {"type": "hello", "role": ACTOR, "name": name, "nonce": "n", "proof": proof, "fields": about}
-            client.sendall(wire.encode(hello))
-            receive(client)
+            enter(client, Identity.of(token, ACTOR, name), about)
         for _ in range(rng.randrange(1, 30)):
             client.sendall(fuzzed(rng, version))
 

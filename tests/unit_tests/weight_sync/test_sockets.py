@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import json
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.hostile import enter, receive
 from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import messages, sockets, wire
 from torchtitan.weight_sync.handshake import ACTOR, Acceptor, Dialer, Identity
@@ -163,22 +163,8 @@ class Flooded:
     def client(self, name: str, answer: str = "welcome") -> socket.socket:
         """A connection of an actor, past its handshake, which ends with this answer."""
         client = socket.create_connection(self.listener.getsockname(), timeout=PATIENCE_S)
-        nonce = receive(client)["nonce"]
-        proof = Identity.of("secret", ACTOR, name).proof("client", nonce, "n")
-        hello = {"type": "hello", "role": ACTOR, "name": name, "nonce": "n", "proof": proof, "fields": {}}
-        client.sendall(wire.encode(hello))
-        assert receive(client)["type"] == answer
+        assert enter(client, Identity.of("secret", ACTOR, name), {})["type"] == answer
         return client
-
-
-def receive(client: socket.socket) -> dict[str, Any]:
-    def exactly(count: int) -> bytes:
-        data = client.recv(count, socket.MSG_WAITALL)
-        assert len(data) == count
-        return data
-
-    message: dict[str, Any] = json.loads(exactly(*wire.LENGTH.unpack(exactly(4))))
-    return message
 
 
 def test_a_flood_of_one_actor_waits_and_the_others_are_answered() -> None:
