@@ -84,6 +84,12 @@ def test_a_run_goes_on_by_itself_where_ranks_are_killed_and_told_to_go(debug_che
 
 
 @pytest.mark.slow
+def test_each_hostile_actor_is_refused_for_what_it_does(debug_checkpoint: Path) -> None:
+    figures = run_quickly("hostile_actors", {"kinds_refused"}, "--model", str(debug_checkpoint))
+    assert figures["kinds_refused"] == 8 and figures["steps"] == figures["steps_without"] == 25
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 def test_benchmark_ends_with_its_figures(name: str) -> None:
     isolated = name == "weight_sync_overlap"
