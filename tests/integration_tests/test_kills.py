@@ -58,11 +58,11 @@ def test_what_is_killed_is_replaced_and_nothing_outlives_the_launcher(
     debug_checkpoint: Path, processes: Processes, tmp_path: Path
 ) -> None:
     run = start(processes, debug_checkpoint, tmp_path)
-    # Each as soon as it is there, and again while batches are trained.
-    for kind in (REGISTRY, SERVER, ACTOR):
+    # Each as soon as it is there, and twice while batches are trained.
+    for kind in (REGISTRY, SERVER, ACTOR, WORKER):
         kill(run, kind)
     trains_on(run)
-    for kind in (REGISTRY, SERVER, ACTOR, WORKER):
+    for kind in 2 * (REGISTRY, SERVER, ACTOR, WORKER):
         kill(run, kind)
         trains_on(run)
     run.wait(lambda: bool(whole_steps(run.folder / "checkpoint")))
@@ -99,6 +99,16 @@ def test_a_launcher_that_is_killed_early_leaves_nothing(
     # What was started in between has ended as well.
     words = str(tmp_path)
     until(lambda: not [one for one in psutil.process_iter(["cmdline"]) if words in " ".join(one.info["cmdline"] or [])])
+
+
+@pytest.mark.parametrize("moment", [lambda run: None, lambda run: only(run, ACTOR)], ids=["import", "actors"])
+def test_a_rank_that_is_killed_early_is_started_again(
+    debug_checkpoint: Path, processes: Processes, tmp_path: Path, moment: Callable[[Run], object]
+) -> None:
+    run = start(processes, debug_checkpoint, tmp_path)
+    moment(run)
+    kill(run, RANK)
+    trains_on(run)
 
 
 def test_signals_to_the_launcher_reach_the_run(debug_checkpoint: Path, processes: Processes, tmp_path: Path) -> None:
