@@ -36,7 +36,8 @@ from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import Branch, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
-from torchtitan.models.model_args import ExpertArgs, ModelArgs
+from torchtitan.models.mixture_args import ExpertArgs
+from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
 from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint
 from torchtitan.rollout.types import Batch, Group, Sample

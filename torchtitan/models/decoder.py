@@ -24,7 +24,8 @@ from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
-from torchtitan.models.model_args import ATTENTION_PROJECTIONS, MISSING, ModelArgs
+from torchtitan.models.mixture_args import MISSING
+from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
 
 # DeepSeek's own code and transformers use this value and ignore rms_norm_eps in config.json.

@@ -67,7 +67,7 @@ def _gemma(**defaults: Any) -> dict[str, Any]:
     }
 
 
-# Keys of mixtures of experts, which model_args.read_expert_args reads.
+# Keys of mixtures of experts, which mixture_args.read_expert_args reads.
 _EXPERTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"),

@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan.distributed.placement import is_distributed, local_tensor
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.elementwise import swiglu
-from torchtitan.models.model_args import MISSING, ExpertArgs
+from torchtitan.models.mixture_args import MISSING, ExpertArgs
 
 # On a GPU in half precision, the rows of every expert begin at a multiple of 16 bytes.
 GPU_ROWS = 8

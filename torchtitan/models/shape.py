@@ -24,11 +24,10 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.families import FAMILIES, Family, Scaling, check_types, read_windows
+from torchtitan.models.mixture_args import COUNT_KEYS, ExpertArgs
 from torchtitan.models.model_args import (
-    COUNT_KEYS,
     FEED_FORWARD_PROJECTIONS,
     PROJECTIONS,
-    ExpertArgs,
     ModelArgs,
     read_json,
     read_model_args,

@@ -13,7 +13,8 @@ from torchtitan.grpo.objectives import Objective
 from torchtitan.inference.types import Branch, branch_routes
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.model_args import MISSING, ModelArgs
+from torchtitan.models.mixture_args import MISSING
+from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Batch, Sample
 
 

@@ -15,7 +15,8 @@ from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.lora import synced_parameters
-from torchtitan.models.model_args import MISSING, read_model_args
+from torchtitan.models.mixture_args import MISSING
+from torchtitan.models.model_args import read_model_args
 from torchtitan.models.moe import grouped_linear, grouped_outer, places_of
 
 LENGTHS = [37, 5, 70]

@@ -12,7 +12,8 @@ import pytest
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.costs import estimate_memory
-from torchtitan.models.model_args import ExpertArgs, ModelArgs
+from torchtitan.models.mixture_args import ExpertArgs
+from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model, check_stage

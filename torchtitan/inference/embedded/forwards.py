@@ -24,7 +24,7 @@ from torchtitan.models.elementwise import RotaryTables, rotary_tables
 from torchtitan.models.fused_projections import separate_projections
 from torchtitan.models.logit_tiles import KeptTokens, exponentials_
 from torchtitan.models.logprob_head import scale_logits
-from torchtitan.models.model_args import MISSING
+from torchtitan.models.mixture_args import MISSING
 from torchtitan.models.moe import MoE
 
 if TYPE_CHECKING:
