@@ -199,7 +199,7 @@ class Training:
 class Optimizer:
     name: Literal["AdamW", "Muon", "AdamW8bit"] = "AdamW"
     """AdamW; Muon, for the matrices of layers and of every expert, with AdamW for the rest; or AdamW8bit, whose state
-    has eight bits (needs the `bitsandbytes` extra). Muon and AdamW8bit need a single trainer rank"""
+    has eight bits (needs the `bitsandbytes` extra) and is resumed in the same layout of ranks"""
 
     lr: Share = 1e-6
     """Peak learning rate; Muon's updates are scaled to the size of AdamW's"""

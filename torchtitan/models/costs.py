@@ -23,6 +23,8 @@ GPU_HEAD_BYTES = 1 << 30
 LARGEST_HEAD_BYTES = 36 << 20
 LEAST_HEAD_BYTES = 8 << 20
 BYTES = {"float32": 4, "bfloat16": 2}
+MUON_BUCKET_BYTES = 256 << 20
+"""Of the matrices that a rank orthogonalises at a time"""
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,19 @@ class MemoryEstimate:
     """Bytes on one trainer rank.
 
     Parameters, gradients and the two AdamW moments are exact up to rounding: the rank's share (parameters / shards /
-    tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. Adapters are
-    fp32, and only they and lora.modules_to_save have gradients and moments; with lora.base_bits = 4 a projection takes
-    4.25 bits per weight. A reference policy takes the same share of the model again (in host memory if offloaded),
-    unless it is the trained policy without its adapters, or with a copy of those that it began with, which counts as
-    parameters. The rest is a rough estimate:
+    tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. Muon has one
+    moment of all but embeddings and head; a moment of AdamW8bit takes 8.125 bits per element. Adapters are fp32, and
+    only they and lora.modules_to_save have gradients and moments; with lora.base_bits = 4 a projection takes 4.25 bits
+    per weight. A reference policy takes the same share of the model again (in host memory if offloaded), unless it is
+    the trained policy without its adapters, or with a copy of those that it began with, which counts as parameters. The
+    rest is a rough estimate:
 
     - gathered, activations, logits, unreduced: their values at the moment when their sum is largest. The candidates
-      are: in the head, the root (embedding and head) and one layer are gathered in mixed_precision_param; in a layer's
-      backward, the root, that layer and the next; at the end of the backward, the root alone. Of a layer's experts,
-      those of one rank of expert_parallel_degree count; of quantised projections, the largest one also counts in the
-      type that it is computed in. On one rank, an offloaded reference is copied to the device in the same units.
+      are: in a step of Muon, see `muon_bytes`; in the head, the root (embedding and head) and one layer are gathered in
+      mixed_precision_param; in a layer's backward, the root, that layer and the next; at the end of the backward, the
+      root alone. Of a layer's experts, those of one rank of expert_parallel_degree count; of quantised projections, the
+      largest one also counts in the type that it is computed in. On one rank, an offloaded reference is copied to the
+      device in the same units.
     - activations: for each of the T tokens of a full micro-batch, a layer keeps its residual stream, normed inputs and
       projection outputs for the backward: about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (in a
       mixture, those of the token's experts, and its dispatched and combined rows), shared among the tensor-parallel
@@ -127,6 +131,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     stays, one = tokens * per_token * computed // tensor, tokens * kept * computed // tensor if checkpointed else 0
     moments = (
         # gathered, activations, logits, unreduced
+        (muon_bytes(config, args, ranks), 0, 0, 0),
         (held_root + held, stays, logits, (of_head * BYTES["float32"] + by_head) if trains else 0),
         (held_root + 2 * held, stays + one, 0, (by_head + held + held * sent // computed) if trains else 0),
         (held_root, 0, 0, held_root * (computed + sent) // computed if trains else 0),
@@ -140,7 +145,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     return MemoryEstimate(
         parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // (shard * tensor)),
         gradients=trained_bytes + whole_gradients,
-        optimizer=2 * trained_bytes,
+        optimizer=int(2 * trained_bytes * _state_share(config, args)),
         reference=reference,
         gathered=gathered,
         activations=activations,
@@ -148,6 +153,29 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         unreduced=unreduced,
         slots=slots * trained * BYTES[config.inference.dtype],
     )
+
+
+def _by_muon(config: JobConfig, args: ModelArgs) -> int:
+    """Trained elements that Muon updates; lora.modules_to_save are embedding and head, as a rule."""
+    own, adapters = trained_parameters(config, args)
+    root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
+    return own + adapters - min(own, root) if config.optimizer.name == "Muon" else 0
+
+
+def _state_share(config: JobConfig, args: ModelArgs) -> float:
+    """The optimizer's state, divided by two moments in the parameters' own type."""
+    if config.optimizer.name == "AdamW8bit":
+        # A block of 256 elements has a scale in fp32.
+        return (1 + 4 / 256) / BYTES["float32" if config.lora.rank else config.training.dtype]
+    return 1 - _by_muon(config, args) / sum(trained_parameters(config, args)) / 2
+
+
+def muon_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> int:
+    """What orthogonalising takes on a rank at a time: about six times its matrices in bf16 (as they are sent, received,
+    and in the iteration), which are its share of all, at most MUON_BUCKET_BYTES or else one matrix."""
+    elements = _by_muon(config, args)
+    largest = 0 if config.lora.rank or not elements else max(a * b for a, b in args.projection_shapes().values())
+    return 6 * max(min(MUON_BUCKET_BYTES, elements * BYTES["bfloat16"] // ranks), largest * BYTES["bfloat16"])
 
 
 def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:

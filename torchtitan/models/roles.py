@@ -3,9 +3,13 @@ experts have two dimensions, and their matrices three."""
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum
 
 from torch import nn
+
+from torchtitan.models.decoder import MLP, Attention
+from torchtitan.models.moe import StackedExperts
 
 # Modules whose weights multiply a token, or a short window, and not an activation.
 TOKEN_MODULES = {"embed_tokens", "lm_head"}
@@ -28,3 +32,20 @@ def role_of(policy: nn.Module, name: str) -> Role:
         return Role.VECTOR
     looks_up = isinstance(module, nn.Embedding) or not TOKEN_MODULES.isdisjoint(owner.split("."))
     return Role.OTHER if looks_up or isinstance(module, nn.modules.conv._ConvNd) else Role.MATRIX
+
+
+def matrices_of(policy: nn.Module, name: str) -> list[tuple[range, range]]:
+    """The rows and columns of each matrix in the policy's parameter of this name, which has the role of one or of a
+    stack of them: several where a family stores query, key and value, or gate and up, as one."""
+    *_, rows, columns = policy.get_parameter(name).shape
+    owner, _, leaf = name.removesuffix(".weight").removesuffix(".lora_B").rpartition(".")
+    module = policy.get_submodule(owner)
+    if isinstance(module, StackedExperts) and leaf == "gate_up_proj":
+        return [(range(rows), range(first, columns, 2)) for first in range(2)]
+    sizes: tuple[int, ...] = (rows,)
+    if isinstance(module, Attention) and leaf == "qkv_proj" and module.joint_sizes is not None:
+        sizes = module.joint_sizes
+    elif isinstance(module, MLP) and leaf == "gate_up_proj":
+        sizes = (rows // 2, rows // 2)
+    ends = itertools.accumulate(sizes)
+    return [(range(end - size, end), range(columns)) for end, size in zip(ends, sizes, strict=True)]

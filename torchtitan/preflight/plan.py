@@ -23,6 +23,7 @@ from torchtitan.models.costs import (
     Passes,
     estimate_memory,
     model_flops,
+    muon_bytes,
     on_device,
     parts_on_host,
     version_bytes,
@@ -124,6 +125,7 @@ def describe_plan(config: JobConfig, ranks: int) -> str:
             *_weight_sync(config, memory, version),
             f"memory estimate per rank: {_total(config, memory)}",
             *(f"  {part}: {size_text(size)}{_where(config, part)}" for part, size in vars(memory).items()),
+            *(f"  while Muon orthogonalises: {size_text(size)}" for size in [muon_bytes(config, args, ranks)] if size),
         ]
         if trains_on_gpu():
             lines += describe_step_time(config, args, ranks)

@@ -192,8 +192,6 @@ def _check_batch(check: Check) -> None:
 
 def _check_optimizer(check: Check) -> None:
     name = check.config.optimizer.name
-    text = f"it needs one trainer rank, and there are {check.ranks} (NGPU), which share the parameters: use AdamW"
-    check.refuse("optimizer.name", name != "AdamW" and check.ranks > 1, text)
     missing = name == "AdamW8bit" and find_spec("bitsandbytes") is None and not check.planning
     text = "needs the package bitsandbytes: EXTRAS=bitsandbytes in front of ./run_grpo.sh installs it"
     check.refuse("optimizer.name", missing, text)

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
+from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
 from torchtitan.models.model_args import read_json
 from torchtitan.models.shape import fingerprint
@@ -69,7 +70,10 @@ def collect(
         state[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                state[f"optimizer.{name}.{key}"] = value
+                # The state of eight bits is of a rank's part alone, and only fits a rank that has the same one.
+                alone = is_distributed(parameter) and not is_distributed(value) and value.dim() > 0
+                part = [f"{one.start}:{one.stop}" for one in local_region(parameter)] if alone else []
+                state[f"optimizer.{name}.{key}" + f"[{','.join(part)}]" * alone] = value
     # The only buffers are those that a model cannot do without.
     state |= {f"model.{name}": buffer for name, buffer in policy.named_buffers()}
     for name, tensor in [] if reference is None else [*reference.named_parameters(), *reference.named_buffers()]:
@@ -285,7 +289,11 @@ class Checkpointer:
         for name, tensor in state.items():
             size = getattr(saved.get(name), "size", None)
             if size is None and name.startswith("optimizer."):
-                raise UserError(f"{path} is of another optimizer, which has no {name}: resume with its optimizer.name")
+                raise UserError(
+                    f"{path} is of another optimizer, which has no {name}: resume with its optimizer.name"
+                    + ", on as many ranks in the same layout (AdamW8bit quantises each rank's part)"
+                    * name.endswith("]")
+                )
             if size is None or tuple(size) != tuple(tensor.shape):
                 found = "no such tensor" if size is None else f"shape {list(size)}"
                 raise UserError(

@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.job_config import LRScheduler as LRSchedulerConfig
 from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed.collectives import all_reduce_sum
+from torchtitan.distributed.placement import local_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import mixtures
-from torchtitan.models.roles import Role, role_of
+from torchtitan.models.roles import Role, matrices_of, role_of
+from torchtitan.trainer.muon import Muon
 
 logger = logging.getLogger(__name__)
-
-# Momentum of Muon, as its author has it (Jordan et al. 2024).
-MUON_MOMENTUM = 0.95
 
 
 def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -34,15 +33,12 @@ def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.O
     falls back from `fused` to `foreach`, with a log line, if torch has no fused kernel for the parameters.
 
     Raises:
-        UserError: Muon or AdamW8bit for sharded parameters, or bitsandbytes is missing.
+        UserError: bitsandbytes is missing.
     """
     trained = {name: one for name, one in policy.named_parameters() if one.requires_grad}
-    if config.name != "AdamW" and any(isinstance(one, DTensor) for one in trained.values()):
-        # Muon needs whole matrices, and bitsandbytes knows no DTensor.
-        raise UserError(f"optimizer.name = {config.name} needs one trainer rank, which holds all parameters")
     roles = {one: role_of(policy, name) for name, one in trained.items()}
     if config.name == "Muon":
-        matrices = [one for one, role in roles.items() if role is Role.MATRIX]
+        matrices = {one: matrices_of(policy, name) for name, one in trained.items() if roles[one] is Role.MATRIX}
         rest = {one: role for one, role in roles.items() if role is not Role.MATRIX}
         muon = [Muon(matrices, config.lr, config.weight_decay)] if matrices else []
         return _Together([*muon, *([_adamw(rest, config)] if rest else [])])
@@ -63,7 +59,8 @@ def _adamw(roles: Mapping[nn.Parameter, Role], config: OptimizerConfig) -> torch
             eight_bit: Any = importlib.import_module("bitsandbytes.optim")
         except ImportError as error:
             raise UserError(f"optimizer.name = AdamW8bit needs the package bitsandbytes ({error})") from error
-        return eight_bit.AdamW8bit(chosen, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+        betas = config.beta1, config.beta2
+        return _OnShards(chosen, config.lr, functools.partial(eight_bit.AdamW8bit, betas=betas, eps=config.eps))
     fused = config.implementation == "fused" and _fused_kernel_works(roles)
     return torch.optim.AdamW(
         chosen,
@@ -75,40 +72,29 @@ def _adamw(roles: Mapping[nn.Parameter, Role], config: OptimizerConfig) -> torch
     )
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) for matrices, and for stacks of them [..., rows, columns], which torch's does not take.
+class _OnShards(torch.optim.Optimizer):
+    """An elementwise optimizer that knows no DTensor, applied to each rank's parts; so its state is of these parts.
 
-    Its updates have the size of AdamW's, so that one rate and one decay suit both (Liu et al. 2025, Moonlight, section
-    2.2).
+    make: of the groups.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float):
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, groups: list[dict[str, Any]], lr: float, make: Callable[..., torch.optim.Optimizer]):
+        super().__init__(groups, {"lr": lr})
+        self._parts = {one: nn.Parameter(local_tensor(one.detach())) for group in groups for one in group["params"]}
+        self._optimizer = make([{**group, "params": [self._parts[p] for p in group["params"]]} for group in groups])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is None:
-                    continue
-                momentum = self.state[one].setdefault("momentum_buffer", torch.zeros_like(one.grad))
-                momentum.lerp_(one.grad, 1 - MUON_MOMENTUM)
-                update = orthogonalized(one.grad.lerp(momentum, MUON_MOMENTUM))
-                one.mul_(1 - group["lr"] * group["weight_decay"])
-                one.add_(update, alpha=-0.2 * math.sqrt(max(one.shape[-2:])) * group["lr"])
-
-
-def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
-    """Bring the singular values of every matrix [..., rows, columns] near 1, in bfloat16, by five steps of Newton and
-    Schulz with the coefficients of Muon's author."""
-    x = matrices.bfloat16().reshape(-1, *matrices.shape[-2:])
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return (x.mT if tall else x).reshape(matrices.shape)
+        for group, inner in zip(self.param_groups, self._optimizer.param_groups, strict=True):
+            inner["lr"] = group["lr"]
+        for one, part in self._parts.items():
+            # FSDP2 may have moved it.
+            part.data = local_tensor(one.detach())
+            if one.grad is not None and part.numel():
+                part.grad = local_tensor(one.grad)
+                self._optimizer.state[part] = self.state[one]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
 
 
 class _Together(torch.optim.Optimizer):

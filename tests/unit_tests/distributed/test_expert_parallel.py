@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.unit_tests.distributed.test_parallel import CP, EP, REPLICATE, TP, Layout, _config, check_layouts
 from torchtitan.distributed import collectives, device
-from torchtitan.distributed.placement import ParallelDims, full_tensor
+from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
+from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
@@ -74,9 +76,11 @@ def _run(directory: str, layout: Layout, folder: str) -> tuple[Decoder, torch.op
 
 
 def _state(policy: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole tensors, but for what AdamW8bit has of each rank's part."""
     state = {name: full_tensor(parameter.detach()) for name, parameter in policy.named_parameters()}
     for name, parameter in policy.named_parameters():
-        state["moment." + name] = full_tensor(optimizer.state[parameter]["exp_avg_sq"])
+        for key in {"exp_avg_sq", "momentum_buffer", "state2", "absmax2"} & optimizer.state[parameter].keys():
+            state[f"{key}.{name}"] = full_tensor(optimizer.state[parameter][key])
     return state
 
 
@@ -100,11 +104,52 @@ def save_and_load(directory: str, folder: str) -> None:
             assert all(torch.equal(loaded[name], expected[name]) for name in expected), (layout, other)
 
 
+def _steps(policy: Decoder, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, torch.Tensor]:
+    """The state after steps with gradients that are the same in every layout."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for _, parameter in sorted(policy.named_parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+            copy_full_(parameter.grad, torch.randn(parameter.shape, generator=generator))
+        optimizer.step()
+    return _state(policy, optimizer)
+
+
+def save_and_go_on(directory: str, folder: str) -> None:
+    """Muon, saved in one layout and resumed in another; AdamW8bit, which only resumes in the same layout."""
+    _, ep, tp, *_ = TWO_RANKS
+    names = ["Muon", "AdamW8bit"] if find_spec("bitsandbytes") else ["Muon"]
+    for name in names:
+        chosen = {"optimizer.name": name, "optimizer.lr": 1e-3}
+        policy, optimizer, checkpointer = _run(directory, {**ep, **chosen}, f"{folder}/{name}")
+        _steps(policy, optimizer, range(1, 3))
+        checkpointer.save(2)
+        unbroken = _steps(policy, optimizer, range(3, 5))
+        policy, optimizer, checkpointer = _run(
+            directory, {**(tp if name == "Muon" else ep), **chosen}, f"{folder}/{name}"
+        )
+        checkpointer.load()
+        for key, one in _steps(policy, optimizer, range(3, 5)).items():
+            torch.testing.assert_close(one, unbroken[key], rtol=1e-6, atol=1e-7 if name == "Muon" else 0)
+    if name != "AdamW8bit":
+        return
+    assert any(one.dtype == torch.uint8 for one in unbroken.values())
+    policy, optimizer, _ = _run(directory, {**ep, **chosen, "optimizer.name": "AdamW"}, folder)
+    start = {key: full_tensor(parameter.detach()).clone() for key, parameter in policy.named_parameters()}
+    for key, one in _steps(policy, optimizer, range(1, 5)).items():
+        if key in start:
+            assert (one - unbroken[key]).norm() < 0.1 * (one - start[key]).norm(), key
+    *_, checkpointer = _run(directory, {**tp, **chosen}, f"{folder}/{name}")
+    with pytest.raises(UserError, match=r"has no optimizer.*\]: resume with its optimizer.name, on as many ranks in"):
+        checkpointer.load()
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
     directory = make_mixture(tmp_path / "checkpoint", "qwen3_moe")
-    function = "tests.unit_tests.distributed.test_expert_parallel:save_and_load"
-    run_distributed(function, 2, directory=str(directory), folder=str(tmp_path))
+    for function in ("save_and_load", "save_and_go_on"):
+        name = f"tests.unit_tests.distributed.test_expert_parallel:{function}"
+        run_distributed(name, 2, directory=str(directory), folder=str(tmp_path))
     original = load_file(directory / "model.safetensors")
     for number in range(4):
         policy, optimizer, checkpointer = _run(str(directory), {}, str(tmp_path / str(number)))

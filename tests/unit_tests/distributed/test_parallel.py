@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from tests.conftest import make_checkpoint
 from tests.distributed_launcher import run_distributed
 from tests.patience import until
 from tests.roundings import forward_rounding
-from torchtitan.config.job_config import JobConfig, Parallelism
+from torchtitan.config.job_config import JobConfig, Optimizer, Parallelism
 from torchtitan.distributed import collectives, device
-from torchtitan.distributed.placement import ParallelDims, full_tensor
+from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
 from torchtitan.models import hf_checkpoint
 from torchtitan.models.attention import PackedLayout
@@ -24,7 +26,10 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.parallelize import build_policy
+from torchtitan.models.roles import Role, role_of
 from torchtitan.models.shape import read_args
+from torchtitan.trainer import muon
+from torchtitan.trainer.optimizer import build_optimizer
 
 # Odd and even totals, for one data-parallel rank and for two and four.
 LENGTHS = [5, 9, 3, 12, 8, 4, 6, 2]
@@ -112,6 +117,41 @@ def _step(policy: Decoder, dims: ParallelDims) -> tuple[float, float, float]:
     return sums[0].item(), sums[1].item(), norm.item()
 
 
+def _muon(policy: Decoder, start: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Muon from the `start`: the whole parameters after a step in fp32 on the gradients that they have ("real"), and
+    after two in bfloat16, in small buckets, on gradients that every layout has alike ("alike"); and the work that each
+    matrix is which this rank orthogonalised."""
+    result: dict[str, torch.Tensor] = {}
+    owned: list[int] = []
+    for case, precision, size, steps in (("real", torch.float32, 1 << 28, 1), ("alike", torch.bfloat16, 1 << 13, 2)):
+        optimizer = build_optimizer(policy, Optimizer(name="Muon", lr=1e-3, weight_decay=0.1, eps=1e-4))
+        generator = torch.Generator().manual_seed(2)
+        for name, parameter in policy.named_parameters():
+            copy_full_(parameter, start[name])
+        with patch.multiple(muon, PRECISION=precision, MUON_BUCKET_BYTES=size):
+            for _ in range(steps):
+                for _, parameter in sorted(policy.named_parameters()) if case == "alike" else ():
+                    copy_full_(parameter.grad, torch.randn(parameter.shape, generator=generator))
+                optimizer.step()
+        result |= {f"{case}.{name}": full_tensor(one.detach()).clone() for name, one in policy.named_parameters()}
+        buckets = optimizer._parts[0]._buckets
+        assert len(buckets) == 1 if case == "real" else len(buckets) > 1
+        owned = owned or [matrix.work for matrix in buckets[0].owned]
+    return result, owned
+
+
+def _muon_errors(policy: Decoder, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """How far each case of `_muon` is from one rank's, relative to the parameter's largest value."""
+    after = {name.removeprefix("after."): one for name, one in expected.items() if name.startswith("after.")}
+    result, owned = _muon(policy, after)
+    errors = {name: (one - expected[name]).abs().max() / expected[name].abs().max() for name, one in result.items()}
+    changed = all(not torch.equal(result[f"real.{name}"], one) for name, one in after.items())
+    worst = {c: max(error.item() for name, error in errors.items() if name.startswith(c)) for c in ("real", "alike")}
+    matrices = [n for n, _ in policy.named_parameters() if role_of(policy, n) is Role.MATRIX]
+    equal = all(torch.equal(result[f"alike.{name}"], expected[f"alike.{name}"]) for name in matrices)
+    return {"muon_errors": worst, "muon_equal": equal and changed, "owned": owned}
+
+
 def compare_layouts(directory: str, layouts: list[Layout], reference: str, scratch: str) -> list[dict[str, Any]]:
     """On every rank: for each layout load, export, step, and how far the result is from the reference."""
     _check_collectives(Path(scratch))
@@ -146,6 +186,7 @@ def compare_layouts(directory: str, layouts: list[Layout], reference: str, scrat
                 "norm": norm,
                 "logits_error": logits_error,
                 "parameter_error": max(errors),
+                **_muon_errors(policy, expected),
                 "read": sum(read),
                 "held": held,
                 "names": names,
@@ -216,7 +257,8 @@ def _reference(directory: Path, path: Path) -> tuple[float, float, float]:
     with torch.no_grad():
         tensors = {"logits": policy.logits(torch.arange(14).view(2, 7))}
     values = _step(policy, dims)
-    tensors |= {"after." + name: parameter.detach() for name, parameter in policy.named_parameters()}
+    after = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    tensors |= {"after." + name: one for name, one in after.items()} | _muon(policy, after)[0]
     save_file(tensors, path)
     return values
 
@@ -230,7 +272,9 @@ def _reference(directory: Path, path: Path) -> tuple[float, float, float]:
 def test_layouts_agree(world_size: int, family: str, tied: bool, layouts: list[Layout], tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "checkpoint", family, tied, **UNEVEN)
     ranks = check_layouts("distributed.test_parallel:compare_layouts", world_size, directory, layouts, tmp_path)
-    expected_names = [name.removeprefix("after.") for name in load_file(tmp_path / REFERENCE) if name != "logits"]
+    expected_names = [
+        name.removeprefix("after.") for name in load_file(tmp_path / REFERENCE) if name.startswith("after.")
+    ]
     for row in (row for rank in ranks for row in rank):
         assert row["files"] > 3 and sorted(row["names"]) == sorted(expected_names)
         # Every rank reads what it holds and no more.
@@ -267,6 +311,9 @@ def check_layouts(
             assert row["norm"] == pytest.approx(norm, rel=1e-4), message
             assert row["logits_error"] < rounding and row["parameter_error"] < 1e-5, message
             assert row["export_equal"], message
+            assert row["muon_equal"] and max(row["muon_errors"].values()) < 1e-6, message
+        work = [sum(row["owned"]) for row in rows]
+        assert max(work) <= sum(work) / len(work) + max(itertools.chain(*(row["owned"] for row in rows)))
         assert len({(row["loss"], row["norm"]) for row in rows}) == 1, "ranks disagree"
     return ranks
 

@@ -58,6 +58,17 @@ def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
     assert memory.total == sum(vars(memory).values())
 
 
+def test_plan_of_the_optimizers_state(write_config: WriteConfig) -> None:
+    config = load_config(write_config())
+    layers, root = 2 * (512 + 2 * 256 + 512 + 3 * 384), 50 * 16
+    config.optimizer.name = "Muon"
+    # The other elements are those of norms.
+    assert estimate(config).optimizer == pytest.approx(4 * (layers + 2 * root), rel=0.03)
+    assert "while Muon orthogonalises: " in describe_plan(config, 1)
+    config.optimizer.name = "AdamW8bit"
+    assert estimate(config).optimizer == pytest.approx(2 * (layers + root) * (1 + 4 / 256), rel=0.03)
+
+
 def test_a_teacher_that_is_not_there_is_named_by_its_own_key(write_config: WriteConfig) -> None:
     config = load_config([*write_config(), "--job.stage", "distill", "--distill.teacher", "nowhere", "--dry-run"])
     with pytest.raises(UserError, match='^distill.teacher = "nowhere": there is no config.json in it'):

@@ -1,0 +1,244 @@
+"""Muon for matrices that any layout of ranks shares: each is orthogonalised once, by one rank.
+
+Every rank has the momentum of its part of a matrix. A step sends these parts to the matrix's owner and the results
+back, one exchange each for a bucket of matrices, in the type that they are orthogonalised in; so ranks compute the same
+update as one rank would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.distributed.device import device
+from torchtitan.distributed.placement import is_distributed, local_region, local_tensor, region_at
+from torchtitan.models.costs import MUON_BUCKET_BYTES
+
+# Momentum of Muon, as its author has it (Jordan et al. 2024).
+MOMENTUM = 0.95
+# What matrices are sent and orthogonalised in.
+PRECISION = torch.bfloat16
+
+
+class Matrix(NamedTuple):
+    """These rows and columns of a parameter, or of one entry of a stack."""
+
+    parameter: nn.Parameter
+    entry: tuple[int, ...]
+    rows: range
+    columns: range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), len(self.columns)
+
+    @property
+    def work(self) -> int:
+        """Proportional to the operations of `orthogonalized`: a step multiplies twice with m columns of length n, and
+        once with m of length m, where m is the smaller size."""
+        small, large = sorted(self.shape)
+        return small * small * (2 * large + small)
+
+    def within(self, region: Sequence[slice]) -> tuple[tuple[slice, slice], tuple[int | slice, ...]] | None:
+        """Its part in a region of the parameter, and the index of that in a tensor of the region; None if empty."""
+        *stack, rows, columns = region
+        if not all(one.start <= entry < one.stop for entry, one in zip(self.entry, stack, strict=True)):
+            return None
+        part, index = zip(_overlap(self.rows, rows), _overlap(self.columns, columns), strict=True)
+        if any(one.start == one.stop for one in part):
+            return None
+        return part, (*(entry - one.start for entry, one in zip(self.entry, stack, strict=True)), *index)
+
+
+def _overlap(places: range, held: slice) -> tuple[slice, slice]:
+    """Which of the places lie within `held`, and where they are there."""
+    first, last = (
+        min(len(places), max(0, -((places.start - edge) // places.step))) for edge in (held.start, held.stop)
+    )
+    begin = places.start + first * places.step - held.start
+    return slice(first, last), slice(begin, begin + (last - first) * places.step, places.step)
+
+
+class Move(NamedTuple):
+    """A part of a matrix that goes from one rank to another, or stays on its rank."""
+
+    source: int
+    target: int
+    matrix: Matrix
+    part: tuple[slice, slice]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.part
+        return rows.stop - rows.start, columns.stop - columns.start
+
+
+class Bucket(NamedTuple):
+    """Matrices that are orthogonalised at a time; only the moves that this rank has a part in."""
+
+    owned: list[Matrix]
+    to_owners: list[Move]
+    from_owners: list[Move]
+    local: bool
+    """No matrix is shared, on any rank"""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024). Its updates have the size of AdamW's, so that one rate and one decay suit both (Liu et
+    al. 2025, Moonlight, section 2.2).
+
+    A step is a collective of all ranks, on each of which the same parameters have gradients.
+
+    parameters: matrices, or stacks of them [..., rows, columns], with the rows and columns of each matrix therein that
+    is orthogonalised by itself.
+    """
+
+    def __init__(
+        self, parameters: Mapping[nn.Parameter, Sequence[tuple[range, range]]], lr: float, weight_decay: float
+    ):
+        super().__init__(list(parameters), {"lr": lr, "weight_decay": weight_decay})
+        self._parts = parameters
+        self._buckets: list[Bucket] = []
+        self._planned: list[nn.Parameter] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        trained = [one for one in group["params"] if one.grad is not None]
+        for one in trained:
+            if not self.state[one]:
+                self.state[one]["momentum_buffer"] = torch.zeros_like(one.grad)
+            local_tensor(self.state[one]["momentum_buffer"]).lerp_(local_tensor(one.grad), 1 - MOMENTUM)
+            local_tensor(one).mul_(1 - group["lr"] * group["weight_decay"])
+        if len(trained) != len(self._planned) or any(a is not b for a, b in zip(trained, self._planned, strict=True)):
+            self._buckets, self._planned = plan(trained, self._parts), trained
+        for bucket in self._buckets:
+            self._update(bucket, group["lr"])
+
+    def _update(self, bucket: Bucket, rate: float) -> None:
+        shapes: dict[tuple[int, int], list[Matrix]] = {}
+        for matrix in bucket.owned:
+            shapes.setdefault(matrix.shape, []).append(matrix)
+        whole: dict[int, torch.Tensor] = {}
+        stacks = [
+            torch.empty((len(alike), *shape), dtype=PRECISION, device=device()) for shape, alike in shapes.items()
+        ]
+        for alike, stack in zip(shapes.values(), stacks, strict=True):
+            whole |= {id(matrix): one for matrix, one in zip(alike, stack, strict=True)}
+        for move, values in exchange(bucket.to_owners, bucket.local, lambda move: self._direction(move.matrix)):
+            whole[id(move.matrix)][move.part] = values
+        for stack in stacks:
+            stack.copy_(orthogonalized(stack))
+        for move, values in exchange(bucket.from_owners, bucket.local, lambda move: whole[id(move.matrix)][move.part]):
+            weights = _held(move.matrix, move.matrix.parameter)
+            weights.add_(values.to(weights.device), alpha=-0.2 * math.sqrt(max(move.matrix.shape)) * rate)
+
+    def _direction(self, matrix: Matrix) -> torch.Tensor:
+        """This rank's part of what is orthogonalised: the gradient and its momentum (Nesterov's form)."""
+        one = matrix.parameter
+        momentum = _held(matrix, self.state[one]["momentum_buffer"])
+        return _held(matrix, one.grad).lerp(momentum, MOMENTUM).to(device(), PRECISION)
+
+
+def _held(matrix: Matrix, tensor: Any) -> torch.Tensor:
+    """This rank's part of a matrix, of which it has some, as a view of a tensor that is laid out like its parameter."""
+    found = matrix.within(local_region(tensor))
+    assert found is not None
+    return local_tensor(tensor)[found[1]]
+
+
+def plan(
+    parameters: Sequence[nn.Parameter], parts: Mapping[nn.Parameter, Sequence[tuple[range, range]]]
+) -> list[Bucket]:
+    """Divide the matrices into buckets of similar ones, and the work of each bucket among the ranks: the same plan on
+    all ranks. A rank that has all of a matrix is its owner, so that experts stay where they are."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    regions = {one: _regions(one, rank) for one in parameters}
+    matrices = [
+        Matrix(one, entry, *places)
+        for one in parameters
+        for entry in itertools.product(*map(range, one.shape[:-2]))
+        for places in parts[one]
+    ]
+    matrices.sort(key=lambda matrix: -matrix.work)
+    buckets: list[Bucket] = []
+    free = 0
+    for matrix in matrices:
+        size = math.prod(matrix.shape) * PRECISION.itemsize
+        if size > free:
+            buckets.append(Bucket([], [], [], True))
+            free, loads = max(size, MUON_BUCKET_BYTES * ranks), [0] * ranks
+        free -= size
+        holders: dict[tuple[int, ...], tuple[tuple[slice, slice], list[int]]] = {}
+        for at, region in regions[matrix.parameter]:
+            if (found := matrix.within(region)) is not None:
+                rows, columns = part = found[0]
+                holders.setdefault((rows.start, rows.stop, columns.start, columns.stop), (part, []))[1].append(at)
+        whole = holders[next(iter(holders))][1] if len(holders) == 1 else range(ranks)
+        owner = min(whole, key=lambda at: loads[at])
+        loads[owner] += matrix.work
+        gathered = [
+            Move(owner if owner in those else those[owner % len(those)], owner, matrix, part)
+            for part, those in holders.values()
+        ]
+        scattered = [Move(owner, at, matrix, part) for part, those in holders.values() for at in those]
+        bucket = buckets[-1]
+        if owner == rank:
+            bucket.owned.append(matrix)
+        bucket.to_owners.extend(move for move in gathered if rank in move[:2])
+        bucket.from_owners.extend(move for move in scattered if rank in move[:2])
+        if any(move.source != move.target for move in gathered + scattered):
+            buckets[-1] = bucket._replace(local=False)
+    return buckets
+
+
+def _regions(parameter: nn.Parameter, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
+    """What each rank holds of a parameter."""
+    if not is_distributed(parameter):
+        return [(rank, local_region(parameter))]
+    mesh = parameter.device_mesh
+    return [
+        (int(mesh.mesh[at]), region_at(parameter.shape, mesh.shape, at, parameter.placements))
+        for at in itertools.product(*map(range, mesh.shape))
+    ]
+
+
+def exchange(
+    moves: Sequence[Move], local: bool, take: Callable[[Move], torch.Tensor]
+) -> Iterator[tuple[Move, torch.Tensor]]:
+    """Send what `take` gives for the moves from this rank, and return what the moves to it bring. A collective of all
+    ranks, unless all moves are local."""
+    ranks, rank = (1, 0) if local else (dist.get_world_size(), dist.get_rank())
+    leaving = moves if local else sorted((move for move in moves if move.source == rank), key=lambda move: move.target)
+    coming = moves if local else sorted((move for move in moves if move.target == rank), key=lambda move: move.source)
+    sent = torch.cat([torch.empty(0, dtype=PRECISION, device=device()), *(take(move).flatten() for move in leaving)])
+    received = sent
+    if not local:
+        sizes = [0] * ranks, [0] * ranks
+        for move in coming:
+            sizes[0][move.source] += math.prod(move.shape)
+        for move in leaving:
+            sizes[1][move.target] += math.prod(move.shape)
+        received = sent.new_empty(sum(sizes[0]))
+        dist.all_to_all_single(received, sent, *sizes)
+    values = received.split([math.prod(move.shape) for move in coming])
+    return ((move, flat.view(move.shape)) for move, flat in zip(coming, values, strict=True))
+
+
+def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+    """Bring the singular values of every matrix [..., rows, columns] near 1, in `PRECISION`, by five steps of Newton
+    and Schulz with the coefficients of Muon's author."""
+    x = matrices.to(PRECISION).reshape(-1, *matrices.shape[-2:])
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if tall else x).reshape(matrices.shape)
