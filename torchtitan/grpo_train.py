@@ -97,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     draft, dry_run = read_command_line(sys.argv[1:] if argv is None else argv)
     try:
         if dry_run:
-            print(describe_plan(validated(draft, planning=True), world_size()))
+            config = validated(draft, planning=True)
+            print(describe_plan(config, world_size(), draft.chosen))
             return 0
         return run_job(ready(draft)).exit_code
     except UserError as error:

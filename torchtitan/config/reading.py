@@ -61,6 +61,8 @@ class Draft:
     """Whether all files could be read, so that combinations of values can be judged"""
     written: dict[str, tuple[str, str]] = field(default_factory=dict)
     """`table.key` -> where its value comes from, and how it was written there"""
+    chosen: str = ""
+    """What this machine and the model have decided where a value is "auto", and why"""
 
     def refuse(self, key: str, text: str) -> None:
         """Note a mistake."""

@@ -257,9 +257,10 @@ class Inference:
     max_sequences: Count = 256
     """Sequences that one actor generates at a time"""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Type in which the actors hold weights and compute; if not set, it is bfloat16 for vllm and sglang where the ranks
-    have GPUs"""
+    have GPUs. auto is bfloat16 also on a processor with AVX512_BF16 or AMX, for models of 50 million parameters or
+    more"""
 
     exact: bool = False
     """Rescore each completion with the trainer's own forward (slower): no mismatch if a single version sampled it"""

@@ -172,8 +172,9 @@ class Training:
     """Type of the master weights. bfloat16 loses small updates; set mixed_precision_param for float32 master weights
     with products in bfloat16"""
 
-    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
-    """Type in which FSDP gathers parameters and computes; if not set, it is bfloat16 where the ranks have GPUs"""
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Type in which FSDP gathers parameters and computes; if not set, it is bfloat16 where the ranks have GPUs. auto is
+    bfloat16 also on a processor with AVX512_BF16 or AMX, for models of 50 million parameters or more"""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which FSDP reduces gradients"""

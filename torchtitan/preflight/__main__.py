@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     try:
         config = validated(draft, planning=bool(mode) or dry_run)
         if dry_run:
-            print(describe_plan(config, world_size()))
+            print(describe_plan(config, world_size(), draft.chosen))
         elif mode == "--missing-assets" and is_missing_debug_checkpoint(config):
             print(config.model.hf_assets_path)
         elif mode == "--servers":

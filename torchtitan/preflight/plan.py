@@ -93,8 +93,10 @@ def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[s
     return [f"step time at most: {both:,.1f} s, {parts} ({assumed})"]
 
 
-def describe_plan(config: JobConfig, ranks: int) -> str:
+def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     """Return the resolved configuration as TOML, followed by the plan as comments; all of it loads as a config file.
+
+    chosen: see Draft.
 
     Raises:
         UserError: the model's shape cannot be read.
@@ -107,6 +109,7 @@ def describe_plan(config: JobConfig, ranks: int) -> str:
     lines = [
         *(f"WARNING: {said}" for said in warnings if said),
         f"device: {_device(config)}",
+        *[f"auto: {chosen}"] * bool(chosen),
         f"ranks: {ranks}",
         f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {shard_degree(parallelism, ranks)} shard × "
         f"{context}{parallelism.tensor_parallel_degree} tensor parallel{_experts(config)}",

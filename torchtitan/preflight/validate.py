@@ -39,6 +39,7 @@ from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.faults import Fault, FaultError
+from torchtitan.models.compute_type import choose_types
 from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
 from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
@@ -97,6 +98,7 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     config.distill.teacher = newest_export(config.distill.teacher)
     config.rollout.replay = without_links(config.rollout.replay)
     config.lora.adapter_path = without_links(config.lora.adapter_path)
+    draft.chosen = choose_types(config)
     if draft.is_complete:
         # The keys that were just reported now have their defaults.
         problems += validate(config, planning, frozenset(problem.key for problem in problems))
@@ -126,8 +128,9 @@ def ready(draft: Draft) -> JobConfig:
             said = str(getattr(error, "stderr", "") or error)[-2000:]
             raise UserError(f"the debug checkpoint {path} could not be made: {said}") from error
     config = validated(draft)
-    if from_torchrun("LOCAL_RANK", "0") == 0 and (said := tight_memory(config, world_size())):
-        print(f"warning: {said}", file=sys.stderr, flush=True)
+    if from_torchrun("LOCAL_RANK", "0") == 0:
+        for kind, said in (("auto", draft.chosen), ("warning", tight_memory(config, world_size()))):
+            print(*[f"{kind}: {said}\n"] * bool(said), end="", file=sys.stderr, flush=True)
     return config
 
 

@@ -117,6 +117,16 @@ def _numbers(path: Path) -> list[int]:
         return []
 
 
+def bfloat16_flags() -> list[str]:
+    """Return which of the instructions for products in bfloat16 this processor has, as Linux calls them."""
+    try:
+        text = (PROC / "cpuinfo").read_text()
+    except OSError:  # not Linux
+        return []
+    words = {word for line in text.splitlines() if line.startswith("flags") for word in line.split()}
+    return [flag for flag in ("avx512_bf16", "amx_bf16") if flag in words]
+
+
 def numa_nodes() -> int:
     """Of this machine, as Linux counts them; 1 where it does not say."""
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1

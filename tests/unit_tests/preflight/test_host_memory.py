@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError
+from torchtitan.models.compute_type import choose_types
 from torchtitan.models.costs import estimate_memory
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.memory import host_bytes, tight_memory
@@ -132,3 +134,37 @@ def test_what_is_close_is_said(of_machine: Machine, write_config: WriteConfig) -
     assert tight_memory(config, 1) == ""
     of_machine(V2, {"job/run/memory.current": needed, "job/run/memory.max": needed * 2})
     assert "of this machine's memory" in tight_memory(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "flavor", "gpu", "engine", "expected"),
+    [
+        ("fpu avx512_bf16 avx2", "0.6B", False, "embedded", ("bfloat16", "bfloat16", "avx512_bf16")),
+        ("amx_tile amx_bf16", "0.6B", False, "vllm", ("bfloat16", "bfloat16", "amx_bf16")),
+        ("fpu avx2 avx512f", "0.6B", False, "embedded", ("float32", "float32", "neither")),
+        ("fpu avx512_bf16", "debug", False, "embedded", ("float32", "float32", "fewer than 50,000,000")),
+        # The embedded engine computes on the CPU whatever the ranks have.
+        ("fpu avx2", "0.6B", True, "embedded", ("bfloat16", "float32", "neither")),
+        ("fpu avx2", "debug", True, "vllm", ("bfloat16", "bfloat16", "have GPUs")),
+    ],
+)
+def test_automatic_types_follow_from_the_processor_and_the_model(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    flavor: str,
+    gpu: bool,
+    engine: str,
+    expected: tuple[str, str, str],
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name\t: amx_bf16 in name only\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda" if gpu else "cpu")
+    config = JobConfig()
+    config.model.name, config.model.flavor, config.inference.backend = "qwen3", flavor, engine
+    config.training.mixed_precision_param = config.inference.dtype = "auto"
+    said = choose_types(config)
+    assert (config.training.mixed_precision_param, config.inference.dtype) == expected[:2]
+    assert expected[2] in said
+    # What is not "auto" stays, and nothing is said of it.
+    assert choose_types(config) == ""
