@@ -55,7 +55,7 @@ from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer  # noqa: E402
 from torchtitan.utils.json_lines import EventLog  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.plan import unique_parameters  # noqa: E402
+from torchtitan.weight_sync.trainer.plan import unique_parameters  # noqa: E402
 
 BARS = {
     "prefill_saved": (">=", 5.0),

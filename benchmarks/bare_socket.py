@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from torchtitan.weight_sync.sockets import PIECE_BYTES, SEND_BYTES
+from torchtitan.weight_sync.wire.sockets import PIECE_BYTES, SEND_BYTES
 
 
 def send(arguments: dict[str, Any]) -> None:

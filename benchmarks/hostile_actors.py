@@ -43,9 +43,9 @@ from tests.hostile import enter, hello, message, receive  # noqa: E402
 from torchtitan.report.sync_metrics import FOLDER, JOURNAL_FILE, VERSIONS_FILE  # noqa: E402
 from torchtitan.utils.child_process import child_environment  # noqa: E402
 from torchtitan.utils.json_lines import read_json_lines  # noqa: E402
-from torchtitan.weight_sync.handshake import ACTOR, Identity  # noqa: E402
 from torchtitan.weight_sync.servers import MODULE  # noqa: E402
-from torchtitan.weight_sync.wire import TOKEN_VARIABLE, Message, encode, parse_address  # noqa: E402
+from torchtitan.weight_sync.wire.handshake import ACTOR, Identity  # noqa: E402
+from torchtitan.weight_sync.wire.runtime import TOKEN_VARIABLE, Message, encode, parse_address  # noqa: E402
 
 HONEST = ("actor-0", "actor-1")
 FLOOD = 20_000

@@ -27,10 +27,10 @@ from torch import nn  # noqa: E402
 from benchmarks import common  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.utils.machine import keep_freed_memory  # noqa: E402
-from torchtitan.weight_sync.actor import Actor  # noqa: E402
+from torchtitan.weight_sync.actor.actor import Actor  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
-from torchtitan.weight_sync.staging import StagedVersion, to_copy  # noqa: E402
+from torchtitan.weight_sync.memory.staging import StagedVersion, to_copy  # noqa: E402
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
 
 JOIN_SECONDS = 60.0
 RECOVERY_SECONDS = 60.0

@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPOSITORY))
 from torchtitan.errors import UserError  # noqa: E402
 from torchtitan.inference.agent.client import find_python  # noqa: E402
 from torchtitan.inference.agent.engine import AdminClient, EngineError  # noqa: E402
-from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
 
 TOKEN_ENV = "TOKEN"
 START_SECONDS = 600.0

@@ -42,10 +42,10 @@ from benchmarks import common  # noqa: E402
 from benchmarks.bare_socket import BareSocket  # noqa: E402
 from benchmarks.small_trainer import Job, copying_engine  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync.actor import Actor  # noqa: E402
+from torchtitan.weight_sync.actor.actor import Actor  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.handshake import ACTOR as ACTOR_ROLE  # noqa: E402
-from torchtitan.weight_sync.handshake import role_key  # noqa: E402
+from torchtitan.weight_sync.wire.handshake import ACTOR as ACTOR_ROLE  # noqa: E402
+from torchtitan.weight_sync.wire.handshake import role_key  # noqa: E402
 
 BARS = {"share_of_socket": (">=", 0.8), "times_faster_than_broadcast": (">=", 2.5)}
 ACTOR = "actor"

@@ -45,11 +45,11 @@ from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa:
 from torchtitan import faults  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync import servers  # noqa: E402
-from torchtitan.weight_sync.digest import slot_checksums  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
-from torchtitan.weight_sync.manifest import content_digest, merge_layouts  # noqa: E402
-from torchtitan.weight_sync.slots import SlotState, SlotWriter  # noqa: E402
+from torchtitan.weight_sync.memory.digest import slot_checksums  # noqa: E402
+from torchtitan.weight_sync.memory.manifest import content_digest, merge_layouts  # noqa: E402
+from torchtitan.weight_sync.memory.slots import SlotState, SlotWriter  # noqa: E402
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.memory.staging import StagedVersion
 
 SHAPES = ((512, 640), (1000, 150), (7,), (3, 5, 11), ())
 ELEMENTS_PER_TOKEN = 6

@@ -40,10 +40,10 @@ import torch
 from benchmarks import common
 from torchtitan import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.actor.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.memory.staging import StagedVersion
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 BARS = {
     "delta_ratio_lr_1e-6": ("<=", 0.03),

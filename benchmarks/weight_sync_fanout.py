@@ -34,9 +34,9 @@ from benchmarks import common
 from torchtitan import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.actor.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 BARS = {"egress_growth_4_to_16": ("<=", 1.1), "relay_depth_cost": ("<=", 2.0)}
 EPOCH = "e1-fanout"

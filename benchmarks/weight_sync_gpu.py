@@ -30,10 +30,10 @@ import torch
 from benchmarks import common
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
-from torchtitan.weight_sync.actor import StagingEngine
-from torchtitan.weight_sync.device_slots import DeviceSlots, device_references
-from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.slots import LiveSlots
+from torchtitan.weight_sync.actor.actor import StagingEngine
+from torchtitan.weight_sync.memory.device_slots import DeviceSlots, device_references
+from torchtitan.weight_sync.memory.slots import LiveSlots
+from torchtitan.weight_sync.trainer.publisher import Publisher
 
 BARS = {
     "snapshot_share_of_copy": (">=", 0.8),

@@ -30,14 +30,14 @@ import torch  # noqa: E402
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard  # noqa: E402
 
 from benchmarks import common  # noqa: E402
-from torchtitan.weight_sync.manifest import (  # noqa: E402
+from torchtitan.weight_sync.memory.manifest import (  # noqa: E402
     Layout,
     check_coverage,
     merge_layouts,
 )
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank  # noqa: E402
-from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
-from torchtitan.weight_sync.slots import LiveSlots  # noqa: E402
+from torchtitan.weight_sync.memory.slots import LiveSlots  # noqa: E402
+from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank  # noqa: E402
+from torchtitan.weight_sync.trainer.publisher import Publisher  # noqa: E402
 
 BARS = {"plan_s": ("<=", 5.0), "growth_per_version": ("<=", 2.2)}
 BUCKET_BYTES = 4 << 20

@@ -27,8 +27,8 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
-from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
-from torchtitan.weight_sync.slots import LiveSlots  # noqa: E402
+from torchtitan.weight_sync.memory.slots import LiveSlots  # noqa: E402
+from torchtitan.weight_sync.trainer.publisher import Publisher  # noqa: E402
 
 BARS = {"snapshot_ratio": ("<=", 1.15)}
 CASTS = {"fp32_to_bf16": (torch.float32, "bfloat16"), "bf16_to_bf16": (torch.bfloat16, "bfloat16")}

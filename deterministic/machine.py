@@ -15,8 +15,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.messages import cost, parse
-from torchtitan.weight_sync.wire import Channel, Encoded, Message, OnDone, PayloadTarget, ProtocolError, Timer, encode
+from torchtitan.weight_sync.wire.messages import cost, parse
+from torchtitan.weight_sync.wire.runtime import (
+    Channel,
+    Encoded,
+    Message,
+    OnDone,
+    PayloadTarget,
+    ProtocolError,
+    Timer,
+    encode,
+)
 
 Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1

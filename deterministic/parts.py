@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import xxhash
 
 from deterministic.machine import Machine, Process, Violation
-from torchtitan.weight_sync.bucket_server import Relay
-from torchtitan.weight_sync.delta import decode_into
-from torchtitan.weight_sync.handshake import ACTOR, Identity, role_key
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
-from torchtitan.weight_sync.manifest import Layout, Manifest, merge_layouts
-from torchtitan.weight_sync.puller import Puller
-from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slots import Boundary, SlotWriter
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.actor.puller import Puller
+from torchtitan.weight_sync.memory.delta import decode_into
+from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.manifest import Layout, Manifest, merge_layouts
+from torchtitan.weight_sync.memory.slots import Boundary, SlotWriter
+from torchtitan.weight_sync.trainer.shard_server import ShardServer
+from torchtitan.weight_sync.transports.bucket_server import Relay
+from torchtitan.weight_sync.wire.handshake import ACTOR, Identity, role_key
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 TOKEN = "token"
 REGISTRY = "registry"

@@ -1,6 +1,6 @@
 """Mutation testing: break one thing in a module, and see whether the tests notice. No file is changed.
 
-    python scripts/mutate.py --count 200 torchtitan/weight_sync/*.py -- tests/unit_tests/weight_sync
+    python scripts/mutate.py --count 200 torchtitan/weight_sync/*/*.py -- tests/unit_tests/weight_sync
 
 First all tests run once, unbroken: they have to pass, and it is noted which functions each of them enters. Each mutant
 is a process of its own that gets the broken module where it imports it, as do all processes that it starts, and runs

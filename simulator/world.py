@@ -17,10 +17,10 @@ from deterministic.network import Flow, Network
 from deterministic.parts import REGISTRY, TOKEN, Actor, Rank, Shape
 from simulator.rollouts import Engine, Rollouts
 from simulator.scenario import Scenario, slowest_of
-from torchtitan.weight_sync.manifest import Manifest
-from torchtitan.weight_sync.registry import STATUS_SECONDS, Registry
-from torchtitan.weight_sync.registry_state import Settings
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.memory.manifest import Manifest
+from torchtitan.weight_sync.registry.registry import STATUS_SECONDS, Registry
+from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.wire.runtime import Message
 
 # As in trainer.controller: while there is no data, when a pending version is first tried, and how often again.
 FIRST_PENDING_TRY_S = 0.01

@@ -6,7 +6,7 @@ import numpy
 
 
 def sum_checksum_numpy(data: bytes | bytearray | memoryview) -> str:
-    """See torchtitan/weight_sync/device_slots.py."""
+    """See torchtitan/weight_sync/memory/device_slots.py."""
     raw = numpy.frombuffer(data, numpy.uint8)
     padded = numpy.zeros(-(-len(raw) // 4) * 4, numpy.uint8)
     padded[: len(raw)] = raw

@@ -8,9 +8,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.weight_sync.handshake import Identity
-from torchtitan.weight_sync.messages import SCHEMA
-from torchtitan.weight_sync.wire import LENGTH, Message, encode
+from torchtitan.weight_sync.wire.handshake import Identity
+from torchtitan.weight_sync.wire.messages import SCHEMA
+from torchtitan.weight_sync.wire.runtime import LENGTH, Message, encode
 
 VALUES: list[Any] = [
     None, True, -1, 0, 1, 2, 3, 10**30, 1.5, -2.5, float("nan"), float("inf"), "", "x", "a\n\x1b[2J", "y" * 3000, [],

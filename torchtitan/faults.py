@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import hook
+from torchtitan.weight_sync.wire import hook
 
 VARIABLE = "TORCHTITAN_WEIGHT_SYNC_FAULTS"
 logger = logging.getLogger(__name__)

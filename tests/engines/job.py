@@ -27,8 +27,8 @@ from torchtitan.inference.agent.engine import AdminClient
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.plan import unique_parameters
+from torchtitan.weight_sync.trainer.plan import unique_parameters
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 Answer = TypeVar("Answer")
 # Of every agent and engine here, in TOKEN_VARIABLE.

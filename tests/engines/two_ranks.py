@@ -15,8 +15,8 @@ from tests.engines.job import CALL_SECONDS, PROMPT, Actor, differences
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.plan import unique_parameters
+from torchtitan.weight_sync.trainer.plan import unique_parameters
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 SECONDS = 120.0
 EPOCH = "e1-fsdp"

@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
-from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank
-from torchtitan.weight_sync.staging import Staging
+from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.staging import Staging
+from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 
 # Longer than a block of the KV cache, so that its beginning can be found there.
 PROBE = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]

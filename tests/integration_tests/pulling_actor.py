@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tests.integration_tests.versioned_weights import holds_sparse, version_held
-from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.memory.staging import StagedVersion
 
 
 def run(arguments: Mapping[str, Any], until_the_end: Callable[[], None]) -> None:

@@ -23,11 +23,11 @@ from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.puller import Served
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.puller import Served
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 TOKEN = "a-token-for-tests"
 MAX_LENGTH = 4000

@@ -28,7 +28,7 @@ from torchtitan.inference.parity import ParityGuard
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.utils.json_lines import EventLog, read_json_lines
-from torchtitan.weight_sync.handshake import HTTP, role_key
+from torchtitan.weight_sync.wire.handshake import HTTP, role_key
 
 VERSION = 7  # the fake takes the registry's port for its version
 

@@ -27,10 +27,10 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
 from torchtitan.faults import variables
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.weight_sync.disk import FolderOwner
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.weight_files import read_weights
+from torchtitan.weight_sync.memory.weight_files import read_weights
+from torchtitan.weight_sync.transports.disk import FolderOwner
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 EPOCH = "e1-test"
 

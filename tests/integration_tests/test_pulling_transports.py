@@ -22,12 +22,13 @@ from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, free_ports, has_ended, status_of
 from torchtitan.faults import variables
-from torchtitan.weight_sync import device_slots, publisher, shard_server
-from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.device_slots import DeviceSlots
-from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.memory import device_slots
+from torchtitan.weight_sync.memory.device_slots import DeviceSlots
+from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.servers import ShardServerThread
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.trainer import publisher, shard_server
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 __all__ = ["start"]
 TRANSPORTS = ["ipc", "nccl"]
@@ -231,7 +232,7 @@ def test_slots_on_a_device_are_read_where_they_are(
         opened.append(fields["storage"])
         return exported[int(fields["storage"], 16)]
 
-    monkeypatch.setattr("torchtitan.weight_sync.actor.open_device_memory", open_memory)
+    monkeypatch.setattr("torchtitan.weight_sync.actor.actor.open_device_memory", open_memory)
     job = start(transport="ipc")
     assert isinstance(job.publication.publisher.slots, DeviceSlots) and thread_of(job)
     assert job.publication.publisher.layout.checksum == "sum"

@@ -20,12 +20,11 @@ from tests.integration_tests.versioned_weights import SHAPES, parameter_values, 
 from tests.journals import journal_of
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync import puller
-from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.actor.actor import Actor, puller
 from torchtitan.weight_sync.facade import MAX_FAILURES, WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.servers import ServerProcess
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 
 def quick_config(**changes: Any) -> WeightSyncConfig:

@@ -16,8 +16,8 @@ from tests.patience import eventually
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.weight_sync.digest import differing_parameters
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.memory.digest import differing_parameters
+from torchtitan.weight_sync.memory.staging import StagedVersion
 
 
 def run(checkpoint: Path, run_dir: Path, scenario: Any) -> None:

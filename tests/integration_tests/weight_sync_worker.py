@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values
-from torchtitan.weight_sync.actor import Worker
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.actor.actor import Worker
+from torchtitan.weight_sync.memory.staging import StagedVersion
 
 WORKERS = 2
 

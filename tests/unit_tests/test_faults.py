@@ -18,7 +18,7 @@ from torchtitan import faults
 from torchtitan.errors import ConfigError
 from torchtitan.faults import Fault, FaultError
 from torchtitan.preflight.validate import load_config
-from torchtitan.weight_sync import hook
+from torchtitan.weight_sync.wire import hook
 
 ROOT = Path(__file__).parents[2]
 DRY_RUN = ["--model.name", "qwen3", "--model.flavor", "debug", "--dry-run"]

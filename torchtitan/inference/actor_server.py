@@ -21,9 +21,9 @@ from pydantic import Field
 
 from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.utils.http_site import HttpSite
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.memory.staging import StagedVersion
+from torchtitan.weight_sync.wire import runtime as wire
 
 logger = logging.getLogger(__name__)
 

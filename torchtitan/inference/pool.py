@@ -22,7 +22,7 @@ from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError,
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.utils.json_lines import EventLog
-from torchtitan.weight_sync.handshake import ACTOR, HTTP, role_key
+from torchtitan.weight_sync.wire.handshake import ACTOR, HTTP, role_key
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from torchtitan.models.adapter_math import (
     quantize,
 )
 from torchtitan.models.shape import is_redundant, open_tensors, read_args, tensor_files
-from torchtitan.weight_sync.digest import CheckStopped, Unverifiable
-from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.digest import CheckStopped, Unverifiable
+from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 

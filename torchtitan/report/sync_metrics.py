@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_json_lines
-from torchtitan.weight_sync.messages import parse_record
-from torchtitan.weight_sync.wire import ProtocolError
+from torchtitan.weight_sync.wire.messages import parse_record
+from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 logger = logging.getLogger(__name__)
 

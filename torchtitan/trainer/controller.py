@@ -39,7 +39,7 @@ from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import GONE, LATE, ActorStatus, WeightSync
-from torchtitan.weight_sync.publisher import Snapshot
+from torchtitan.weight_sync.trainer.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torchtitan.inference.colocated.replica import ColocatedWeights, Replica
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
 from torchtitan.weight_sync.facade import ActorStatus, WeightSync
-from torchtitan.weight_sync.staging import TORCH_DTYPES
+from torchtitan.weight_sync.memory.staging import TORCH_DTYPES
 
 
 class WeightPath(Protocol):

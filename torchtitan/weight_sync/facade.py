@@ -25,15 +25,11 @@ from torchtitan.config.derived import ON_DEVICE
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.clients import RegistryClient
-from torchtitan.weight_sync.device_slots import DeviceSlots
-from torchtitan.weight_sync.disk import FolderOwner
-from torchtitan.weight_sync.handshake import TRAINER, Identity
-from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
-from torchtitan.weight_sync.plan import unique_parameters
-from torchtitan.weight_sync.publisher import Publisher, Snapshot
-from torchtitan.weight_sync.registry_state import LATE as LATE
-from torchtitan.weight_sync.registry_state import Settings
+from torchtitan.weight_sync.memory.device_slots import DeviceSlots
+from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
+from torchtitan.weight_sync.memory.slots import Boundary
+from torchtitan.weight_sync.registry.state import LATE as LATE
+from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.servers import (
     RegistryServer,
     ShardServerProcess,
@@ -41,9 +37,13 @@ from torchtitan.weight_sync.servers import (
     local_address_towards,
     resolve_host,
 )
-from torchtitan.weight_sync.slots import Boundary
-from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.trainer.plan import unique_parameters
+from torchtitan.weight_sync.trainer.publisher import Publisher, Snapshot
+from torchtitan.weight_sync.transports.disk import FolderOwner
+from torchtitan.weight_sync.wire.clients import RegistryClient
+from torchtitan.weight_sync.wire.handshake import TRAINER, Identity
+from torchtitan.weight_sync.wire.runtime import Message
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 logger = logging.getLogger(__name__)
 

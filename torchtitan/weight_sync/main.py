@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.logs import log_to
-from torchtitan.weight_sync import hook, wire
-from torchtitan.weight_sync.disk import Catalogue, SlotFiles
-from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.registry import Registry
-from torchtitan.weight_sync.registry_state import Settings
-from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slots import SharedSlots, SlotWords
-from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.wire import Runtime
+from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
+from torchtitan.weight_sync.registry.registry import Registry
+from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.trainer.shard_server import ShardServer
+from torchtitan.weight_sync.transports.disk import Catalogue, SlotFiles
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.runtime import Runtime
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 # At most this many lines wait for a slow disk; further ones are lost, and counted.
 MAXIMUM_WAITING = 10_000

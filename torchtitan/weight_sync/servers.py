@@ -26,15 +26,15 @@ from torchtitan.distributed import device
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.machine import is_loopback
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.device_slots import DeviceSlots, device_references
 from torchtitan.weight_sync.main import serve
-from torchtitan.weight_sync.nccl import Chunks, SendingLink
-from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.registry_state import Settings
-from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slots import SharedSlots, SlotWords
-from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.memory.device_slots import DeviceSlots, device_references
+from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
+from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.trainer.publisher import Publisher
+from torchtitan.weight_sync.trainer.shard_server import ShardServer
+from torchtitan.weight_sync.transports.nccl import Chunks, SendingLink
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 logger = logging.getLogger(__name__)
 

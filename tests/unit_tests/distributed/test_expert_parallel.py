@@ -22,7 +22,7 @@ from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank
+from torchtitan.weight_sync.trainer.plan import LocalTensors, placed_parameters, plan_rank
 
 TWO_RANKS: list[Layout] = [
     {"name": "fsdp"},

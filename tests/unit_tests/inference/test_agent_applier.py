@@ -28,7 +28,7 @@ from torchtitan.inference.agent.engine import AdminClient, EngineError, EngineFa
 from torchtitan.inference.agent.server import AgentServer, RunningAgent, Watch
 from torchtitan.inference.types import TAGS, Capabilities, Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.shape import find_flavor
-from torchtitan.weight_sync.staging import WeightsRefused
+from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 PROMPTS = [[5, 9, 3], [7] * 9, list(range(20, 37)), list(range(60, 100)), [11, 12, 99, 3, 4, 5, 6, 7, 8, 9, 10]]
 

@@ -15,7 +15,7 @@ from torchtitan.inference.embedded.engine import Engine, Poisoned
 from torchtitan.inference.embedded.sequences import TooLong
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.weight_sync.staging import WeightsRefused
+from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3"])

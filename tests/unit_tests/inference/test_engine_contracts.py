@@ -35,7 +35,7 @@ from torchtitan.inference.vllm import serve
 from torchtitan.inference.vllm.direct import DirectLoader
 from torchtitan.inference.vllm.engine import ENGINE as VLLM
 from torchtitan.inference.vllm.engine import VLLMControl
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.memory.staging import StagedVersion
 
 LABEL = "e1/3"
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}

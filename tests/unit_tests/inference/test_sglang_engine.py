@@ -19,7 +19,7 @@ from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.sglang.engine import MAX_KEPT, SGLangControl
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan, make_label, parse_label
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.memory.staging import StagedVersion
 
 TENSORS = {
     "a.weight": torch.arange(6.0).view(2, 3),

@@ -23,7 +23,7 @@ from torchtitan.models.adapter_math import ALPHA
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy, save_adapter
 from torchtitan.models.lora import base_parameters
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 __all__ = ["untied"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.inference.agent.engine import EngineError, EngineOptions
 from torchtitan.inference.vllm.direct import DirectLoader
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 

@@ -26,7 +26,7 @@ from torchtitan.inference.engine_server import TOKEN_ENV_VARIABLE, TokenMiddlewa
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm.direct import Mailbox
 from torchtitan.inference.vllm.engine import ENGINE
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 # ForeignEngine
 
@@ -441,7 +441,7 @@ def test_what_runs_inside_vllm_imports_little() -> None:
 
     code = (
         "import sys, torchtitan.inference.vllm.direct, "
-        "torchtitan.inference.engine_server, torchtitan.inference.vllm.serve, torchtitan.weight_sync.actor, "
+        "torchtitan.inference.engine_server, torchtitan.inference.vllm.serve, torchtitan.weight_sync.actor.actor, "
         "torchtitan.inference.versions, torchtitan.utils.machine\n"
         # This one registers our backend as soon as it is imported.
         "from unittest import mock\n"

@@ -48,7 +48,7 @@ from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.trainer.policy_trainer import build_reference
-from torchtitan.weight_sync.staging import WeightsRefused
+from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from tests.hostile import VALUES, message
 from tests.unit_tests.weight_sync.job import Job, Parts
 from tests.unit_tests.weight_sync.runs import JOIN_SECONDS, draw_shape, finish
 from torchtitan.report.sync_metrics import DeliveryBook, Sums
-from torchtitan.weight_sync.handshake import ACTOR, Dialer, Identity
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.wire.handshake import ACTOR, Dialer, Identity
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 ANNOUNCED_SECONDS = 3.0
 # Of one peer, in containers of registry and shard servers.

@@ -6,8 +6,8 @@ from typing import Any
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import TOKEN
-from torchtitan.weight_sync.handshake import Dialer, Identity
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.wire.handshake import Dialer, Identity
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 
 class Client:

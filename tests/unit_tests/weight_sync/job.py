@@ -14,15 +14,15 @@ from typing import Any
 from deterministic import parts
 from deterministic.machine import Machine, Process, SimChannel, Violation
 from deterministic.parts import BUCKET_BYTES, ELEMENT_BYTES, REGISTRY, TOKEN, content, whole_layout
-from torchtitan.weight_sync.bucket_server import IDLE_SECONDS
-from torchtitan.weight_sync.delta import decode_into
-from torchtitan.weight_sync.manifest import Manifest
-from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.registry import Registry
-from torchtitan.weight_sync.registry_state import Settings
-from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slots import SlotState, SlotView
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.actor.puller import Puller, Served
+from torchtitan.weight_sync.memory.delta import decode_into
+from torchtitan.weight_sync.memory.manifest import Manifest
+from torchtitan.weight_sync.memory.slots import SlotState, SlotView
+from torchtitan.weight_sync.registry.registry import Registry
+from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.trainer.shard_server import ShardServer
+from torchtitan.weight_sync.transports.bucket_server import IDLE_SECONDS
+from torchtitan.weight_sync.wire.runtime import Message
 
 RESTART_SECONDS = 0.3
 # The parent looks once a second, and takes three looks without a beat for a frozen process.

@@ -11,8 +11,8 @@ from deterministic.machine import Machine, Process, Violation
 from deterministic.parts import REGISTRY
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts, Shape
 from torchtitan.weight_sync.facade import all_have
-from torchtitan.weight_sync.registry_state import LATE
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.registry.state import LATE
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 JOIN_SECONDS = 0.1
 # A registry or shard server that dies or freezes is noticed and started again, actors and ranks find it, and the last

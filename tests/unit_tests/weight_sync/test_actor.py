@@ -14,15 +14,15 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, TOKEN, whole_layout
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.clients import Client
-from torchtitan.weight_sync import group
-from torchtitan.weight_sync.actor import Actor, StagingEngine, reachable_host
-from torchtitan.weight_sync.bucket_server import Relay
-from torchtitan.weight_sync.group import LeadingEngine, as_figures
-from torchtitan.weight_sync.handshake import PEER
-from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
-from torchtitan.weight_sync.slots import SharedSlots
-from torchtitan.weight_sync.staging import Proof, StagedVersion
-from torchtitan.weight_sync.transfer import Transfer
+from torchtitan.weight_sync.actor import group
+from torchtitan.weight_sync.actor.actor import Actor, StagingEngine, reachable_host
+from torchtitan.weight_sync.actor.group import LeadingEngine, as_figures
+from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
+from torchtitan.weight_sync.memory.slots import SharedSlots
+from torchtitan.weight_sync.memory.staging import Proof, StagedVersion
+from torchtitan.weight_sync.memory.transfer import Transfer
+from torchtitan.weight_sync.transports.bucket_server import Relay
+from torchtitan.weight_sync.wire.handshake import PEER
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")
 DONE, REFUSED, TORN = {"bytes_full": 7}, WeightsRefused("not now"), RuntimeError("half")

@@ -24,10 +24,10 @@ from tests.hostile import enter, message
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.report.sync_metrics import SyncMetrics
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.actor.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.handshake import ACTOR, Identity, role_key
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.handshake import ACTOR, Identity, role_key
 
 SECONDS = float(os.environ.get("WEIGHT_SYNC_FUZZ_SECONDS", "3"))
 SEED = int(os.environ.get("WEIGHT_SYNC_FUZZ_SEED", "0"))

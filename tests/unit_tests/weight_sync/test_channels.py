@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.patience import until
-from torchtitan.weight_sync import sockets, wire
-from torchtitan.weight_sync.sockets import SocketChannel, SocketRuntime
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire import sockets
+from torchtitan.weight_sync.wire.runtime import Message
+from torchtitan.weight_sync.wire.sockets import SocketChannel, SocketRuntime
 
 BUCKET: Message = {"type": "bucket", "pull": 1, "rank": 0, "bucket": 0}
 

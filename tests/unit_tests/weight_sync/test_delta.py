@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deterministic.machine import Machine, Process
-from torchtitan.weight_sync.delta import Deltas, decode_into, element_bytes, encode
-from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardTable
-from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.slots import LiveSlots, SlotState, SlotView
-from torchtitan.weight_sync.wire import ProtocolError
+from torchtitan.weight_sync.memory.delta import Deltas, decode_into, element_bytes, encode
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.slots import LiveSlots, SlotState, SlotView
+from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 SIZES = (1, 2, 4)
 GUARD = bytes(range(64))

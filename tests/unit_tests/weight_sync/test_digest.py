@@ -18,11 +18,11 @@ from torch.distributed.tensor import Shard
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
 from torchtitan.inference.embedded.weights import Verifier
-from torchtitan.weight_sync.digest import CheckStopped, Unverifiable, differing_parameters
-from torchtitan.weight_sync.layout_tables import ParameterEntry
-from torchtitan.weight_sync.manifest import Layout, merge_layouts
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank
-from torchtitan.weight_sync.staging import Proof, StagedVersion
+from torchtitan.weight_sync.memory.digest import CheckStopped, Unverifiable, differing_parameters
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry
+from torchtitan.weight_sync.memory.manifest import Layout, merge_layouts
+from torchtitan.weight_sync.memory.staging import Proof, StagedVersion
+from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 
 SHAPES = {"embed": (37, 8), "norm": (9,), "up": (16, 5), "scalar": (1,)}
 BUCKET_BYTES = 128

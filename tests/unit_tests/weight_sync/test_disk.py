@@ -23,11 +23,11 @@ from torch.distributed.tensor import Shard
 from tests.patience import PATIENCE_S
 from torchtitan import faults
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.disk import Catalogue, FolderOwner, SlotFiles, read_file, replace_file
-from torchtitan.weight_sync.manifest import Layout, Manifest, content_digest
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank
-from torchtitan.weight_sync.weight_files import file_checksum, read_weights
-from torchtitan.weight_sync.wire import ProtocolError
+from torchtitan.weight_sync.memory.manifest import Layout, Manifest, content_digest
+from torchtitan.weight_sync.memory.weight_files import file_checksum, read_weights
+from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
+from torchtitan.weight_sync.transports.disk import Catalogue, FolderOwner, SlotFiles, read_file, replace_file
+from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 EPOCH = "e1-test"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

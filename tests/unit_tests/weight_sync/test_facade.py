@@ -11,9 +11,9 @@ import pytest
 
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.facade import MAX_FAILURES, SyncOutcome, WeightSync
+from torchtitan.weight_sync.memory.slots import Boundary
 from torchtitan.weight_sync.servers import listen
-from torchtitan.weight_sync.slots import Boundary
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire.runtime import Message
 
 
 def actor(version: int, state: str = "READY", **others: Any) -> Message:

@@ -12,11 +12,11 @@ import xxhash
 
 from deterministic.machine import Machine, Process, Violation
 from tests.unit_tests.weight_sync.job import BUCKET_BYTES, REGISTRY, TOKEN, Job, Shape, content, whole_layout
-from torchtitan.weight_sync.group import Leader, WorkerPuller
-from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
-from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
-from torchtitan.weight_sync.puller import Served
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.actor.group import Leader, WorkerPuller
+from torchtitan.weight_sync.actor.puller import Served
+from torchtitan.weight_sync.memory.manifest import Layout, Manifest, WeightsRefused
+from torchtitan.weight_sync.wire.handshake import ACTOR, WORKER, Identity, role_key
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 WORKERS = 2
 KEY = role_key(TOKEN, ACTOR, "a")

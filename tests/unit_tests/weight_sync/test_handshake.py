@@ -9,9 +9,9 @@ import pytest
 
 from deterministic.machine import Machine, Process
 from tests.unit_tests.weight_sync.job import REGISTRY, Actor, Job, Shape
-from torchtitan.weight_sync import handshake
-from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Acceptor, Dialer, Identity
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.wire import handshake
+from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER, Acceptor, Dialer, Identity
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 
 class Port:

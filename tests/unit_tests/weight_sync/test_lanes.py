@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan.weight_sync.registry_state import Lanes, Settings
-from torchtitan.weight_sync.slots import LiveSlots, SlotState, SlotView, SlotWriter
+from torchtitan.weight_sync.memory.slots import LiveSlots, SlotState, SlotView, SlotWriter
+from torchtitan.weight_sync.registry.state import Lanes, Settings
 
 
 def lanes_with(*pulls: str, limit: int = 1) -> Lanes:

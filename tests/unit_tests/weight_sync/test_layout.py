@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from torchtitan.weight_sync import layout_tables
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
-from torchtitan.weight_sync.manifest import Layout, LayoutError, check_coverage, merge_layouts
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, local_box, plan_rank, sent_box
+from torchtitan.weight_sync.memory import layout_tables
+from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
+from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, check_coverage, merge_layouts
+from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, local_box, plan_rank, sent_box
 
 # (mesh, placements, how the ranks cut a tensor, outermost cut first: (mesh dimension, tensor dimension))
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...], list[tuple[int, int]]]] = {

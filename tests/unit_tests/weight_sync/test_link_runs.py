@@ -17,10 +17,10 @@ from deterministic.machine import Machine, SimRuntime, Violation
 from deterministic.parts import Slots
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts
-from torchtitan.weight_sync.bucket_server import Reader
-from torchtitan.weight_sync.puller import Puller
-from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.actor.puller import Puller
+from torchtitan.weight_sync.trainer.shard_server import ShardServer
+from torchtitan.weight_sync.transports.bucket_server import Reader
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 # What was under way when a channel ended is given up within this time.
 ABORT_SECONDS = 0.05

@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.report.sync_metrics import SyncMetrics
-from torchtitan.weight_sync import registry as registry_module
-from torchtitan.weight_sync.messages import MAX_FIGURES, SCHEMA, parse
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.registry import registry as registry_module
+from torchtitan.weight_sync.wire.messages import MAX_FIGURES, SCHEMA, parse
+from torchtitan.weight_sync.wire.runtime import Message, ProtocolError
 
 SERVING: Message = {"type": "serving", "version": 0, "digest": "d", "figures": {}}
 HOSTILE: list[tuple[Message, str]] = [

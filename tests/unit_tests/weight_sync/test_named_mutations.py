@@ -11,13 +11,13 @@ import pytest
 
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Job, Parts
-from torchtitan.weight_sync import clients
-from torchtitan.weight_sync.handshake import Identity
-from torchtitan.weight_sync.puller import Puller
-from torchtitan.weight_sync.registry import Registry
-from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slots import LiveSlots
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.actor.puller import Puller
+from torchtitan.weight_sync.memory.slots import LiveSlots
+from torchtitan.weight_sync.registry.registry import Registry
+from torchtitan.weight_sync.trainer.shard_server import ShardServer
+from torchtitan.weight_sync.wire import clients
+from torchtitan.weight_sync.wire.handshake import Identity
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 MOST_RUNS = 400
 

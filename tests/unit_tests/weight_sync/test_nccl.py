@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from torchtitan.weight_sync import nccl
-from torchtitan.weight_sync.nccl import Broken, Chunks, PairStore, Poller, ReceivingLink, SendingLink
-from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
+from torchtitan.weight_sync.transports import nccl
+from torchtitan.weight_sync.transports.nccl import Broken, Chunks, PairStore, Poller, ReceivingLink, SendingLink
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 BUCKET = 1000
 CPU = torch.device("cpu")

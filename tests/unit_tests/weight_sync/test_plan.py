@@ -24,14 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.patience import PATIENCE_S, until
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import servers, wire
-from torchtitan.weight_sync.layout_tables import Box
-from torchtitan.weight_sync.manifest import LayoutError, Manifest, content_digest
-from torchtitan.weight_sync.plan import LocalTensors, Placed, placed_parameters, plan_rank, unique_parameters
-from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync import servers
+from torchtitan.weight_sync.memory.layout_tables import Box
+from torchtitan.weight_sync.memory.manifest import LayoutError, Manifest, content_digest
+from torchtitan.weight_sync.memory.slots import LiveSlots, SharedSlots, SlotState, SlotWriter
+from torchtitan.weight_sync.memory.staging import Staging
 from torchtitan.weight_sync.servers import ServerProcess
-from torchtitan.weight_sync.slots import LiveSlots, SharedSlots, SlotState, SlotWriter
-from torchtitan.weight_sync.staging import Staging
+from torchtitan.weight_sync.trainer.plan import LocalTensors, Placed, placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.trainer.publisher import Publisher
+from torchtitan.weight_sync.wire import runtime as wire
 
 
 def test_manifest_is_believed_only_whole() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import BUCKET_BYTES, Actor, Job, Shape
-from torchtitan.weight_sync import shard_server
-from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
-from torchtitan.weight_sync.registry import Registry
+from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
+from torchtitan.weight_sync.registry.registry import Registry
+from torchtitan.weight_sync.trainer import shard_server
 
 
 def job_of(seed: int = 0, *, slots: int = 3, actor_seconds: tuple[float, ...] = (0.1,), lease_s: float = 60.0) -> Job:

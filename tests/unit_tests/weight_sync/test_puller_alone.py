@@ -11,11 +11,11 @@ import xxhash
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
-from torchtitan.weight_sync import hook
-from torchtitan.weight_sync.handshake import ACTOR, PEER, Acceptor, Identity, role_key
-from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, content_digest
-from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.actor.puller import PEER_SECONDS, Puller, Served
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, content_digest
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 BUCKETS, SERVER, OTHER = 2, "10.0.0.1:6000", "10.0.1.2:7000"
 LAYOUT = whole_layout(1, BUCKETS)

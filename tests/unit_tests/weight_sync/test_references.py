@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.weight_sync import device_slots
-from torchtitan.weight_sync.actor import StagingEngine
-from torchtitan.weight_sync.slots import SharedSlots, file_reference, open_shared
-from torchtitan.weight_sync.wire import ProtocolError
+from torchtitan.weight_sync.actor.actor import StagingEngine
+from torchtitan.weight_sync.memory import device_slots
+from torchtitan.weight_sync.memory.slots import SharedSlots, file_reference, open_shared
+from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 
 def new_engine() -> StagingEngine:

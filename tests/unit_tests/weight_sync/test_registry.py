@@ -10,11 +10,11 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.config.job_config import WeightSync
-from torchtitan.weight_sync import registry as registry_module
-from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, role_key
-from torchtitan.weight_sync.registry import MAX_LOST_LANES, Registry
-from torchtitan.weight_sync.registry_state import Actor, Settings, relay_sources
-from torchtitan.weight_sync.wire import SILENCE_SECONDS, Message
+from torchtitan.weight_sync.registry import registry as registry_module
+from torchtitan.weight_sync.registry.registry import MAX_LOST_LANES, Registry
+from torchtitan.weight_sync.registry.state import Actor, Settings, relay_sources
+from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, RANK, TRAINER, role_key
+from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
 
 SUMS = [["aa", "bb"], ["cc", "dd"]]
 

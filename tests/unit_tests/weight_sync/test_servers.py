@@ -17,9 +17,9 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import main, servers
-from torchtitan.weight_sync.registry_state import Settings
+from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.servers import FROZEN_LOOKS, RegistryServer, ServerProcess, Supervised
-from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 LOOPBACK = "127.0.0.1"
 

@@ -12,11 +12,12 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
-from torchtitan.weight_sync import bucket_server, wire
-from torchtitan.weight_sync.bucket_server import IDLE_SECONDS
-from torchtitan.weight_sync.handshake import ACTOR, RANK, Acceptor, Identity
-from torchtitan.weight_sync.shard_server import MAX_BUCKET_SECONDS
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.trainer.shard_server import MAX_BUCKET_SECONDS
+from torchtitan.weight_sync.transports import bucket_server
+from torchtitan.weight_sync.transports.bucket_server import IDLE_SECONDS
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, Acceptor, Identity
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 BUCKETS = 4
 

@@ -17,9 +17,10 @@ import pytest
 
 from tests.hostile import enter, receive
 from tests.patience import PATIENCE_S, until
-from torchtitan.weight_sync import messages, sockets, wire
-from torchtitan.weight_sync.handshake import ACTOR, Acceptor, Dialer, Identity
-from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.wire import messages, sockets
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.handshake import ACTOR, Acceptor, Dialer, Identity
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 
 def test_a_port_at_which_no_server_listens_costs_a_call_and_not_the_loop() -> None:

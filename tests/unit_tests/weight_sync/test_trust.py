@@ -25,11 +25,11 @@ from torchtitan.inference.actor_parts import ActorProcess
 from torchtitan.inference.pool import InferencePool
 from torchtitan.utils.child_process import ChildProcess
 from torchtitan.utils.json_lines import EventLog
-from torchtitan.weight_sync.handshake import ACTOR, HTTP, PEER, RANK, TRAINER, WORKER, Dialer, Identity, role_key
-from torchtitan.weight_sync.manifest import Manifest
-from torchtitan.weight_sync.registry import Registry
-from torchtitan.weight_sync.registry_state import Settings
-from torchtitan.weight_sync.transfer import Transfer
+from torchtitan.weight_sync.memory.manifest import Manifest
+from torchtitan.weight_sync.memory.transfer import Transfer
+from torchtitan.weight_sync.registry.registry import Registry
+from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.wire.handshake import ACTOR, HTTP, PEER, RANK, TRAINER, WORKER, Dialer, Identity, role_key
 
 # xxh3's secret begins like this, in 64-bit words.
 SECRET = bytes.fromhex(

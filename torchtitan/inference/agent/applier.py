@@ -22,7 +22,7 @@ from torchtitan.inference.agent.engine import EngineControl, EngineError, Engine
 from torchtitan.inference.types import TAGS, Tag, make_label
 from torchtitan.inference.versions import BaseWeights, outlines
 from torchtitan.utils.json_lines import ActivityLog
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 

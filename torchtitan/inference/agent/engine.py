@@ -27,8 +27,8 @@ from torchtitan.inference.types import (
 )
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.actor import Actor
-    from torchtitan.weight_sync.staging import StagedVersion
+    from torchtitan.weight_sync.actor.actor import Actor
+    from torchtitan.weight_sync.memory.staging import StagedVersion
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 MAX_ANSWER_BYTES = 64 * 1024 * 1024

@@ -31,7 +31,7 @@ from torchtitan.inference.types import TAGS
 from torchtitan.inference.versions import BaseWeights
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import ActivityLog
-from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.actor.actor import Actor
 
 logger = logging.getLogger(__name__)
 

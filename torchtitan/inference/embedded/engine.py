@@ -33,7 +33,7 @@ from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateR
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_projections
 from torchtitan.utils.machine import return_freed_memory
-from torchtitan.weight_sync.staging import WeightsRefused
+from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 Finished = list[tuple[str, list[Completion]]]
 

@@ -28,7 +28,7 @@ from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.inference.versions import MAX_TORN
 from torchtitan.utils.json_lines import ActivityLog
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from torchtitan.models.adapter_math import low_rank_product, rounded
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_again, take_apart
 from torchtitan.models.lora import in_files
-from torchtitan.weight_sync.digest import differing_parameters
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused, to_copy
+from torchtitan.weight_sync.memory.digest import differing_parameters
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused, to_copy
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
 SUM_TOLERANCE = 1e-3

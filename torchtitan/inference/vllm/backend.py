@@ -38,10 +38,10 @@ from torchtitan.inference.versions import MAX_TORN, BaseWeights, Torn, Verificat
 from torchtitan.inference.vllm.direct import Mailbox
 from torchtitan.inference.vllm.loading import METHODS, PACKED, Noted, Notes, load_weights
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
-from torchtitan.weight_sync.actor import Worker
-from torchtitan.weight_sync.digest import CheckStopped, differing_parameters
-from torchtitan.weight_sync.puller import Served
-from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
+from torchtitan.weight_sync.actor.actor import Worker
+from torchtitan.weight_sync.actor.puller import Served
+from torchtitan.weight_sync.memory.digest import CheckStopped, differing_parameters
+from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 

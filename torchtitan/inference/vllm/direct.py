@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from torchtitan.inference.agent.engine import EngineControl, EngineError, EngineOptions, WeightLoader
-from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchtitan.weight_sync.handshake import ACTOR, PEER, role_key
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, role_key
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 if TYPE_CHECKING:
     from torchtitan.config.job_config import WeightSync

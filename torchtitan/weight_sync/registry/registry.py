@@ -11,14 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync import hook, wire
-from torchtitan.weight_sync.disk import Catalogue
-from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Acceptor, Identity
-from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, merge_layouts
-from torchtitan.weight_sync.registry_state import KEPT, Actor, IncompleteVersion, Lanes, Rank, Settings, relay_sources
-from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
+from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
+from torchtitan.weight_sync.registry.state import KEPT, Actor, IncompleteVersion, Lanes, Rank, Settings, relay_sources
+from torchtitan.weight_sync.transports.disk import Catalogue
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER, Acceptor, Identity
+from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
 
-logger = logging.getLogger("torchtitan.weight_sync.registry")
+logger = logging.getLogger("torchtitan.weight_sync.registry.registry")
 
 # Changes within this time go into one status message.
 STATUS_SECONDS = 0.01

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.weight_sync import hook
-from torchtitan.weight_sync.handshake import PEER, Acceptor, Identity
-from torchtitan.weight_sync.manifest import BucketKey, Layout
-from torchtitan.weight_sync.transfer import Transfer
-from torchtitan.weight_sync.wire import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout
+from torchtitan.weight_sync.memory.transfer import Transfer
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire.handshake import PEER, Acceptor, Identity
+from torchtitan.weight_sync.wire.runtime import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.nccl import SendingLink  # imports torch, which a shard server process does without
+    from torchtitan.weight_sync.transports.nccl import (
+        SendingLink,  # imports torch, which a shard server process does without
+    )
 
 # A reader that asks for nothing for this long is disconnected: its machine may have vanished without closing.
 IDLE_SECONDS = 10.0

@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.distributed.placement import StackPart, local_region, region_at
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable, numbered
-from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.memory.layout_tables import Box, ParameterTable, ShardTable, numbered
+from torchtitan.weight_sync.memory.manifest import Layout
 
 
 @dataclass(frozen=True, eq=False)

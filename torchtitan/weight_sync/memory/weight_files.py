@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
-from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, check_coverage
+from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, check_coverage
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ import torch
 
 from torchtitan.distributed import device
 from torchtitan.distributed.device import in_background, use
-from torchtitan.weight_sync.slots import SharedSlots, SlotWords
-from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
+from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
+from torchtitan.weight_sync.wire.runtime import Message, ProtocolError, field_of
 
 _WORD_BYTES = 4
 # All rows share one row of weights, and this many rows fit a cache (the fastest on a CPU: 1.7 GB/s per core).

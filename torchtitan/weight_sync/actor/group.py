@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.clients import ShardServerConnection
-from torchtitan.weight_sync.handshake import WORKER, Acceptor, Identity
-from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused
-from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.slots import anonymous_file, file_reference
-from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.staging import StagedVersion
-from torchtitan.weight_sync.transfer import BYTES
-from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError
+from torchtitan.weight_sync.actor.puller import Puller, Served
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused
+from torchtitan.weight_sync.memory.slots import anonymous_file, file_reference
+from torchtitan.weight_sync.memory.staging import StagedVersion
+from torchtitan.weight_sync.memory.transfer import BYTES
+from torchtitan.weight_sync.wire.clients import ShardServerConnection
+from torchtitan.weight_sync.wire.handshake import WORKER, Acceptor, Identity
+from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
-logger = logging.getLogger("torchtitan.weight_sync.group")
+logger = logging.getLogger("torchtitan.weight_sync.actor.group")
 
 NOTHING = -1
 """The version of a worker that holds none"""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan.utils.logs import escaped
-from torchtitan.weight_sync.wire import BYTES_PER_MESSAGE, Message, ProtocolError
+from torchtitan.weight_sync.wire.runtime import BYTES_PER_MESSAGE, Message, ProtocolError
 
 MAX_NAME, MAX_VALUE, MAX_FIGURES = 256, 65536, 64
 MAX_FIGURE = 1e18

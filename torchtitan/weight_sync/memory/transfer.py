@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest
-from torchtitan.weight_sync.wire import Channel, Message
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest
+from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 # How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")

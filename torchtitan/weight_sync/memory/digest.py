@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from torchtitan.distributed.device import in_background
-from torchtitan.weight_sync.manifest import Layout, checksum_function, reads_devices
-from torchtitan.weight_sync.staging import TORCH_DTYPES, Proof
+from torchtitan.weight_sync.memory.manifest import Layout, checksum_function, reads_devices
+from torchtitan.weight_sync.memory.staging import TORCH_DTYPES, Proof
 
 # The most names in a message.
 MAX_NAMES = 3

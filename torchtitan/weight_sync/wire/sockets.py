@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from torchtitan.utils.logs import RateLimit, escaped
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.messages import cost, parse, payload_bytes
-from torchtitan.weight_sync.wire import Channel, Message, OnDone, PayloadTarget, ProtocolError
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.messages import cost, parse, payload_bytes
+from torchtitan.weight_sync.wire.runtime import Channel, Message, OnDone, PayloadTarget, ProtocolError
 
 logger = logging.getLogger(__name__)
 # Strangers cause these lines: they must not fill a disk.

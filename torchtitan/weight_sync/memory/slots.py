@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
+from torchtitan.weight_sync.wire.runtime import Message, ProtocolError, field_of
 
 _NUMBER_BITS = 30
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1

@@ -23,20 +23,27 @@ import torch
 
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.bucket_server import Relay
-from torchtitan.weight_sync.delta import decode_into, element_bytes
-from torchtitan.weight_sync.device_slots import memory_tensor, open_device_memory
-from torchtitan.weight_sync.disk import read_file
-from torchtitan.weight_sync.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
-from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity
-from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function, reads_devices
-from torchtitan.weight_sync.nccl import ReceivingLink
-from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.slots import ReferencedMemory, open_shared
-from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
+from torchtitan.weight_sync.actor.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
+from torchtitan.weight_sync.actor.puller import Puller, Served
+from torchtitan.weight_sync.memory.delta import decode_into, element_bytes
+from torchtitan.weight_sync.memory.device_slots import memory_tensor, open_device_memory
+from torchtitan.weight_sync.memory.manifest import (
+    BucketKey,
+    Layout,
+    LayoutError,
+    Manifest,
+    checksum_function,
+    reads_devices,
+)
+from torchtitan.weight_sync.memory.slots import ReferencedMemory, open_shared
+from torchtitan.weight_sync.memory.staging import Proof, StagedVersion, Staging
+from torchtitan.weight_sync.transports.bucket_server import Relay
+from torchtitan.weight_sync.transports.disk import read_file
+from torchtitan.weight_sync.transports.nccl import ReceivingLink
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.handshake import ACTOR, WORKER, Identity
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.handshake import Dialer, Identity
-from torchtitan.weight_sync.wire import RETRY_SECONDS, SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.handshake import Dialer, Identity
+from torchtitan.weight_sync.wire.runtime import RETRY_SECONDS, SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.puller import Puller
+    from torchtitan.weight_sync.actor.puller import Puller
 
 logger = logging.getLogger(__name__)
 

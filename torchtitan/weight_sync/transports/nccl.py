@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.distributed import device
-from torchtitan.weight_sync.device_slots import memory_tensor
-from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
+from torchtitan.weight_sync.memory.device_slots import memory_tensor
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
+from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry
-from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
+from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry
+from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.manifest import WeightsRefused as WeightsRefused
 
 Area = memoryview | torch.Tensor
 """Bytes: in host memory, or a one-dimensional uint8 tensor on a device"""

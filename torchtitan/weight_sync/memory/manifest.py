@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
-from torchtitan.weight_sync.wire import ProtocolError
+from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 # Alignment of the ranks' slots where one memory holds them all.
 SLOT_ALIGNMENT = 64
@@ -224,6 +224,6 @@ def checksum_function(kind: str) -> Callable[[Any], str]:
         return xxhash.xxh3_128_hexdigest
     if kind != "sum":
         raise ValueError(f"unknown checksum {kind!r}")
-    from torchtitan.weight_sync.device_slots import sum_checksum  # imports torch
+    from torchtitan.weight_sync.memory.device_slots import sum_checksum  # imports torch
 
     return sum_checksum

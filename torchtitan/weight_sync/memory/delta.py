@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
-from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.slots import LiveSlots
-from torchtitan.weight_sync.wire import ProtocolError, Runtime
+from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
+from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.slots import LiveSlots
+from torchtitan.weight_sync.wire.runtime import ProtocolError, Runtime
 
 # If more of its elements have changed, a bucket is sent whole: a thread would encode less than 1 Gbit per second.
 MAX_CHANGED = 0.5

@@ -22,9 +22,8 @@ from typing import Any, BinaryIO
 import xxhash
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import hook
-from torchtitan.weight_sync.manifest import Layout, Manifest
-from torchtitan.weight_sync.weight_files import (
+from torchtitan.weight_sync.memory.manifest import Layout, Manifest
+from torchtitan.weight_sync.memory.weight_files import (
     FORMAT,
     LATEST,
     MANIFEST,
@@ -33,7 +32,8 @@ from torchtitan.weight_sync.weight_files import (
     version_folder,
     version_of,
 )
-from torchtitan.weight_sync.wire import Message, ProtocolError, Runtime, field_of
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire.runtime import Message, ProtocolError, Runtime, field_of
 
 logger = logging.getLogger(__name__)
 

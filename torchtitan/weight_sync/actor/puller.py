@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchtitan.weight_sync import hook
-from torchtitan.weight_sync.bucket_server import Relay
-from torchtitan.weight_sync.clients import RegistryClient, ShardServerConnection
-from torchtitan.weight_sync.handshake import PEER, Identity
-from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.transfer import Engine, Transfer
-from torchtitan.weight_sync.wire import Message, PayloadTarget, ProtocolError, Runtime
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
+from torchtitan.weight_sync.memory.transfer import Engine, Transfer
+from torchtitan.weight_sync.transports.bucket_server import Relay
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire.clients import RegistryClient, ShardServerConnection
+from torchtitan.weight_sync.wire.handshake import PEER, Identity
+from torchtitan.weight_sync.wire.runtime import Message, PayloadTarget, ProtocolError, Runtime
 
-logger = logging.getLogger("torchtitan.weight_sync.puller")
+logger = logging.getLogger("torchtitan.weight_sync.actor.puller")
 
 # An actor is slow after this many pulls in a row that ended as gone.
 SLOW_AFTER = 2

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.wire import Budget, Channel, Message, ProtocolError, Runtime, Timer
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.runtime import Budget, Channel, Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger(__name__)
 

@@ -11,20 +11,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.weight_sync import hook
-from torchtitan.weight_sync.bucket_server import BucketServer, Reader
-from torchtitan.weight_sync.clients import RegistryClient
-from torchtitan.weight_sync.delta import Deltas, element_bytes, encode
-from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity
-from torchtitan.weight_sync.manifest import Layout, checksum_function
-from torchtitan.weight_sync.slots import LiveSlots
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime
+from torchtitan.weight_sync.memory.delta import Deltas, element_bytes, encode
+from torchtitan.weight_sync.memory.manifest import Layout, checksum_function
+from torchtitan.weight_sync.memory.slots import LiveSlots
+from torchtitan.weight_sync.transports.bucket_server import BucketServer, Reader
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire.clients import RegistryClient
+from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, Identity
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.device_slots import Slots
-    from torchtitan.weight_sync.nccl import SendingLink
+    from torchtitan.weight_sync.memory.device_slots import Slots
+    from torchtitan.weight_sync.transports.nccl import SendingLink
 
-logger = logging.getLogger("torchtitan.weight_sync.shard_server")
+logger = logging.getLogger("torchtitan.weight_sync.trainer.shard_server")
 
 # One bucket takes a fraction of a second. A thread that takes longer than this, plus this per byte, hangs.
 MAX_BUCKET_SECONDS, MAX_SECONDS_PER_BYTE = 5.0, 50e-9
