@@ -22,6 +22,8 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
+from torchtitan.models.delta_args import CHUNK, Delta
+from torchtitan.models.delta_rule import chunk_output, chunk_terms, next_state
 from torchtitan.models.model_args import ModelArgs
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
@@ -87,6 +89,7 @@ def invariant_sizes(args: ModelArgs, dtype: torch.dtype, device: torch.device) -
     attention = _attention_sizes(args.head_dim, threads)
     unmet = [] if rows else ["matrix products"]
     unmet += [] if attention.queries and attention.key_lengths else ["attention"]
+    unmet += [] if args.delta is None or _delta_is_alike(args.delta, threads) else ["linear attention"]
     return InvariantSizes(rows or USUAL_ROWS, attention.queries or USUAL_QUERIES, tuple(unmet))
 
 
@@ -231,3 +234,35 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
         if not sequence(length, length - 1 - rest + next(one for one in good if one > rest)):
             return _AttentionSizes(queries, ())
     return _AttentionSizes(queries, good)
+
+
+@_undisturbed
+def _delta_is_alike(sizes: Delta, threads: int) -> bool:
+    """Whether a chunk among others gives each token what it gets alone, before later tokens of the chunk are known."""
+    generator = torch.Generator().manual_seed(0)
+    count, keys, heads = 5, (sizes.key_heads, CHUNK, sizes.key_dim), sizes.value_heads
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(count, *shape, generator=generator)
+
+    q, k = (F.normalize(some(*keys), dim=-1) for _ in range(2))
+    v, state = some(heads, CHUNK, sizes.value_dim), some(heads, sizes.key_dim, sizes.value_dim)
+    g, beta = -some(heads, CHUNK).abs(), some(heads, CHUNK).sigmoid()
+
+    def outputs(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        terms = chunk_terms(k, v, g, beta)
+        return chunk_output(q, k, terms, state), next_state(state, *terms[:4])
+
+    everything = (q, k, v, g, beta, state)
+    out, after = outputs(*everything)
+    for chunk, place in enumerate((0, 1, CHUNK // 2, CHUNK - 2, CHUNK - 1)):
+        alone = [one[chunk : chunk + 1].clone() for one in everything]
+        for one in alone[:5]:
+            one[:, :, place + 1 :] = 0
+        alone[0][:, :, :place] = 0
+        own, own_after = outputs(*alone)
+        if not torch.equal(own[0, :, place], out[chunk, :, place]):
+            return False
+    return torch.equal(own_after[0], after[-1])

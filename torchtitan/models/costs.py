@@ -16,6 +16,7 @@ from torchtitan.config.derived import (
     trains_only_adapters,
 )
 from torchtitan.config.job_config import JobConfig
+from torchtitan.models.delta_args import CHUNK
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_teacher_shape, trained_parameters
 
@@ -48,7 +49,9 @@ class MemoryEstimate:
     - activations: for each of the T tokens of a full micro-batch, a layer keeps its residual stream, normed inputs and
       projection outputs for the backward: about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (in a
       mixture, those of the token's experts, and its dispatched and combined rows), shared among the tensor-parallel
-      ranks. A checkpointed layer keeps 1 hidden instead, and one such layer at a time holds everything.
+      ranks. In place of query and key/value, a Gated DeltaNet layer keeps about 4 times the width of its convolution,
+      and of each head 3 values, 4 keys and its share of a chunk's state; layers count with their mean. A checkpointed
+      layer keeps 1 hidden instead, and one such layer at a time holds everything.
     - logits: model.logprob_head_budget_mb, or less if a micro-batch's logits are smaller; twice that on a GPU. With
       model.logprob_head full: T × vocabulary in fp32, four such tensors at the peak, divided among the tensor-parallel
       ranks.
@@ -88,9 +91,10 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     trained = -(-(own + adapters) // (shard * tensor))
     # modules_to_save are fp32, like adapters.
     trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
-    quantized = [rows * columns for rows, columns in quantized_projections(config, args).values()]
-    plain = args.num_parameters() - args.num_hidden_layers * sum(quantized)
-    base = plain * master + int(args.num_hidden_layers * sum(quantized) * QUANTIZED_BITS / 8)
+    projections = quantized_projections(config, args).items()
+    quantized = [rows * columns for _, (rows, columns) in projections]
+    all_quantized = sum(args.layers_with(name) * rows * columns for name, (rows, columns) in projections)
+    base = (args.num_parameters() - all_quantized) * master + int(all_quantized * QUANTIZED_BITS / 8)
     query = args.num_attention_heads * args.head_dim
     key_value = args.num_key_value_heads * args.head_dim
     root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
@@ -100,7 +104,12 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         # A token has one row per chosen expert, both when dispatched and when combined.
         wide = args.experts.active_size + args.experts.per_token * args.hidden_size // 2
         experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
-    kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * wide
+    attention = (args.num_hidden_layers - len(args.delta_layers)) * (3 * query + 4 * key_value)
+    if (delta := args.delta) is not None:
+        state = delta.key_dim * delta.value_dim // CHUNK
+        per_head = 3 * delta.value_dim + 4 * delta.key_dim + 2 * state
+        attention += len(delta.layers) * (4 * delta.channels + delta.value_heads * per_head)
+    kept = 5 * args.hidden_size + attention // args.num_hidden_layers + 4 * wide
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
     per_token = whole * kept + checkpointed * args.hidden_size
     tokens, head = -(-training.tokens_per_micro_batch // config.parallelism.context_parallel_degree), config.model
@@ -119,7 +128,8 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     # Without FSDP2, parameters are used in place and gradients accumulate in place.
     training_types = {training.mixed_precision_param, training.mixed_precision_reduce, training.dtype}
     fsdp = ranks > 1 or len(training_types) > 1 or (reference > 0 and reference_on_host(config))
-    held = (layer - experts - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
+    of_layer = all_quantized // args.num_hidden_layers
+    held = (layer - experts - of_layer) * computed + int(of_layer * QUANTIZED_BITS / 8)
     held = held // tensor + experts * computed // config.parallelism.expert_parallel_degree
     held_root, sent = root * computed // tensor, BYTES[training.mixed_precision_reduce]
     held, held_root = (held, held_root) if fsdp else (0, 0)
@@ -230,8 +240,8 @@ class Passes:
 def model_flops(args: ModelArgs, lengths: Sequence[int], completions: int, passes: Passes) -> float:
     """Return the operations that the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two per weight
     and token in the forward and four in the backward, causal attention over each sequence (in a layer with a window,
-    within that), and the head over completion tokens. Recomputation that saves memory does not count, nor do gradients
-    of frozen weights.
+    within that; in Gated DeltaNet, three products of the state with a vector per token), and the head over completion
+    tokens. Recomputation that saves memory does not count, nor do gradients of frozen weights.
 
     lengths: input tokens of each sequence; completions: sampled tokens of all sequences together.
     """
@@ -242,9 +252,14 @@ def model_flops(args: ModelArgs, lengths: Sequence[int], completions: int, passe
     by_weights[head] = args.vocab_size * args.hidden_size * completions
     forward = sum(by_weights.values())
     gradients = sum(by_weights[name] for name in by_weights if passes.updated is None or name in passes.updated)
-    windows = Counter(args.window(layer) for layer in range(args.num_hidden_layers))
+    attending = set(range(args.num_hidden_layers)) - set(args.delta_layers)
+    windows = Counter(args.window(layer) for layer in attending)
     pairs = sum(layers * _attended(length, window) for window, layers in windows.items() for length in lengths)
     attention = 2 * query_and_value * pairs
+    if (delta := args.delta) is not None:
+        # A token reads the state with its key and its query, and writes to it.
+        products = 3 * delta.value_heads * delta.key_dim * delta.value_dim
+        attention += 2 * len(delta.layers) * products * sum(lengths)
     # The backward computes the gradients of a weight's input and of the weight.
     products = forward * (passes.scored + 2 * passes.trained) + gradients * passes.trained
     return 2.0 * products + attention * (passes.scored + 3 * passes.trained)

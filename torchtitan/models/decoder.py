@@ -19,9 +19,10 @@ from torchtitan.distributed.collectives import ContextAttention, ContextParallel
 from torchtitan.distributed.placement import Place
 from torchtitan.models.attention import AttentionFunction, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
-from torchtitan.models.elementwise import RMSNorm, RotaryTables, rotary_tables, rotate, swiglu
+from torchtitan.models.elementwise import RMSNorm, RotaryTables, rotary_tables, rotate, sigmoid, swiglu
 from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
+from torchtitan.models.gated_delta import GatedDeltaNet
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.mixture_args import MISSING
@@ -63,6 +64,7 @@ class Attention(nn.Module):
         self.scale = args.attention_scale or 1 / math.sqrt(args.head_dim)
         self.sinks = nn.Parameter(torch.empty(args.num_attention_heads)) if args.kind.sinks else None
         self.rotary_pairs = args.kind.rotary_pairs
+        self.gated = args.delta is not None
         query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
         self.joint_sizes = (query, key_value, key_value) if args.kind.joint_qkv else None
         _add_projections(self, args)
@@ -82,11 +84,16 @@ class Attention(nn.Module):
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None and self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        gate = None
+        if self.gated:
+            # Half of each head's outputs.
+            q, gate = (one.flatten(-2) for one in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
         # The number of heads is inferred, because a tensor-parallel rank holds only its share of them.
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(self, self.turn(q, rotary), self.turn(k, rotary), v).flatten(-2))
+        out = attend(self, self.turn(q, rotary), self.turn(k, rotary), v).flatten(-2)
+        return self.o_proj(out if gate is None else out * sigmoid(gate))
 
     def turn(self, x: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
         """Rotate x [T, heads, D] by its positions; in a layer without rotary positions x is unchanged."""
@@ -171,11 +178,15 @@ def feed_forward(args: ModelArgs, index: int) -> MLP | MoE:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with norms before or after it, and each added to the residual stream."""
+    """Attention (or a recurrence in its place) and feed-forward, each with norms before or after it, and each added to
+    the residual stream."""
 
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
-        self.self_attn = (Attention if args.latent is None else LatentAttention)(args, index)
+        # The names of files.
+        self.mixer = "linear_attn" if index in args.delta_layers else "self_attn"
+        kind = GatedDeltaNet if index in args.delta_layers else Attention if args.latent is None else LatentAttention
+        self.add_module(self.mixer, kind(args, index))
         self.mlp = feed_forward(args, index)
         self.norms, self.residual_scale = args.kind.norms, args.residual_scale
         for name in filter(None, self.norms):
@@ -184,7 +195,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, rotary: RotaryTables | None, attend: AttentionFunction, routing: Routing | None = None
     ) -> torch.Tensor:
-        x = x + self._scaled(self._normed(1, self.self_attn(self._normed(0, x), rotary, attend)))
+        x = x + self._scaled(self._normed(1, getattr(self, self.mixer)(self._normed(0, x), rotary, attend)))
         normed = self._normed(2, x)
         added = self.mlp(normed, routing) if isinstance(self.mlp, MoE) else self.mlp(normed)
         return x + self._scaled(self._normed(3, added))
@@ -354,7 +365,9 @@ class Decoder(nn.Module):
             if parameter.dim() > 1:
                 copy_full_(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
             else:
+                # A decay of e^-1 at a step of softplus(1), as in transformers on average.
+                one = name.endswith(("linear_attn.norm.weight", "linear_attn.dt_bias", "linear_attn.A_log"))
                 zero = self.args.kind.zero_norms or name.endswith("bias")
-                parameter.fill_(0.0 if zero else 1.0)
+                parameter.fill_(1.0 if one or not zero else 0.0)
         for buffer in self.buffers():
             buffer.zero_()

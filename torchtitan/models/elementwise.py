@@ -80,6 +80,17 @@ class _RMSNorm(torch.autograd.Function):
         return by_x.to(x.dtype), by_weight, None
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Sigmoid from operations that treat all elements alike wherever they lie in the batch."""
+    # Without a bound, the exponential could overflow and its gradient would be NaN.
+    return (x.clamp(min=-80).neg().exp() + 1.0).reciprocal()
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + e^x), likewise; above 20 that is x to the last bit of fp32."""
+    return x.clamp(max=20).exp().log1p() + (x - 20).clamp(min=0)
+
+
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up, for two tensors [T, I].
 

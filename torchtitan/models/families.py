@@ -47,6 +47,9 @@ class Family:
     """Embeddings are multiplied by √hidden_size"""
     defaults: dict[str, Any] = field(default_factory=dict, hash=False)
     """Values of keys that a config.json leaves out, as in transformers"""
+    delta: str = ""
+    """Layers of type linear_attention are Gated DeltaNet, whose projections are stored "apart" or, for each key head
+    together, "joint"; full attention is gated by a second half of q_proj"""
     full_every: int = 0
     """Without layer_types, every n-th layer has full attention and the others a window; 0: see _layer_types"""
     keys: tuple[str, ...] = ()
@@ -84,7 +87,32 @@ _NOAUX = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SWITCHED = {"use_sliding_window": False}
 # For other families, transformers ignores partial_rotary_factor, but some engines do not.
-_PARTLY_TURNED = ("phi3", "glm4", "glm4_moe", "minimax_m2")
+_PARTLY_TURNED = ("phi3", "glm4", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+DELTA_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_SHARED = {"shared_expert_intermediate_size": 512}
+_MTP_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+
+
+def _gated_delta(joint: bool = False, experts: bool = False, **defaults: Any) -> dict[str, Any]:
+    sizes = {"head_dim": 256, "partial_rotary_factor": 0.25, **DELTA_SIZES, **(_SHARED if experts else {})}
+    return {
+        "qk_norm": "heads",
+        "zero_norms": True,
+        "delta": "joint" if joint else "apart",
+        "keys": (*(_EXPERTS if experts else ()), *DELTA_SIZES, *(_SHARED if experts else ()), *_MTP_KEYS),
+        # Text has one position per token, whichever axis of an image's positions it is.
+        "only": {"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
+        "defaults": sizes | defaults,
+    }
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False, defaults=_SWITCHED),
@@ -114,6 +142,10 @@ FAMILIES: dict[str, Family] = {
         only={**_NOAUX, "rope_interleave": True, "moe_layer_freq": 1},
         defaults=_LATENT | _ROUTED | _GROUPED,
     ),
+    "qwen3_next": Family("Qwen3NextForCausalLM", **_gated_delta(joint=True, experts=True, norm_topk_prob=True)),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_gated_delta()),
+    # It has no dense layers, whose width the first number would be.
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_gated_delta(experts=True, intermediate_size=512)),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         sinks=True,
@@ -209,6 +241,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 _NEVER_NULL = (
     *("rms_norm_eps", "max_position_embeddings", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("max_window_layers", "no_rope_layer_interval", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *DELTA_SIZES,
 )
 
 
@@ -402,7 +435,7 @@ def read_windows(config: dict[str, Any], family: Family) -> tuple[int, ...]:
     layers, window = config["num_hidden_layers"], config.get("sliding_window") or 0
     kinds = config.get("layer_types") or _layer_types(config, family, layers)
     switched = not config.get("use_sliding_window", True)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(kinds) - {"full_attention", "linear_attention" if family.delta else "sliding_attention"})
     if unknown:
         raise UserError(f"layer_types {', '.join(unknown)} in config.json: the decoder has no such attention")
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])

@@ -80,7 +80,7 @@ def _blocks(policy: Decoder) -> list[Attention | MLP]:
 def _joined(block: Attention | MLP) -> list[nn.Linear]:
     """Projections that one product can replace: separate ones whose outputs go straight to heads or activation."""
     if isinstance(block, Attention):
-        apart = block.joint_sizes is None and not block.whole_norm
+        apart = block.joint_sizes is None and not block.whole_norm and not block.gated
         return [block.q_proj, block.k_proj, block.v_proj] if apart else []
     return [] if block.joint or block.down_proj.bias is not None else [block.gate_proj, block.up_proj]
 

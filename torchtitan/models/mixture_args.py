@@ -36,6 +36,8 @@ class ExpertFamily:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: bool = False
     """Files hold stacked experts, as in moe.StackedExperts"""
+    shared_gate: bool = False
+    """The shared expert, one, has a width of its own in config.json, and its output is gated by sigmoid(gate · x)"""
 
 
 _MIXTRAL: dict[str, Any] = {
@@ -49,6 +51,8 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "minimax_m2": ExpertFamily(score="sigmoid", normalize=True, bias=True, **_MIXTRAL),
     "glm4_moe": ExpertFamily(score="sigmoid", bias=True, shared=True),
     "deepseek_v3": ExpertFamily(score="sigmoid", bias=True, shared=True),
+    "qwen3_next": ExpertFamily(shared_gate=True),
+    "qwen3_5_moe_text": ExpertFamily(normalize=True, shared_gate=True),
     "gpt_oss": ExpertFamily(score="softmax_of_chosen", size_key="intermediate_size", stacked=True),
 }
 
@@ -71,6 +75,8 @@ class ExpertArgs:
     best_groups: int = 1
     shared_intermediate_size: int = 0
     """Width of the shared expert, which every token passes; 0: there is none"""
+    shared_gate: bool = False
+    """See ExpertFamily"""
     dense_layers: tuple[int, ...] = ()
     """Layers with an ordinary feed-forward"""
     stacked: bool = False
@@ -96,6 +102,9 @@ def read_expert_args(family: str, config: dict[str, Any]) -> ExpertArgs | None:
     lacking = [name for name, value in needed.items() if not value]
     if count is None or size is None or lacking:
         raise UserError(f"config.json lacks {', '.join(lacking)}")
+    shared = size * (config.get("n_shared_experts") or 0) if fixed.shared else 0
+    if fixed.shared_gate:
+        shared = config["shared_expert_intermediate_size"]
     return ExpertArgs(
         count=count,
         per_token=config["num_experts_per_tok"],
@@ -106,7 +115,8 @@ def read_expert_args(family: str, config: dict[str, Any]) -> ExpertArgs | None:
         bias=fixed.bias,
         groups=config.get("n_group") or 1,
         best_groups=config.get("topk_group") or 1,
-        shared_intermediate_size=size * (config.get("n_shared_experts") or 0) if fixed.shared else 0,
+        shared_intermediate_size=shared,
+        shared_gate=fixed.shared_gate,
         dense_layers=_dense_layers(config),
         stacked=fixed.stacked,
         alpha=config.get("swiglu_alpha", 1.702),
@@ -131,6 +141,8 @@ def expert_config(family: str, args: ExpertArgs, layers: int) -> dict[str, Any]:
     if fixed.size_key == "intermediate_size":
         return config | ({} if fixed.stacked else {"sliding_window": None})
     config |= {"moe_intermediate_size": args.intermediate_size, "norm_topk_prob": args.normalize}
+    if fixed.shared_gate:
+        config["shared_expert_intermediate_size"] = args.shared_intermediate_size
     if fixed.score == "softmax":
         return config | {"decoder_sparse_step": 1, "mlp_only_layers": list(args.dense_layers)}
     kinds = ["dense" if layer in args.dense_layers else "sparse" for layer in range(layers)]

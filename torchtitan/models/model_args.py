@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.models.delta_args import Delta, read_delta
 from torchtitan.models.families import (
     FAMILIES,
     Family,
@@ -27,8 +28,9 @@ from torchtitan.models.mixture_args import EXPERT_FAMILIES, ExpertArgs, expert_c
 # The decoder's modules for a layer's matrices have these names.
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT_PROJECTIONS, "o_proj")
+DELTA_PROJECTIONS = (*("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),)
 FEED_FORWARD_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-PROJECTIONS = (*ATTENTION_PROJECTIONS, *FEED_FORWARD_PROJECTIONS)
+PROJECTIONS = (*ATTENTION_PROJECTIONS, *DELTA_PROJECTIONS, *FEED_FORWARD_PROJECTIONS)
 
 # Exports take these from the decoder, whatever the source config.json said.
 SHAPE_KEYS = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -79,6 +81,8 @@ class ModelArgs:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
     latent: Latent | None = None
+    delta: Delta | None = None
+    """Gated DeltaNet in place of attention in some layers"""
     experts: ExpertArgs | None = None
     normed_heads: bool = True
     """False: the norms of q and k that the family has are left out"""
@@ -114,6 +118,7 @@ class ModelArgs:
         kind = self.kind
         joint = "projections that are stored as one" if kind.joint_qkv or kind.joint_gate_up else ""
         joint = joint if self.latent is None else "latent attention"
+        joint = joint if self.delta is None else "Gated DeltaNet, whose heads are not divided"
         return joint or ("norms over all heads" if kind.qk_norm == "whole" else "attention sinks" * kind.sinks)
 
     @property
@@ -125,6 +130,18 @@ class ModelArgs:
     def value_dim(self) -> int:
         """The width of a head's value."""
         return self.head_dim if self.latent is None else self.latent.values
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """Layers with a recurrent state, in which what a token computes depends on all tokens before it in order."""
+        return () if self.delta is None else self.delta.layers
+
+    def layers_with(self, projection: str) -> int:
+        """The number of layers that have this projection of `projection_shapes`."""
+        if projection in FEED_FORWARD_PROJECTIONS:
+            return len(self.dense_layers)
+        recurrent = len(self.delta_layers)
+        return recurrent if projection in DELTA_PROJECTIONS else self.num_hidden_layers - recurrent
 
     def window(self, layer: int) -> int:
         """How many tokens a token of this layer attends to, including itself; 0: all."""
@@ -146,10 +163,10 @@ class ModelArgs:
         """Read a Hugging Face config.json. Raises UserError for a family or switch that the decoder lacks."""
         family = find_family(config)
         name = config["model_type"]
+        source, config = json.dumps(config), family.defaults | config
         lacking = [key for key in REQUIRED_KEYS if not config.get(key)]
         if lacking:
             raise UserError(f"config.json lacks {', '.join(lacking)}")
-        source, config = json.dumps(config), family.defaults | config
         (rope, sliding_rope), share = read_ropes(config)
         windows = read_windows(config, family)
         if sliding_rope is not None and not windows:
@@ -189,6 +206,7 @@ class ModelArgs:
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids(config.get("eos_token_id")),
             latent=latent,
+            delta=read_delta(config, family),
             experts=read_expert_args(name, config),
             normed_heads=bool(config.get("use_qk_norm", True)),
             source=source,
@@ -218,15 +236,19 @@ class ModelArgs:
         return written | kept | {"torch_dtype": dtype, "dtype": dtype, "eos_token_id": eos}
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Weight [out, in] of every projection of a layer with a dense feed-forward."""
+        """Weight [out, in] of every projection of the layers, of a feed-forward that of a dense one."""
         hidden, wide = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        shapes = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+        # A gate of the output doubles it.
+        query = heads if self.delta is None else 2 * heads
+        shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
         if self.kind.joint_qkv:
             shapes = {"qkv_proj": (heads + 2 * kv, hidden)}
         if self.latent is not None:
             shapes = self.latent.projection_shapes(hidden, self.num_attention_heads)
         shapes["o_proj"] = (hidden, self.num_attention_heads * self.value_dim)
+        if self.delta is not None:
+            shapes |= self.delta.projection_shapes(hidden)
         if self.kind.joint_gate_up:
             shapes["gate_up_proj"] = (2 * wide, hidden)
         else:
@@ -237,6 +259,8 @@ class ModelArgs:
         """Whether this projection adds a bias."""
         if projection == "o_proj":
             return self.output_bias
+        if projection in DELTA_PROJECTIONS:
+            return False
         if self.latent is not None and projection in ATTENTION_PROJECTIONS:
             return self.attention_bias and projection in ("q_a_proj", "kv_a_proj_with_mqa")
         return self.qkv_bias if projection in ATTENTION_PROJECTIONS else self.mlp_bias
@@ -245,26 +269,26 @@ class ModelArgs:
         """Elements of the matrices that a token passes through in all layers, by module name."""
         layers, dense = self.num_hidden_layers, len(self.dense_layers)
         counts = {
-            name: (layers if name in ATTENTION_PROJECTIONS else dense) * rows * columns
-            for name, (rows, columns) in self.projection_shapes().items()
+            name: self.layers_with(name) * rows * columns for name, (rows, columns) in self.projection_shapes().items()
         }
+        if self.delta is not None:
+            counts["conv1d"] = len(self.delta.layers) * self.delta.channels * self.delta.kernel
         if self.experts is not None:
             counts["experts"] = (layers - dense) * 3 * self.hidden_size * self.experts.active_size
-            counts["gate"] = (layers - dense) * self.experts.count * self.hidden_size
+            counts["gate"] = (layers - dense) * (self.experts.count + self.experts.shared_gate) * self.hidden_size
         return counts
 
     def module_parameters(self) -> dict[str, int]:
         """Parameters in elements over all layers, by module name. A tied head has none of its own."""
         hidden, layers = self.hidden_size, self.num_hidden_layers
         counts = {
-            name: layers * rows * (columns + self.has_bias(name))
+            name: self.layers_with(name) * rows * (columns + self.has_bias(name))
             for name, (rows, columns) in self.projection_shapes().items()
         }
         if (experts := self.experts) is not None:
             mixed, matrix = layers - len(self.dense_layers), 3 * hidden
-            wide = counts.keys() & {*FEED_FORWARD_PROJECTIONS}
-            counts |= {name: counts[name] // layers * len(self.dense_layers) for name in wide}
             counts["experts"] = mixed * experts.count * matrix * experts.intermediate_size
+            counts["shared_expert_gate"] = mixed * hidden * experts.shared_gate
             counts["shared_experts"] = mixed * matrix * experts.shared_intermediate_size
             counts["gate"] = mixed * experts.count * (hidden + (experts.bias or experts.stacked))
             counts["experts"] += mixed * experts.count * (2 * experts.intermediate_size + hidden) * experts.stacked
@@ -273,10 +297,15 @@ class ModelArgs:
         counts["sinks"] = layers * self.num_attention_heads * self.kind.sinks
         if self.qk_norm:
             heads = (self.num_attention_heads, self.num_key_value_heads) if self.qk_norm == "whole" else (1, 1)
-            counts |= {name: layers * n * self.head_dim for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
+            attended = self.layers_with("o_proj")
+            counts |= {name: attended * n * self.head_dim for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
+        if (delta := self.delta) is not None:
+            counts["linear_attn"] = len(delta.layers) * 2 * delta.value_heads
+            counts |= {"conv1d": len(delta.layers) * delta.channels * delta.kernel}
         counts |= dict.fromkeys((name for name in self.kind.norms if name), layers * hidden)
         head = 0 if self.tie_word_embeddings else self.vocab_size * hidden
-        return counts | {"norm": hidden, "embed_tokens": self.vocab_size * hidden, "lm_head": head}
+        norms = hidden if self.delta is None else hidden + len(self.delta.layers) * self.delta.value_dim
+        return counts | {"norm": norms, "embed_tokens": self.vocab_size * hidden, "lm_head": head}
 
     def names_in_files(self, name: str) -> list[tuple[str, int | None]]:
         """Return the names of one of our parameters in checkpoint files, engines and weight synchronisation. All of
@@ -288,6 +317,8 @@ class ModelArgs:
         if fixed.stacked:
             return [(name.replace(".mlp.gate.", ".mlp.router."), None)]
         name = name.replace(".mlp.", f".{fixed.block}.")
+        if fixed.shared_gate:
+            name = name.replace(".shared_experts.", ".shared_expert.")
         if fixed.block != "mlp":
             name = name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
         before, stacked, projection = name.partition(".experts.")
@@ -299,7 +330,9 @@ class ModelArgs:
 
     def is_further_layer(self, name: str) -> bool:
         """Whether a tensor in files belongs to the multi-token-prediction layers after the last one, which some
-        mixtures have and nothing here uses."""
+        families have and nothing here uses."""
+        if self.delta is not None and name.startswith("mtp."):
+            return True
         found = re.match(r"model\.layers\.(\d+)\.", name)
         return self.experts is not None and found is not None and int(found[1]) >= self.num_hidden_layers
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchtitan.distributed.placement import is_distributed, local_tensor
 from torchtitan.models.batch_invariance import InvariantSizes
-from torchtitan.models.elementwise import swiglu
+from torchtitan.models.elementwise import sigmoid, swiglu
 from torchtitan.models.mixture_args import MISSING, ExpertArgs
 
 # On a GPU in half precision, the rows of every expert begin at a multiple of 16 bytes.
@@ -34,12 +34,6 @@ class Routing(NamedTuple):
 def expert_rows(sizes: InvariantSizes, device: torch.device) -> int:
     """Return Routing.rows for a device. On a CPU a token's result must not depend on which tokens share its expert."""
     return GPU_ROWS if device.type == "cuda" else sizes.rows
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Sigmoid from operations that treat all elements alike wherever they lie in the batch, as in swiglu."""
-    # Without a bound, the exponential could overflow and its gradient would be NaN.
-    return (x.clamp(min=-80).neg().exp() + 1.0).reciprocal()
 
 
 class Router(nn.Module):
@@ -70,7 +64,7 @@ class Router(nn.Module):
             # Tensor-parallel ranks route different tokens, so their gradients add up.
             weight = weight.to_local(grad_placements=[Partial()])
         if args.score == "sigmoid":
-            scores = _sigmoid(F.linear(x.float(), weight.float()))
+            scores = sigmoid(F.linear(x.float(), weight.float()))
         elif args.score == "softmax_of_chosen":
             scores = F.linear(x, weight, self.bias).float()
         else:
@@ -314,6 +308,7 @@ class MoE(nn.Module):
         self.gate = Router(args, hidden_size)
         self.experts = (StackedExperts if args.stacked else Experts)(args, hidden_size)
         self.shared_experts = shared
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if args.shared_gate else None
         # Routes cover the whole pack; under sequence parallelism this rank takes its part of `parts`.
         self.part, self.parts = 0, 1
         # Set to record the chosen experts: record(layer, experts [T, k]).
@@ -328,4 +323,10 @@ class MoE(nn.Module):
         if self.record is not None:
             self.record(self.index, experts)
         out = self.experts(x, experts, weights, routing.rows)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        if self.shared_experts is None:
+            return out
+        own = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            # A sum over each row: a product with one output would depend on the number of rows.
+            own = sigmoid((x * self.shared_expert_gate.weight).sum(-1, keepdim=True)) * own
+        return out + own

@@ -327,17 +327,16 @@ def quantized_projections(config: JobConfig, args: ModelArgs) -> dict[str, tuple
 
 def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     """Return the elements of (the model's own trained parameters, adapters)."""
-    lora, layers = config.lora, args.num_hidden_layers
+    lora = config.lora
     if lora.rank == 0:
         return args.num_parameters(), 0
-    vocabulary, experts = (args.vocab_size, args.hidden_size), 1
+    vocabulary = (args.vocab_size, args.hidden_size)
+    counts = {name: args.layers_with(name) for name in args.projection_shapes()}
     if args.experts is not None:
         # Every layer with adapters in its feed-forward is a mixture.
-        experts, args = args.experts.count, replace(args, intermediate_size=args.experts.intermediate_size)
-    shapes = {
-        name: (*shape, layers * (experts if name in FEED_FORWARD_PROJECTIONS else 1))
-        for name, shape in args.projection_shapes().items()
-    }
+        counts |= dict.fromkeys(FEED_FORWARD_PROJECTIONS, args.num_hidden_layers * args.experts.count)
+        args = replace(args, intermediate_size=args.experts.intermediate_size)
+    shapes = {name: (*shape, counts[name]) for name, shape in args.projection_shapes().items()}
     shapes |= {"lm_head": (*vocabulary, 1), "embed_tokens": (*vocabulary, 1)}
     adapters = sum(
         count * (rows + columns)

@@ -171,6 +171,9 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     check.refuse("model.logprob_head", degree > 1 and config.model.logprob_head == "full", text)
     text = f"must be 1 for {args.family}, which has {args.undivided}"
     check.refuse("parallelism.tensor_parallel_degree", degree > 1 and args.undivided, text)
+    key = "parallelism.context_parallel_degree"
+    text = f"must be 1 for {args.family}: the state of Gated DeltaNet is not handed from rank to rank"
+    check.refuse(key, config.parallelism.context_parallel_degree > 1 and args.delta_layers, text)
     # Parts are rounded up, so the last rank may be left without one.
     text = f"leaves a rank without a part of the model's vocabulary of {args.vocab_size} tokens"
     too_many = -(-args.vocab_size // degree) * (degree - 1) >= args.vocab_size

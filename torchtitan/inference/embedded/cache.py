@@ -71,6 +71,8 @@ class KeyValueCache:
         device: torch.device,
         sizes: InvariantSizes,
     ):
+        if args.delta_layers:
+            raise UserError(f"the embedded engine does not compute Gated DeltaNet ({args.family})")
         self.layers, self.heads, self.head_dim = args.num_hidden_layers, args.num_key_value_heads, args.head_dim
         self.dtype, self.device, self.sizes = dtype, device, sizes
         self.max_rows, self.max_length, self.max_bytes = max_rows, self.key_length(max_length), max_bytes

@@ -1,0 +1,242 @@
+"""Gated DeltaNet against transformers, a recurrence token by token in float64, and other layouts of the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.delta_models import DELTA_FAMILIES, make_delta
+from tests.distributed_launcher import run_distributed
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.distributed.placement import ParallelDims, full_tensor
+from torchtitan.errors import UserError
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.costs import Passes, model_flops
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.delta_rule import delta_rule, places_of
+from torchtitan.models.hf_checkpoint import export_policy, load_policy
+from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.parallelize import build_policy
+from torchtitan.models.shape import trained_parameters
+
+LENGTHS = [5, 64, 1, 130, 63]
+
+
+@pytest.fixture(scope="module", params=DELTA_FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_delta(tmp_path_factory.mktemp(family), family)
+
+
+def _reference(directory: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    difference = (found - expected).abs().max().item()
+    assert difference <= 1e-5 * max(1.0, expected.abs().max().item()), (what, difference)
+
+
+def test_logits_gradients_and_files_are_those_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    reference, policy = _reference(checkpoint), load_policy(checkpoint)
+    generator = torch.Generator().manual_seed(1)
+    # transformers does not keep the sequences of a pack apart, so each is computed by itself.
+    for length in (1, 2, 63, 64, 65, 130):
+        token_ids = torch.randint(0, 128, (1, length), generator=generator)
+        by = torch.randn(1, length, 128, generator=generator) / 100
+        reference.zero_grad()
+        policy.zero_grad()
+        expected, found = reference(token_ids).logits, policy.logits(token_ids)
+        assert expected.abs().max() > 1
+        _close(found, expected, f"logits of {length} tokens")
+        (expected * by).sum().backward()
+        (found * by).sum().backward()
+        theirs = {name.replace(".shared_expert.", ".shared_experts."): p for name, p in reference.named_parameters()}
+        compared = 0
+        for name, parameter in policy.named_parameters():
+            assert parameter.grad is not None
+            if ".mlp.experts." in name:
+                gate_up, down = (
+                    theirs[f"{name.partition('.experts.')[0]}.experts.{one}_proj"].grad for one in ("gate_up", "down")
+                )
+                parts = dict(zip(("gate", "up"), gate_up.chunk(2, 1), strict=True)) | {"down": down}
+                expected_gradient = parts[name.rpartition("_proj")[0].rpartition(".")[2]]
+            else:
+                expected_gradient = theirs[name].grad
+            _close(parameter.grad, expected_gradient, f"{name} of {length} tokens")
+            compared += parameter.grad.abs().max().item() > 0
+        assert compared == len(list(policy.parameters())) or length < 60
+    export_policy(policy, tmp_path / "export")
+    original, written = (load_file(one / "model.safetensors") for one in (checkpoint, tmp_path / "export"))
+    assert original.keys() == written.keys()
+    assert all(torch.equal(original[name], written[name]) for name in original)
+    assert read_model_args(tmp_path / "export") == policy.args
+    with torch.no_grad():
+        assert torch.equal(_reference(tmp_path / "export")(token_ids).logits, expected)
+    total = sum(parameter.numel() for parameter in policy.parameters())
+    assert policy.args.num_parameters() == total == sum(tensor.numel() for tensor in original.values())
+
+
+def test_a_pack_gives_every_sequence_what_it_gets_alone(checkpoint: Path) -> None:
+    policy = load_policy(checkpoint)
+    assert not policy.invariant_sizes().unmet
+    token_ids = torch.randint(0, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        whole = policy(token_ids, PackedLayout(LENGTHS))
+        for packed, own in zip(whole.split(LENGTHS), token_ids.split(LENGTHS), strict=True):
+            assert torch.equal(packed, policy(own, PackedLayout([len(own)])))
+
+
+def _token_by_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """The rule as delta_rule.py states it: [T, heads, ...] and a state [heads, Dk, Dv] -> [T, heads, Dv]."""
+    out, share = [], v.shape[1] // k.shape[1]
+    q, k = (one.repeat_interleave(share, 1) for one in (q, k))
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        written = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * written[:, None]
+        out.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(chunk)
+    lengths, padding = [5, 64, 1, 33, 14], 3
+    total = sum(lengths)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(total + padding, *shape, generator=generator, dtype=torch.float64)
+
+    operands = [some(3, 8), F.normalize(some(3, 8), dim=-1), some(6, 12), -some(6).abs() / 4, some(6).sigmoid()]
+    initial = torch.randn(len(lengths), 6, 8, 12, generator=generator, dtype=torch.float64)
+    leaves = [one.requires_grad_() for one in operands]
+    layout = PackedLayout(lengths)
+    found, _ = delta_rule(*leaves, places_of(layout.cumulative, total + padding, chunk), layout.bounds, initial, chunk)
+    parts = zip(*(one[:total].split(lengths) for one in leaves), initial, strict=True)
+    expected = torch.cat([_token_by_token(*part) for part in parts])
+    torch.testing.assert_close(found[:total], expected, rtol=1e-12, atol=1e-12)
+    by = some(6, 12)[:total]
+    ours, theirs = (torch.autograd.grad((one * by).sum(), leaves) for one in (found[:total], expected))
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+    if chunk == 16:
+        # torch's own checks: the schema, the fake kernels' shapes, gradients under the compiler.
+        shapes = [(5, 2, 4, 3), (5, 2, 4, 6), (5, 2, 4, 6), (5, 2)]
+        terms = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        arguments = (*terms, torch.randn(2, 2, 6, 3), torch.tensor([0, 9, 12]), 4)
+        torch.library.opcheck(torch.ops.torchtitan.delta_scan.default, arguments)
+
+
+def _config(directory: str, settings: dict[str, Any]) -> JobConfig:
+    config = JobConfig()
+    config.model.hf_assets_path = directory
+    config.compile.backend = "aot_eager"
+    for key, value in settings.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def _trained(policy: Decoder) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of two packs, and the gradients of both together."""
+    losses = []
+    for lengths in (LENGTHS, [40, 9, 70, 3, 100]):
+        tokens = torch.arange(sum(lengths)) * 7 % policy.args.vocab_size
+        log_probs, _ = policy(tokens, PackedLayout(lengths), tokens.roll(-1))
+        # Ranks add up their gradients.
+        (log_probs.mean() / device.world_size()).backward()
+        losses.append(log_probs.mean().item())
+    found = {n: full_tensor(p.grad) for n, p in policy.named_parameters() if p.grad is not None}
+    return losses, found
+
+
+def test_a_compiled_checkpointed_layer_is_one_graph(tmp_path: Path) -> None:
+    import torch._dynamo
+
+    directory = str(make_delta(tmp_path / "model", "qwen3_5_text"))
+    dims = ParallelDims(1, 1, 1, world_size=1)
+    losses, gradients = _trained(build_policy(_config(directory, {}), dims))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = {"compile.enable": True, "activation_checkpoint.mode": "full"}
+    own_losses, own = _trained(build_policy(_config(directory, settings), dims))
+    assert own_losses == pytest.approx(losses, abs=1e-5)
+    for name, gradient in own.items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5)
+    # Layers with a state are alike, and so are those with attention.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def train_layout(directory: str, settings: dict[str, Any]) -> list[Any]:
+    """On every rank: losses and gradients' sums, with adapters where settings ask for them."""
+    config = _config(directory, settings)
+    policy = build_policy(config, ParallelDims.from_config(config.parallelism, device.world_size(), device.rank()))
+    losses, gradients = _trained(policy)
+    return [losses, {name: one.double().square().sum().item() for name, one in gradients.items()}]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_two_ranks_agree_with_one(adapted: bool, tmp_path: Path) -> None:
+    directory = make_delta(tmp_path / "model", "qwen3_next")
+    settings: dict[str, Any] = {"activation_checkpoint.mode": "selective"}
+    if adapted:
+        targets = ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]
+        settings |= {"lora.rank": 3, "lora.target_modules": targets}
+    losses, gradients = train_layout(str(directory), settings)
+    assert ("model.layers.0.linear_attn.in_proj_ba.lora_B.weight" in gradients) == adapted
+    for theirs, sums in run_distributed(f"{__name__}:train_layout", 2, directory=str(directory), settings=settings):
+        assert theirs == pytest.approx(losses, abs=1e-6)
+        assert sums == pytest.approx(gradients, rel=1e-4, abs=1e-9)
+    if adapted:
+        config, policy = (
+            _config(str(directory), settings),
+            build_policy(_config(str(directory), settings), ParallelDims(1, 1, 1, 1)),
+        )
+        assert trained_parameters(config, policy.args)[1] == sum(
+            parameter.numel() for parameter in policy.parameters() if parameter.requires_grad
+        )
+
+
+def test_operations_of_a_layer() -> None:
+    """Three products of the state and a vector for each token; full attention in the other layers alone."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    args = ModelArgs.from_hf_config({"model_type": "qwen3_5_text", "vocab_size": 128, **sizes})
+    assert args.delta_layers == (0, 1, 2) and args.delta is not None
+    weights = 2 * sum(args.weights_per_token().values()) * 100
+    attention = 2 * 2 * 4 * 256 * 5050
+    assert model_flops(args, [100], 0, Passes(0, scored=1)) == weights + attention + 3 * 100 * 32 * 3 * 2 * 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"linear_num_value_heads": 24}, "linear_num_key_heads = 16 in config.json must divide linear_num_value_heads"),
+        ({"layer_types": ["linear_attention"] * 4}, "the decoder needs a layer with full attention"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types sliding_attention in config.json"),
+        ({"attn_output_gate": False}, "attn_output_gate = False in config.json"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim must be a whole number, not null"),
+    ],
+)
+def test_what_a_config_asks_for_and_is_not_there_is_refused(changes: dict[str, Any], said: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with pytest.raises(UserError, match=said):
+        ModelArgs.from_hf_config({"model_type": "qwen3_5_text", "vocab_size": 128, **sizes, **changes})
