@@ -284,11 +284,11 @@ def test_versions_by_files_that_wait_for_the_slower_of_two_workers(
 def test_a_run_trains_through_an_update_that_is_killed(
     sglang_python: Path, debug_checkpoint: Path, processes: Processes, tmp_path: Path
 ) -> None:
-    # Stale samples tell wrong weights only where a step moves the policy little: at the configuration's rate their KL
-    # comes near 0.1 by itself, and it grows with the square.
+    # Stale samples tell wrong weights only where a step moves the policy little: at a rate of 1e-4 one version moved it
+    # by a KL of 0.005 to 0.055, and by more than 0.1 once; at 1e-5 it is 100 times smaller.
     run = Run(
         processes, "debug_cpu_sglang", debug_checkpoint, tmp_path,
-        "--training.steps", "8", "--optimizer.lr", "1e-4", "--training.global_batch_size", "128",
+        "--training.steps", "8", "--optimizer.lr", "1e-5", "--training.global_batch_size", "128",
         "--checkpoint.enable", "false", "--eval.enable", "false", "--metrics.console", "plain",
         "--inference.engine_python", sglang_python,
     )  # fmt: skip
@@ -302,7 +302,7 @@ def test_a_run_trains_through_an_update_that_is_killed(
     # Where the trainer still had the weights that sampled, both give the same log-probs.
     assert all(row["mismatch_kl"] < 1e-6 for row in steps if row["staleness/max"] == 0)
     mismatches = [(row["staleness/max"], row["mismatch_kl"]) for row in steps]
-    assert mismatches[0][0] == 0 and all(mismatch < 0.1 for _, mismatch in mismatches), mismatches
+    assert mismatches[0][0] == 0 and all(mismatch < 0.01 for _, mismatch in mismatches), mismatches
 
 
 def kill_in_an_update(run: psutil.Process, log: Path) -> None:
