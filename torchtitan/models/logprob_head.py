@@ -12,10 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import Unpack
 
-from torchtitan.distributed.device import matmul_converts
+from torchtitan.distributed.device import matmul, matmul_converts, matmul_operand
 from torchtitan.models.costs import default_head_budget
 from torchtitan.models.fused_head import OnePass, TokenObjective, TwoPass
-from torchtitan.models.logit_tiles import CUT_OFF, KeptTokens, Projection, Tiling, choose_tiling, on_gpu
+from torchtitan.models.logit_tiles import (
+    BLOCK_BYTES,
+    COLUMN_STEP,
+    CUT_OFF,
+    KeptTokens,
+    Projection,
+    Tiling,
+    choose_tiling,
+    on_gpu,
+)
 
 if TYPE_CHECKING:
     from torchtitan.models.lora import Adapter
@@ -265,5 +274,16 @@ class LogProbHead(nn.Module):
 
 def _project(hidden: list[torch.Tensor], weight: list[torch.Tensor]) -> torch.Tensor:
     """Logits Σ hidden_i weight_iᵀ [N, V] in fp32 from operands of any type; logit_tiles.py explains why in fp32."""
-    products = (F.linear(h.float(), w.float()) for h, w in zip(hidden, weight, strict=True))
-    return functools.reduce(torch.add, products)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or on_gpu(weight[0]):
+        products = (F.linear(h.float(), w.float()) for h, w in zip(hidden, weight, strict=True))
+        return functools.reduce(torch.add, products)
+    # Few tokens times a large vocabulary: rows of the weight are converted and multiplied while they are in the cache.
+    wide, (vocabulary, size) = [h.float() for h in hidden], weight[0].shape
+    step = max(COLUMN_STEP, BLOCK_BYTES // (4 * size) // COLUMN_STEP * COLUMN_STEP)
+    # A short rest goes with the rows before it, because kernels may sum narrow products in another order.
+    starts = range(0, max(1, vocabulary - step // 2), step)
+    logits = wide[0].new_empty(len(wide[0]), vocabulary)
+    for start, end in zip(starts, [*starts[1:], vocabulary], strict=True):
+        for index, (h, w) in enumerate(zip(wide, weight, strict=True)):
+            matmul(h, matmul_operand(w[start:end]).t(), out=logits[:, start:end], accumulate=index > 0)
+    return logits

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.inference.test_embedded_engine import PROMPTS, request
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.forwards import stream_keys, truncation_mask, uniforms
+from torchtitan.inference.embedded.forwards import draw, stream_keys, truncation_mask, uniforms
 from torchtitan.models.hf_checkpoint import load_policy
 
 
@@ -111,3 +111,32 @@ def test_kept_tokens_are_recorded(tiny_checkpoint: Callable[..., Path]) -> None:
     assert plain[0].kept_token_ids is None and greedy[0].kept_token_ids is None
     (all_kept,) = engine.generate([request("all", PROMPTS[0], 3, top_k=10_000)])
     assert all_kept[0].kept_token_ids == [[], [], []]
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 49_153])
+def test_draws_in_two_steps_invert_the_whole_cumulative_distribution(vocabulary: int) -> None:
+    weights = torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(0)).mul(4).exp()
+    weights[:, 1::3] = 0.0
+    weights[:, -1] = 0.0
+    shares = torch.from_numpy(uniforms(stream_keys(1, 64), np.zeros(64, int)))[:, None]
+    ends = weights.double().cumsum(-1)
+    assert torch.equal(draw(weights, shares), torch.searchsorted(ends, shares * ends[:, -1:], right=True))
+    # Neither end of the unit interval gives a token that cannot be.
+    for share in (0.0, 1 - 2.0**-53):
+        assert (weights.gather(-1, draw(weights, torch.full_like(shares, share))) > 0).all()
+
+
+def test_draws_from_a_large_vocabulary_follow_the_exact_distribution() -> None:
+    vocabulary, samples = 3000, 1 << 16
+    weights = torch.randn(vocabulary, generator=torch.Generator().manual_seed(1)).mul(2).exp()
+    keys = stream_keys(7, samples)
+    counts = np.zeros(vocabulary)
+    for part in np.split(keys, 16):
+        shares = torch.from_numpy(uniforms(part, np.zeros(len(part), int)))[:, None]
+        tokens = draw(weights.expand(len(part), -1), shares).flatten().numpy()
+        counts += np.bincount(tokens, minlength=vocabulary)
+    expected = (weights.double() / weights.double().sum()).numpy() * samples
+    common = expected >= 5
+    chi = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    chi += (counts[~common].sum() - expected[~common].sum()) ** 2 / expected[~common].sum()
+    assert abs(chi - common.sum()) < 3 * math.sqrt(2 * common.sum())

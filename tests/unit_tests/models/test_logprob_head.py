@@ -365,3 +365,18 @@ def test_one_pass_adds_up_where_its_forward_is_repeated(early_stop: bool, reentr
             checkpoint(block, hidden, use_reentrant=reentrant).backward()
         torch.testing.assert_close(head.weight.grad, times * expected[0])
         torch.testing.assert_close(layer.weight.grad, times * expected[1])
+
+
+@pytest.mark.parametrize("vocabulary", [7, 3000, 4100])
+def test_logits_without_gradient_are_fp32_sums_of_bf16_operands(vocabulary: int) -> None:
+    """Rows of the weight are converted piece by piece; a rounded logit would be off by up to 2**-9 of itself."""
+    generator = torch.Generator().manual_seed(0)
+    head = LogProbHead(576, vocabulary).bfloat16()
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocabulary, 576, generator=generator))
+        hidden = torch.randn(9, 576, generator=generator).bfloat16()
+        logits = head(hidden)
+    exact = hidden.double() @ head.weight.detach().double().T
+    assert isinstance(logits, torch.Tensor) and logits.dtype == torch.float32
+    assert float((logits - exact).abs().max()) < 2e-4
+    torch.testing.assert_close(head(hidden).detach(), logits, rtol=1e-6, atol=1e-4)

@@ -41,6 +41,8 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 # Truncation looks at so many likeliest tokens first, and sorts the whole vocabulary only where they do not suffice.
 CANDIDATES = 1024
 MAX_TOP_K = 2**31 - 1
+# Neighbouring tokens whose probabilities are summed before one of them is drawn.
+DRAWN_TOGETHER = 256
 
 
 class Part(NamedTuple):
@@ -278,6 +280,35 @@ def truncation_mask(
     return keep & (sorted_keep | ~sorting)
 
 
+def draw(likely: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Invert the cumulative distribution: weights [N, V] >= 0 and shares [N, 1] in [0, 1), float64 -> tokens [N, 1].
+
+    First a block of tokens is drawn, by the sums of all blocks, then a token of it. Sums over several tokens are in
+    float64, so that rare tokens keep their probability: over the whole vocabulary that takes as long as the head.
+    """
+    vocabulary = likely.shape[-1]
+    whole = vocabulary - vocabulary % DRAWN_TOGETHER
+    parts = likely[:, :whole].unflatten(-1, (-1, DRAWN_TOGETHER)).sum(-1), likely[:, whole:].sum(-1, keepdim=True)
+    sums = torch.cat(parts, -1).double()
+    ends = sums.cumsum(-1)
+    block, rest = _inverse(ends, shares * ends[:, -1:])
+    places = block * DRAWN_TOGETHER + torch.arange(DRAWN_TOGETHER, device=likely.device)
+    inside = likely.gather(-1, places.clamp(max=vocabulary - 1)).masked_fill(places >= vocabulary, 0.0)
+    within = inside.cumsum(-1, dtype=torch.float64)
+    # The block's sum has been rounded: what is left of the draw is a share of it.
+    token, _ = _inverse(within, rest / sums.gather(-1, block) * within[:, -1:])
+    return (block * DRAWN_TOGETHER + token).clamp(max=vocabulary - 1)
+
+
+def _inverse(ends: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the intervals with these ends [N, K] each draw [N, 1] falls into, and how far."""
+    # Rounding must not lift a draw to the very end. NaN alone gets past it; the caller sees it in the log-prob.
+    drawn = drawn.minimum(ends[:, -1:].nextafter(ends.new_zeros(())))
+    found = torch.searchsorted(ends, drawn, right=True).clamp_(max=ends.shape[-1] - 1)
+    before = torch.where(found > 0, ends.gather(-1, (found - 1).clamp(min=0)), 0.0)
+    return found, drawn - before
+
+
 @dataclass
 class Choice:
     """One token per row: token_ids [N] int64, log_probs [N] float32, and per row the kept ids (empty list: all)."""
@@ -332,12 +363,7 @@ class BatchSampler:
         if self._all_greedy:
             tokens = scaled.argmax(-1, keepdim=True)
         else:
-            # Inverse of the cumulative distribution, in float64 so that rare tokens keep their probability.
-            cumulative = likely.cumsum(-1, dtype=torch.float64)
-            draw = torch.from_numpy(uniforms(self._keys, positions)).to(self._device)[:, None]
-            tokens = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
-            # Only NaN gets past the end; the caller sees it in the log-prob.
-            tokens.clamp_(max=logits.shape[-1] - 1)
+            tokens = draw(likely, torch.from_numpy(uniforms(self._keys, positions)).to(self._device)[:, None])
             if self._greedy is not None:
                 tokens = torch.where(self._greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
         # As the trainer's head puts it together (logit_tiles.py).
