@@ -35,6 +35,7 @@ KEYS = {
     "agents": {"prefill_saved", "gateway_overhead"},
     "engine_log_probs": {"share_equal", "share_equal_packs"},
     "learning": {"sft_loss", "grpo_gain"},
+    "optimizer_step": {"muon_vs_adamw", "muon_vs_adamw_step", "muon_two_ranks"},
 }
 SHARES = {
     "share_equal",

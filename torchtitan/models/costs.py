@@ -181,11 +181,11 @@ def _state_share(config: JobConfig, args: ModelArgs) -> float:
 
 
 def muon_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> int:
-    """What orthogonalising takes on a rank at a time: about six times its matrices in bf16 (as they are sent, received,
-    and in the iteration), which are its share of all, at most MUON_BUCKET_BYTES or else one matrix."""
+    """What orthogonalising takes on a rank at a time: nine times its matrices in bf16 (benchmarks/optimizer_step.py),
+    which are its share of all, at most MUON_BUCKET_BYTES or else one matrix."""
     elements = _by_muon(config, args)
     largest = 0 if config.lora.rank or not elements else max(a * b for a, b in args.projection_shapes().values())
-    return 6 * max(min(MUON_BUCKET_BYTES, elements * BYTES["bfloat16"] // ranks), largest * BYTES["bfloat16"])
+    return 9 * max(min(MUON_BUCKET_BYTES, elements * BYTES["bfloat16"] // ranks), largest * BYTES["bfloat16"])
 
 
 def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
