@@ -232,7 +232,7 @@ def test_slots_on_a_device_are_read_where_they_are(
         opened.append(fields["storage"])
         return exported[int(fields["storage"], 16)]
 
-    monkeypatch.setattr("torchtitan.weight_sync.actor.actor.open_device_memory", open_memory)
+    monkeypatch.setattr(device_slots, "open_device_memory", open_memory)
     job = start(transport="ipc")
     assert isinstance(job.publication.publisher.slots, DeviceSlots) and thread_of(job)
     assert job.publication.publisher.layout.checksum == "sum"

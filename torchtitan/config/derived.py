@@ -28,8 +28,6 @@ ON_GPU: Mapping[str, Any] = {
     "model.logprob_head_budget_mb": 1024,
 }
 ENGINE_ON_GPU: Mapping[str, Any] = {"inference.dtype": "bfloat16"}
-# [weight_sync] transports that read the parameters where they are.
-ON_DEVICE = frozenset({"ipc", "nccl"})
 # Bytes per second that deadlines take for granted where they follow from the size of a version.
 APPLIED_PER_SECOND = 5e8
 PULLED_PER_SECOND = 2.5e8

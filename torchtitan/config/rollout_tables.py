@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from torchtitan.config.transports import MEANING, TRANSPORTS
 from torchtitan.config.values import (
     TABLE,
     Column,
@@ -304,9 +306,7 @@ class WeightSync:
     """Port of the registry on rank 0's machine; the shard servers of each machine use the ports after it, in the order
     of their local ranks. 0 uses any free ports"""
 
-    transport: Annotated[str, Names(("tcp", "disk", "ipc", "nccl"))] = "tcp"
-    """How weights travel: tcp (host memory and sockets), disk (safetensors files), ipc (memory shared on one machine),
-    nccl (a communicator per actor worker; gloo without CUDA)"""
+    transport: Annotated[str, Names(tuple(TRANSPORTS)), Field(description=MEANING)] = "tcp"
 
     route: Literal["auto", "direct", "agent"] = "auto"
     """How a vllm or sglang server gets weights: from our code inside the engine (direct), or from an agent beside it

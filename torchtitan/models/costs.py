@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan.config.derived import (
-    ON_DEVICE,
     has_reference,
     is_colocated,
     keeps_start,
@@ -16,6 +15,7 @@ from torchtitan.config.derived import (
     trains_only_adapters,
 )
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.models.delta_args import CHUNK
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_teacher_shape, trained_parameters
@@ -203,7 +203,7 @@ def parts_on_host(config: JobConfig) -> set[str]:
     """Return the parts of an estimate that lie in host memory."""
     trained = {"parameters", "gradients", "optimizer"} if config.training.enable_cpu_offload else set()
     reference = {"reference"} if reference_on_host(config) else set()
-    slots = set() if config.weight_sync.transport in ON_DEVICE and trains_on_gpu() else {"slots"}
+    slots = set() if TRANSPORTS[config.weight_sync.transport].on_device and trains_on_gpu() else {"slots"}
     return trained | reference | slots
 
 

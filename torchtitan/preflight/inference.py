@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-from torchtitan.config.derived import SLURM, has_engines, shares_devices, slurm_urls, trains_on_gpu, wrong_options
+from torchtitan.config.derived import SLURM, has_engines, slurm_urls, wrong_options
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
@@ -14,41 +13,20 @@ from torchtitan.inference.agent.client import find_python
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import has_gpu, is_loopback
+from torchtitan.weight_sync.transports.transport import load_transport
 
 ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
 
-def nccl_version(python: str) -> str | None:
-    """Return the version of the NCCL wheel in an interpreter's environment; None if there is none."""
-    # Do not resolve the link: its target lies outside the environment.
-    folder = Path(python).absolute().parent.parent
-    for place in sorted(folder.glob("lib/python3*/site-packages/nvidia_nccl_cu*.dist-info")):
-        if found := re.fullmatch(r"nvidia_nccl_cu\d+-(.+)\.dist-info", place.name):
-            return found[1]
-    return None
-
-
-def differing_nccl(config: JobConfig) -> str | None:
-    """Return a message if the engine that this run starts has a different NCCL version than the trainer.
-
-    Returns None if the versions are equal or unknown (no engine is installed here, or it is already running). All
-    members of a communicator need the same version; NCCL rejects a mismatch with an error that does not mention
-    versions. Each engine pins its own torch, and with it an NCCL.
-    """
+def engine_python(config: JobConfig) -> str | None:
+    """Return the interpreter of the engine that this run starts; None if it starts none, or none is installed here."""
     inference = config.inference
     if inference.backend == "embedded" or inference.mode == "colocate" or inference.servers or config.rollout.replay:
         return None
     try:
-        theirs = nccl_version(find_python(inference.backend, inference.engine_python))
+        return find_python(inference.backend, inference.engine_python)
     except UserError:
         return None
-    ours = nccl_version(sys.executable)
-    if ours is None or theirs is None or ours == theirs:
-        return None
-    return (
-        f"the trainer has NCCL {ours} and {inference.backend} has {theirs}: set weight_sync.transport to tcp or disk, "
-        "or install a torch with the engine's NCCL (TORCH_BACKEND)"
-    )
 
 
 def check_inference(check: Check) -> None:
@@ -70,7 +48,8 @@ def check_inference(check: Check) -> None:
     if config.grpo.routing_replay:
         _check_replay(check)
     refuse("inference.host", not inference.host.strip(), "must be an address of this machine, such as 127.0.0.1")
-    _check_transport(check)
+    for key, text in load_transport(config.weight_sync.transport).problems(config, lambda: engine_python(config)):
+        refuse(key, True, text)
     text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
     refuse("inference.health_timeout_s", inference.health_timeout_s <= inference.health_interval_s, text)
 
@@ -146,22 +125,6 @@ def _check_engine(check: Check) -> None:
     refuse("inference.engine_python", no_file, text)
 
 
-def _check_transport(check: Check) -> None:
-    """Device-to-device transports need the same NCCL version, or devices that both sides can see."""
-    config, key = check.config, "weight_sync.transport"
-    if config.weight_sync.transport == "nccl" and (text := differing_nccl(config)) is not None:
-        check.refuse(key, True, text)
-    inference = config.inference
-    started = inference.mode == "server" and inference.backend != "embedded" and not inference.servers
-    # A process can only open the memory of devices that it sees.
-    text = (
-        "engines that the run starts see only their own GPUs and cannot open the memory of the ranks' GPUs: use tcp, "
-        "or inference.sleep_level (engines share the ranks' GPUs), or servers that see all GPUs (inference.servers)"
-    )
-    apart = started and not shares_devices(config) and not config.rollout.replay and trains_on_gpu()
-    check.refuse(key, config.weight_sync.transport == "ipc" and apart, text)
-
-
 def _check_replay(check: Check) -> None:
     """Routing replay needs engines that report the experts with which each token was sampled."""
     config, inference, key = check.config, check.config.inference, "grpo.routing_replay"
@@ -188,8 +151,6 @@ def _check_sleep(check: Check) -> None:
         refuse(key, inference.sleep_level == 2 and config.lora.rank, text)
         return
     refuse(key, not check.planning and not inference.servers and not has_gpu(), ON_CPU)
-    text = "must be tcp, disk or ipc with inference.sleep_level: NCCL allows one member of a communicator per GPU"
-    refuse("weight_sync.transport", shares_devices(config) and config.weight_sync.transport == "nccl", text)
 
 
 def _check_colocated(check: Check) -> None:

@@ -30,8 +30,9 @@ from torchtitan.models.costs import (
 )
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
-from torchtitan.preflight.inference import differing_nccl
+from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import size_text, tight_memory
+from torchtitan.weight_sync.transports.nccl import differing_nccl
 
 # H100 (SXM): dense bf16 operations and bytes of memory per second from the data sheet, and the fraction often reached.
 OPERATIONS, REACHED_OPERATIONS = 989e12, 0.4
@@ -105,7 +106,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     batch, each = global_batch_size(config, ranks), group_size(config)
     tokens, generated = batch * config.training.seq_len, batch * config.rollout.max_completion_tokens
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
-    warnings = (without_masters(config), differing_nccl(config), tight_memory(config, ranks))
+    warnings = (without_masters(config), differing_nccl(config, engine_python(config)), tight_memory(config, ranks))
     lines = [
         *(f"WARNING: {said}" for said in warnings if said),
         f"device: {_device(config)}",

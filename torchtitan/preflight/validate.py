@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derived import (
-    ON_DEVICE,
     clip_range,
     environment_name,
     expand_servers,
@@ -36,6 +35,7 @@ from torchtitan.config.derived import (
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.faults import Fault, FaultError
@@ -50,6 +50,7 @@ from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.rewards.isolation import isolation_command
 from torchtitan.utils.child_process import child_environment
+from torchtitan.weight_sync.transports.transport import off_device
 
 Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
@@ -360,12 +361,14 @@ def _check_weight_sync(check: Check) -> None:
     limit = config.comm.train_timeout_seconds
     text = "must be a single address at which this machine can be reached"
     refuse("weight_sync.host", sync.host.strip() in ("", "0.0.0.0", "::"), text)
-    text = f"weight_sync.transport {sync.transport} does not support it, only tcp does"
+    transport = TRANSPORTS[sync.transport]
+    carriers = " and ".join(name for name, one in TRANSPORTS.items() if one.over_channel)
+    text = f"weight_sync.transport {sync.transport} does not support it, only {carriers} does"
     for key, asked in (("delta", sync.delta), ("relay", sync.relay)):
-        refuse(f"weight_sync.{key}", asked and sync.transport != "tcp", text)
+        refuse(f"weight_sync.{key}", asked and not transport.over_channel, text)
     # With parameters in host memory and actors on a GPU, such a transport could never deliver anything.
-    text = f"needs weight_sync.transport tcp or disk: {sync.transport} reads the parameters on their device"
-    offloaded = config.training.enable_cpu_offload and sync.transport in ON_DEVICE
+    text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
+    offloaded = config.training.enable_cpu_offload and transport.on_device
     refuse("training.enable_cpu_offload", offloaded, text)
     drain_s = config.inference.drain_timeout_s
     text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torchtitan.config.derived import ON_DEVICE
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
@@ -39,7 +39,7 @@ from torchtitan.weight_sync.servers import (
 )
 from torchtitan.weight_sync.trainer.plan import unique_parameters
 from torchtitan.weight_sync.trainer.publisher import Publisher, Snapshot
-from torchtitan.weight_sync.transports.disk import FolderOwner
+from torchtitan.weight_sync.transports.transport import load_transport
 from torchtitan.weight_sync.wire.clients import RegistryClient
 from torchtitan.weight_sync.wire.handshake import TRAINER, Identity
 from torchtitan.weight_sync.wire.runtime import Message
@@ -174,19 +174,16 @@ class WeightSync:
         folder.mkdir(parents=True, exist_ok=True)
         host = resolve_host(config.host) if registry is None else local_address_towards(registry)
         self._closed = False
-        self._owner: FolderOwner | None = None
-        files = ""
-        if config.transport == "disk":
-            disk_folder = Path(config.disk_path or run_dir / "weights")
-            files = str(disk_folder.resolve())
-            self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
+        self._transport = transport = load_transport(config.transport).configured(config, run_dir)
+        if registry is None:
+            transport.claim(epoch)
         self.publisher = Publisher(
             parameters,
             rank=rank,
             dtype=dtype,
             num_slots=config.slots_per_rank,
             bucket_bytes=config.bucket_bytes,
-            on_device=config.transport in ON_DEVICE,
+            on_device=TRANSPORTS[config.transport].on_device,
         )
         self.boundary = Boundary(self.publisher)
         self.registry: RegistryServer | None = None
@@ -195,19 +192,18 @@ class WeightSync:
         settings = Settings.of(config, world_size, DTYPE_BYTES[dtype] * elements, drain_s)
         if registry is None:
             where = host, config.port, config.max_restarts
-            self.registry = RegistryServer(epoch, token, settings, folder, where, files)
+            self.registry = RegistryServer(epoch, token, settings, folder, where, transport)
             registry = self.registry.address
             self.watcher = Watcher(registry, token, epoch)
         self.registry_address = registry
         self.shard_server: ShardServerProcess | ShardServerThread
         where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
-        facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s, "relay": config.relay}
-        if isinstance(self.publisher.slots, DeviceSlots) or config.transport == "nccl":
-            chunks = (config.chunk_bytes, config.chunk_timeout_s) if config.transport == "nccl" else None
-            self.shard_server = ShardServerThread(self.publisher, token, chunks, where, **facts)
+        facts = {"epoch": epoch, "ranks": world_size, "registry": registry}
+        facts |= {"lease_s": settings.lease_s, "relay": config.relay}
+        if isinstance(self.publisher.slots, DeviceSlots) or transport.threaded:
+            self.shard_server = ShardServerThread(self.publisher, transport, token, where, facts)
         else:
-            facts |= {"transport": config.transport, "world_size": world_size, "disk_folder": files}
-            self.shard_server = ShardServerProcess(self.publisher, token, folder, where, **facts)
+            self.shard_server = ShardServerProcess(self.publisher, transport, token, folder, where, facts)
         self._snapshot_s = self._stall_s = 0.0
 
     # Step boundary (every rank)
@@ -355,8 +351,7 @@ class WeightSync:
         if self.registry is not None:
             self.registry.close(deadline)
         self.publisher.close()
-        if self._owner is not None:
-            self._owner.close()
+        self._transport.close()
 
 
 def all_have(status: Message, version: int, at_least: int = 0) -> bool:

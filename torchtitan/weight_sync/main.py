@@ -22,7 +22,7 @@ from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
-from torchtitan.weight_sync.transports.disk import Catalogue, SlotFiles
+from torchtitan.weight_sync.transports.transport import Transport, load_transport
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.runtime import Runtime
@@ -68,8 +68,8 @@ def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) 
     journal = Journal(runtime, Path(arguments["journal"]), arguments["term"])
     words = SlotWords(arguments["words_fd"], 0, 0)
     settings = Settings(**arguments["settings"])
-    epoch, term, folder = arguments["epoch"], arguments["term"], arguments["disk_folder"]
-    catalogue = Catalogue(runtime, Path(folder), epoch) if folder else None
+    epoch, term = arguments["epoch"], arguments["term"]
+    catalogue = _transport(arguments).catalogue(runtime, epoch)
     registry = Registry(runtime, settings, epoch, term, token, journal.write, words.beat, catalogue)
     journal.write("start", {"pid": os.getpid(), "epoch": epoch})
     registry.start(socket.socket(fileno=arguments["listen_fd"]))
@@ -82,17 +82,15 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
     rank = arguments["rank"]
     layout = Layout.from_json(json.loads(Path(arguments["layout_file"]).read_text()))
     slots = SharedSlots(arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], layout.ranks[0].slot_bytes)
-    refer, persist = None, None
-    if arguments["transport"] == "ipc":
-        refer = slots.refer
-    elif arguments["transport"] == "disk":
-        folder = Path(arguments["disk_folder"])
-        files = SlotFiles(folder, arguments["epoch"], rank, arguments["world_size"], layout)
-        refer, persist = files.refer, files.write
+    sending = _transport(arguments).sending(runtime, slots, layout, arguments["epoch"], rank, arguments["ranks"])
     facts = {name: arguments[name] for name in ("rank", "epoch", "registry", "address", "lease_s", "relay")}
-    server = ShardServer(runtime, slots, layout, token=token, refer=refer, persist=persist, **facts)
+    server = ShardServer(runtime, slots, layout, token=token, **sending, **facts)
     bell, listener = (socket.socket(fileno=arguments[name]) for name in ("bell_fd", "listen_fd"))
     serve(runtime, server, bell, listener)
+
+
+def _transport(arguments: dict[str, Any]) -> Transport:
+    return load_transport(arguments["transport"])(arguments["options"])
 
 
 def serve(runtime: SocketRuntime, server: ShardServer, bell: socket.socket, listener: socket.socket) -> None:

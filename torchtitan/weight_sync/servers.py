@@ -27,12 +27,11 @@ from torchtitan.errors import UserError
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.machine import is_loopback
 from torchtitan.weight_sync.main import serve
-from torchtitan.weight_sync.memory.device_slots import DeviceSlots, device_references
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.trainer.publisher import Publisher
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
-from torchtitan.weight_sync.transports.nccl import Chunks, SendingLink
+from torchtitan.weight_sync.transports.transport import Transport
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
@@ -234,14 +233,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class RegistryServer(ServerProcess):
-    """The registry beside rank 0. where: host, port and max_restarts; disk_folder: the disk transport's, else empty."""
+    """The registry beside rank 0. where: host, port and max_restarts."""
 
     def __init__(
-        self, epoch: str, token: str, settings: Settings, folder: Path, where: ListenSpec, disk_folder: str = ""
+        self, epoch: str, token: str, settings: Settings, folder: Path, where: ListenSpec, transport: Transport
     ):
         self._words = SlotWords(SlotWords.new_file(0), 0, 0)
         journal = str(folder / "registry.jsonl")
-        told = {"epoch": epoch, "settings": asdict(settings), "journal": journal, "disk_folder": disk_folder}
+        told = {"epoch": epoch, "settings": asdict(settings), "journal": journal, **transport.told()}
         files = {"words_fd": self._words.words_fd}
         super().__init__("registry", told, files, token, folder / "registry.log", where, lambda: self._words.pulse)
 
@@ -251,32 +250,34 @@ class RegistryServer(ServerProcess):
 
 
 class ShardServerProcess(ServerProcess):
-    """The shard server of one rank, over the publisher's slots in host memory. facts: further arguments of the
-    process."""
+    """The shard server of one rank, over the publisher's slots in host memory. facts: `ranks` of the job, and arguments
+    of ShardServer."""
 
-    def __init__(self, publisher: Publisher, token: str, folder: Path, where: ListenSpec, **facts: Any):
+    def __init__(
+        self,
+        publisher: Publisher,
+        transport: Transport,
+        token: str,
+        folder: Path,
+        where: ListenSpec,
+        facts: wire.Message,
+    ):
         slots, rank = publisher.slots, publisher.rank
         assert isinstance(slots, SharedSlots)
         layout_file = folder / f"layout-rank{rank}.json"
         layout_file.write_text(json.dumps(publisher.layout.to_json()))
-        told = {"rank": rank, "layout_file": str(layout_file), "num_slots": slots.count, **facts}
+        told = {"rank": rank, "layout_file": str(layout_file), "num_slots": slots.count, **transport.told(), **facts}
         files = {"words_fd": slots.words_fd, "data_fd": slots.data_fd, "bell_fd": publisher.server_bell.fileno()}
         log_file = folder / f"shard-server-rank{rank}.log"
         super().__init__("shard server", told, files, token, log_file, where, lambda: slots.pulse)
 
 
 class ShardServerThread(Supervised):
-    """The shard server of one rank as a thread. chunks: None for ipc; where: a ListenSpec; facts: of ShardServer."""
+    """The shard server of one rank as a thread. facts: see ShardServerProcess."""
 
-    def __init__(
-        self, publisher: Publisher, token: str, chunks: tuple[int, float] | None, where: ListenSpec, **facts: Any
-    ):
+    def __init__(self, publisher: Publisher, transport: Transport, token: str, where: ListenSpec, facts: wire.Message):
         super().__init__(f"weight shard server of rank {publisher.rank}", where, lambda: publisher.slots.pulse)
-        self._publisher, self._facts = publisher, {"rank": publisher.rank, "token": token, **facts}
-        self._chunks = None if chunks is None else Chunks(*chunks, publisher.memory[0].device)
-        if chunks is None:
-            assert isinstance(publisher.slots, DeviceSlots)
-            self._facts["refer"] = device_references(publisher.slots)
+        self._publisher, self._transport, self._facts = publisher, transport, {"token": token, **facts}
         self._stopped = -1
         self.supervise()
 
@@ -285,14 +286,16 @@ class ShardServerThread(Supervised):
 
     def _live(self) -> str:
         publisher, runtime = self._publisher, self.runtime
-        make_link = None if self._chunks is None else partial(SendingLink, runtime, self._chunks)
-        about = {"address": self.address, "make_link": make_link, **self._facts}
+        slots, layout, rank = publisher.slots, publisher.layout, publisher.rank
+        ranks, facts = self._facts["ranks"], {name: fact for name, fact in self._facts.items() if name != "ranks"}
+        sending = self._transport.sending(runtime, slots, layout, facts["epoch"], rank, ranks)
+        about = {"rank": rank, "address": self.address, **facts, **sending}
         try:
             # Duplicates: the rank's own sockets survive every life of the server.
             with (
                 publisher.server_bell.dup() as bell,
                 self._listener.dup() as listener,
-                contextlib.closing(ShardServer(runtime, publisher.slots, publisher.layout, **about)) as server,
+                contextlib.closing(ShardServer(runtime, slots, layout, **about)) as server,
             ):
                 serve(runtime, server, bell, listener)
         except Exception as error:

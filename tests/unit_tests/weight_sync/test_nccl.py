@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from torchtitan.weight_sync.transports import nccl
-from torchtitan.weight_sync.transports.nccl import Broken, Chunks, PairStore, Poller, ReceivingLink, SendingLink
+from torchtitan.weight_sync.transports import links
+from torchtitan.weight_sync.transports.links import Broken, Chunks, PairStore, Poller, ReceivingLink, SendingLink
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
@@ -110,8 +110,8 @@ def test_nothing_is_launched_for_an_actor_that_posts_nothing(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    send = nccl.Communicator.send
-    monkeypatch.setattr(nccl.Communicator, "send", lambda *arguments: (launched.append(1), send(*arguments))[1])
+    send = links.Communicator.send
+    monkeypatch.setattr(links.Communicator, "send", lambda *arguments: (launched.append(1), send(*arguments))[1])
     pair = make_pair(timeout_s=0.5)
     pair.fetch(pair.send(bytes(256))[0], 256)
     assert len(launched) == 1
@@ -126,7 +126,7 @@ def test_actor_whose_machine_is_gone_without_a_word_is_not_waited_for_without_en
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its successor of the same name shares the thread that sends, and may be the only one that a trainer has."""
-    monkeypatch.setattr(nccl, "CREDIT_SECONDS", 0.3)
+    monkeypatch.setattr(links, "CREDIT_SECONDS", 0.3)
     _, sent = make_pair().send(bytes(BUCKET))
     assert sent.wait(PATIENCE_S)
 
@@ -134,8 +134,8 @@ def test_actor_whose_machine_is_gone_without_a_word_is_not_waited_for_without_en
 def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aborted, abort = list[int](), nccl.Communicator.abort
-    monkeypatch.setattr(nccl.Communicator, "abort", lambda end: (aborted.append(id(end)), abort(end))[1])
+    aborted, abort = list[int](), links.Communicator.abort
+    monkeypatch.setattr(links.Communicator, "abort", lambda end: (aborted.append(id(end)), abort(end))[1])
     pair = make_pair(timeout_s=0.5)
     reference, _ = pair.send(bytes(BUCKET))
     pair.fetch(reference)
@@ -153,7 +153,7 @@ def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(
 
 
 def test_actor_that_never_meets_is_given_up(make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(links, "CONNECT_SECONDS", 0.3)
     pair = make_pair(deaf=True)
     _, sent = pair.send(bytes(BUCKET))
     assert pair.to_actor.reasons.get(timeout=PATIENCE_S)
@@ -166,7 +166,7 @@ def test_error_of_the_communicator_answers_every_fetch(
     abort_fails: bool, make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it raises: staging memory that waits for an answer would never be quiet again."""
-    connect, aborted = nccl.connect, threading.Event()
+    connect, aborted = links.connect, threading.Event()
 
     class Failing:
         def __init__(self, whole: Any):
@@ -186,7 +186,7 @@ def test_error_of_the_communicator_answers_every_fetch(
         whole = connect(store, rank, where)
         return Failing(whole) if rank == 1 else whole
 
-    monkeypatch.setattr(nccl, "connect", failing)
+    monkeypatch.setattr(links, "connect", failing)
     pair = make_pair()
     reference, _ = pair.send(bytes(BUCKET))
     with pytest.raises((ConnectionError, RuntimeError), match=r"device-side assert|nor does it end"):
@@ -233,7 +233,7 @@ def test_peer_that_is_frozen_while_it_connects_is_given_up() -> None:
 
         def meet(store: PairStore, rank: int, ends: queue.Queue[Any]) -> None:
             try:
-                ends.put(nccl.connect(store, rank, CPU))
+                ends.put(links.connect(store, rank, CPU))
             except Broken as error:
                 ends.put(error)
 
@@ -256,13 +256,13 @@ def test_groups_made_at_the_same_time_leave_torchs_error_handling_as_it_was() ->
     seen = []
 
     def second() -> None:
-        with nccl._no_async_error_handling():
+        with links._no_async_error_handling():
             inside.set()
             first_left.wait(PATIENCE_S)
             seen.append(os.environ[name])
 
     thread = threading.Thread(target=second)
-    with nccl._no_async_error_handling():
+    with links._no_async_error_handling():
         thread.start()
         assert not inside.wait(0.2), "two threads change it at a time"
     first_left.set()
@@ -301,18 +301,18 @@ class Group:
 
 
 @pytest.fixture
-def nccl_end(monkeypatch: pytest.MonkeyPatch) -> nccl.NcclCommunicator:
+def nccl_end(monkeypatch: pytest.MonkeyPatch) -> links.NcclCommunicator:
     """The class for GPUs, over a group that is made up."""
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _where: None)
-    end = object.__new__(nccl.NcclCommunicator)
+    end = object.__new__(links.NcclCommunicator)
     end._group, end._stream, end._peer = Group(Work()), None, 1  # type: ignore[assignment]
     end.where, end._given_up = CPU, threading.Event()
     return end
 
 
 @pytest.mark.parametrize("method", ["send", "receive"])
-def test_errors_of_nccl_are_those_of_a_broken_communicator(method: str, nccl_end: nccl.NcclCommunicator) -> None:
+def test_errors_of_nccl_are_those_of_a_broken_communicator(method: str, nccl_end: links.NcclCommunicator) -> None:
     nccl_end._group.work.error = RuntimeError("NCCL communicator was aborted")
     with pytest.raises(Broken, match="aborted"):
         getattr(nccl_end, method)(torch.zeros(1))
@@ -321,7 +321,7 @@ def test_errors_of_nccl_are_those_of_a_broken_communicator(method: str, nccl_end
 @pytest.mark.parametrize(
     ("what", "match"), [("late", "under way for 0.1 s"), ("given up", "given up"), ("error", "remote")]
 )
-def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: nccl.NcclCommunicator) -> None:
+def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: links.NcclCommunicator) -> None:
     pending, group = nccl_end.send(torch.zeros(1)), nccl_end._group
     if what == "given up":
         threading.Timer(0.1, nccl_end.give_up).start()

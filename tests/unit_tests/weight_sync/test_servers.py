@@ -19,6 +19,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import main, servers
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.servers import FROZEN_LOOKS, RegistryServer, ServerProcess, Supervised
+from torchtitan.weight_sync.transports.tcp import Tcp
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 LOOPBACK = "127.0.0.1"
@@ -109,7 +110,7 @@ def test_a_registry_whose_parent_was_killed_while_it_started_ends(
     # This process takes the place of init, which gets the children of the dead.
     with subprocess.Popen(["true"]) as dead:
         monkeypatch.setattr(servers.os, "getpid", lambda: dead.pid)
-        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0))
+        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
     try:
         until(lambda: registry.failure)
         assert "exit code 0" in registry.failure
@@ -123,7 +124,7 @@ def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) 
     # The new process begins with this limit, and this one has room for what it has open.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, most))
     try:
-        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0))
+        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     try:

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from torchtitan.config.derived import (
-    ON_DEVICE,
     apply_timeout,
     drain_seconds,
     engine_words,
@@ -28,6 +27,7 @@ from torchtitan.config.derived import (
     world_size,
 )
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command, shared_settings
 from torchtitan.inference.agent.engine import Call, ForeignEngine, NoVersion, load_engine
@@ -99,7 +99,7 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
         "--update-timeout", str((apply_timeout(sync, size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
         # These transports move a version from device to device.
-        *(["--stage-on-device"] if sync.transport in ON_DEVICE else []),
+        *(["--stage-on-device"] if TRANSPORTS[sync.transport].on_device else []),
         *(["--verify-every", str(sync.verify_every)] if verification(config) == "digest" else []),
         *(["--disk-path", sync.disk_path] if sync.disk_path else []),
         "--engine-arguments", json.dumps(engine_words(theirs)),

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.actor.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
 from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into, element_bytes
-from torchtitan.weight_sync.memory.device_slots import memory_tensor, open_device_memory
 from torchtitan.weight_sync.memory.manifest import (
     BucketKey,
     Layout,
@@ -35,11 +35,10 @@ from torchtitan.weight_sync.memory.manifest import (
     checksum_function,
     reads_devices,
 )
-from torchtitan.weight_sync.memory.slots import ReferencedMemory, open_shared
+from torchtitan.weight_sync.memory.slots import open_shared
 from torchtitan.weight_sync.memory.staging import Proof, StagedVersion, Staging
 from torchtitan.weight_sync.transports.bucket_server import Relay
-from torchtitan.weight_sync.transports.disk import read_file
-from torchtitan.weight_sync.transports.nccl import ReceivingLink
+from torchtitan.weight_sync.transports.transport import Transport, load_transport
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import ACTOR, WORKER, Identity
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
@@ -62,9 +61,7 @@ class StagingEngine:
         self._apply, self._where, self._post, self._number = apply, where, post, number
         self._device = torch.device("cpu")
         """The device of staging memory"""
-        self._shared = ReferencedMemory(lambda memory: memoryview(open_shared(memory)))
-        self._on_devices = ReferencedMemory(open_device_memory)
-        self._links: dict[str, ReceivingLink] = {}
+        self._transports = [load_transport(name)() for name in TRANSPORTS]
         self._written = 0
         """How many bucket writes have begun. If it has not changed, neither has staging memory."""
 
@@ -107,45 +104,20 @@ class StagingEngine:
         return checksum_function(self._staging.layout.checksum)(target)
 
     def linked(self, channel: Channel, message: Message) -> None:
-        """Handle a message from the other end of a communicator. The link lives as long as this channel. Runs on the
-        loop's thread. Raises ProtocolError."""
-        name = message["link"]
-        if name not in self._links:
-            link = self._links[name] = ReceivingLink(name, self._post, channel, self._device)
-            tell = channel.on_close
+        """See transfer.Engine."""
+        self._transport_of(message).linked(channel, message, self._post, self._device)
 
-            def closed(channel: Channel, reason: str) -> None:
-                del self._links[name]
-                link.close()
-                tell(channel, reason)
-
-            channel.on_close = closed
-        self._links[name].heard(message)
+    def _transport_of(self, message: Message) -> Transport:
+        for transport in self._transports:
+            if transport.reference and transport.reference in message:
+                return transport
+        raise ProtocolError(f"no transport here knows what has the fields {', '.join(sorted(message)) or 'none'}")
 
     def copy(self, reference: Any, target: memoryview | torch.Tensor) -> None:
-        """Fill `target` with the bytes that a reference points to. Blocks.
-
-        Raises ConnectionError if the link is broken (its channel is then closed), ProtocolError if `reference` is not a
-        reference, and the system's own error if memory cannot be opened.
-        """
+        """See Transport.fetch."""
         if not isinstance(reference, dict):
             raise ProtocolError("a reference is an object")
-        if "link" in reference:
-            link = self._links.get(reference["link"])
-            if link is None:
-                raise ConnectionError("the channel of this reference is over")
-            link.fetch(reference, memory_tensor(target))
-        elif isinstance(reference.get("memory"), dict) and "storage" in reference["memory"]:
-            memory = self._on_devices.part(reference, len(target))
-            with device.in_background(memory.device):
-                memory_tensor(target).copy_(memory, non_blocking=True)
-                device.finish_background(memory.device)
-        elif isinstance(target, memoryview) and "file" in reference:
-            read_file(reference, target)
-        elif isinstance(target, memoryview):
-            target[:] = self._shared.part(reference, len(target))
-        else:
-            raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")
+        self._transport_of(reference).fetch(reference, target)
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:
         """See transfer.Engine."""

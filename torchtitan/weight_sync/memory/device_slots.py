@@ -148,6 +148,13 @@ def open_device_memory(fields: Message) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=where).set_(storage)
 
 
+def copy_from_device(memory: torch.Tensor, target: memoryview | torch.Tensor) -> None:
+    """Fill `target` with device memory, beside the device's other work. Returns when it is filled."""
+    with in_background(memory.device):
+        memory_tensor(target).copy_(memory, non_blocking=True)
+        device.finish_background(memory.device)
+
+
 def _read_storage(fields: list[Any]) -> list[Any]:
     try:
         named = {str(place): field for place, field in enumerate(fields)}

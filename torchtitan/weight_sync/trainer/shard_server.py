@@ -22,7 +22,7 @@ from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError,
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.memory.device_slots import Slots
-    from torchtitan.weight_sync.transports.nccl import SendingLink
+    from torchtitan.weight_sync.transports.links import SendingLink
 
 logger = logging.getLogger("torchtitan.weight_sync.trainer.shard_server")
 

@@ -19,7 +19,7 @@ from torchtitan.weight_sync.wire.handshake import PEER, Acceptor, Identity
 from torchtitan.weight_sync.wire.runtime import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.transports.nccl import (
+    from torchtitan.weight_sync.transports.links import (
         SendingLink,  # imports torch, which a shard server process does without
     )
 

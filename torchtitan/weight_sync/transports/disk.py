@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import xxhash
 
@@ -32,8 +32,12 @@ from torchtitan.weight_sync.memory.weight_files import (
     version_folder,
     version_of,
 )
+from torchtitan.weight_sync.transports.transport import Transport, in_host_memory
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.runtime import Message, ProtocolError, Runtime, field_of
+
+if TYPE_CHECKING:
+    from torchtitan.config.job_config import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -230,3 +234,41 @@ class FolderOwner:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
+
+
+class Disk(Transport):
+    """Files in a folder that trainer and actors share."""
+
+    name = "disk"
+    reference = "file"
+
+    def __init__(self, options: Message | None = None):
+        super().__init__(options)
+        self._folder = Path(self.options.get("folder", ""))
+        self._owner: FolderOwner | None = None
+
+    @classmethod
+    def configured(cls, config: WeightSync, run_dir: Path) -> Disk:
+        return cls({"folder": str(Path(config.disk_path or run_dir / "weights").resolve())})
+
+    def claim(self, epoch: str) -> None:
+        self._owner = FolderOwner(self._folder, epoch)
+
+    def close(self) -> None:
+        if self._owner is not None:
+            self._owner.close()
+
+    def catalogue(self, runtime: Runtime, epoch: str) -> Catalogue:
+        return Catalogue(runtime, self._folder, epoch)
+
+    def sending(
+        self, _runtime: Runtime, _slots: Any, layout: Layout, epoch: str, rank: int, ranks: int, /
+    ) -> dict[str, Any]:
+        files = SlotFiles(self._folder, epoch, rank, ranks, layout)
+        return {"refer": files.refer, "persist": files.write}
+
+    def fetch(self, reference: Message, target: Any) -> None:
+        read_file(reference, in_host_memory(target))
+
+
+TRANSPORT = Disk
