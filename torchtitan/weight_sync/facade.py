@@ -25,18 +25,12 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
+from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.memory.slots import Boundary
 from torchtitan.weight_sync.registry.state import LATE as LATE
 from torchtitan.weight_sync.registry.state import Settings
-from torchtitan.weight_sync.servers import (
-    RegistryServer,
-    ShardServerProcess,
-    ShardServerThread,
-    local_address_towards,
-    resolve_host,
-)
 from torchtitan.weight_sync.trainer.plan import unique_parameters
 from torchtitan.weight_sync.trainer.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.transports.transport import load_transport
@@ -172,7 +166,7 @@ class WeightSync:
             raise ValueError("rank 0 starts the registry, every other rank is given its address")
         folder = run_dir / "weight_sync"
         folder.mkdir(parents=True, exist_ok=True)
-        host = resolve_host(config.host) if registry is None else local_address_towards(registry)
+        host = servers.resolve_host(config.host) if registry is None else servers.local_address_towards(registry)
         self._closed = False
         self._transport = transport = load_transport(config.transport).configured(config, run_dir)
         if registry is None:
@@ -186,24 +180,24 @@ class WeightSync:
             on_device=TRANSPORTS[config.transport].on_device,
         )
         self.boundary = Boundary(self.publisher)
-        self.registry: RegistryServer | None = None
+        self.registry: servers.RegistryServer | None = None
         self.watcher: Watcher | None = None
         elements = sum(math.prod(parameter.shape) for parameter in unique_parameters(parameters).values())
         settings = Settings.of(config, world_size, DTYPE_BYTES[dtype] * elements, drain_s)
         if registry is None:
             where = host, config.port, config.max_restarts
-            self.registry = RegistryServer(epoch, token, settings, folder, where, transport)
+            self.registry = servers.RegistryServer(epoch, token, settings, folder, where, transport)
             registry = self.registry.address
             self.watcher = Watcher(registry, token, epoch)
         self.registry_address = registry
-        self.shard_server: ShardServerProcess | ShardServerThread
+        self.shard_server: servers.ShardServerProcess | servers.ShardServerThread
         where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
         facts = {"epoch": epoch, "ranks": world_size, "registry": registry}
         facts |= {"lease_s": settings.lease_s, "relay": config.relay}
         if isinstance(self.publisher.slots, DeviceSlots) or transport.threaded:
-            self.shard_server = ShardServerThread(self.publisher, transport, token, where, facts)
+            self.shard_server = servers.ShardServerThread(self.publisher, transport, token, where, facts)
         else:
-            self.shard_server = ShardServerProcess(self.publisher, transport, token, folder, where, facts)
+            self.shard_server = servers.ShardServerProcess(self.publisher, transport, token, folder, where, facts)
         self._snapshot_s = self._stall_s = 0.0
 
     # Step boundary (every rank)

@@ -19,9 +19,8 @@ from torchtitan.weight_sync.wire.handshake import PEER, Acceptor, Identity
 from torchtitan.weight_sync.wire.runtime import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.transports.links import (
-        SendingLink,  # imports torch, which a shard server process does without
-    )
+    # It imports torch, which a shard server process does without.
+    from torchtitan.weight_sync.transports.links import SendingLink
 
 # A reader that asks for nothing for this long is disconnected: its machine may have vanished without closing.
 IDLE_SECONDS = 10.0

@@ -22,16 +22,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import xxhash
 
 from torchtitan.errors import UserError
+from torchtitan.weight_sync.memory import weight_files
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest
-from torchtitan.weight_sync.memory.weight_files import (
-    FORMAT,
-    LATEST,
-    MANIFEST,
-    file_header,
-    file_name,
-    version_folder,
-    version_of,
-)
 from torchtitan.weight_sync.transports.transport import Transport, in_host_memory
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.runtime import Message, ProtocolError, Runtime, field_of
@@ -60,9 +52,10 @@ class SlotFiles:
 
         Raises OSError if it cannot be written, for example because the disk is full, and leaves nothing behind then.
         """
-        target = self._folder / version_folder(self._epoch, version) / file_name(self._rank, self._ranks)
+        name = weight_files.file_name(self._rank, self._ranks)
+        target = self._folder / weight_files.version_folder(self._epoch, version) / name
         about = {"epoch": self._epoch, "version": str(version), "rank": str(self._rank), "ranks": str(self._ranks)}
-        header = file_header(self._layout, about)
+        header = weight_files.file_header(self._layout, about)
         hasher = xxhash.xxh3_128(header)
 
         def content(file: BinaryIO) -> None:
@@ -131,7 +124,7 @@ def sync_folder(folder: Path) -> None:
 # An external reader that has just resolved `latest` still finds its version after the next one is published.
 KEEP_VERSIONS = 2
 # All files that a rank of any job, however it ended, may have written into a version's folder.
-_FILES = ("rank-*.safetensors", "rank-*.json", "model.safetensors", MANIFEST, ".*.tmp")
+_FILES = ("rank-*.safetensors", "rank-*.json", "model.safetensors", weight_files.MANIFEST, ".*.tmp")
 
 OWNER = "owner"
 # Errors of file systems without locks.
@@ -149,7 +142,7 @@ class Catalogue:
         """Publish a version. files: the description of each rank's file; live: versions that actors still pull."""
         self._published = [version for version in self._published if version != manifest.version] + [manifest.version]
         self._published = self._published[-KEEP_VERSIONS:]
-        about = {"format": FORMAT, **vars(manifest), "files": list(files)}
+        about = {"format": weight_files.FORMAT, **vars(manifest), "files": list(files)}
         self._work(partial(self._point_latest_to, about))
         self._work(partial(self._sweep, manifest.version, {*self._published, *live}))
 
@@ -167,21 +160,21 @@ class Catalogue:
         self._runtime.work("catalogue", function, done)
 
     def _point_latest_to(self, about: Message) -> None:
-        name = version_folder(self._epoch, about["version"])
+        name = weight_files.version_folder(self._epoch, about["version"])
         text = json.dumps(about).encode()
-        replace_file(self._folder / name / MANIFEST, lambda file: file.write(text), 0)
-        temporary = self._folder / f".{LATEST}.tmp"
+        replace_file(self._folder / name / weight_files.MANIFEST, lambda file: file.write(text), 0)
+        temporary = self._folder / f".{weight_files.LATEST}.tmp"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)
-        os.replace(temporary, self._folder / LATEST)
+        os.replace(temporary, self._folder / weight_files.LATEST)
         sync_folder(self._folder)
 
     def _sweep(self, newest: int, kept: Collection[int]) -> None:
         """Delete older versions, leftovers of earlier shard server processes, and earlier epochs, but nothing else that
         may be in the user's folder."""
-        latest = (self._folder / LATEST).resolve()
+        latest = (self._folder / weight_files.LATEST).resolve()
         for folder in self._folder.glob("*/version-*"):
-            version = version_of(folder)
+            version = weight_files.version_of(folder)
             if version is None or folder.resolve() == latest:
                 continue
             if folder.parent.name == self._epoch and (version > newest or version in kept):

@@ -13,8 +13,6 @@ from torchtitan.weight_sync.transports.transport import Transport, off_device
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 if TYPE_CHECKING:
-    import torch
-
     from torchtitan.config.job_config import JobConfig, WeightSync
     from torchtitan.weight_sync.transports.links import ReceivingLink
 
@@ -52,9 +50,7 @@ class Nccl(Transport):
         chunks = Chunks(**self.options, where=memory_tensor(slots.slot(0)).device)
         return {"make_link": partial(SendingLink, runtime, chunks)}
 
-    def linked(
-        self, channel: Channel, message: Message, post: Callable[[Callable[[], None]], None], where: torch.device
-    ) -> None:
+    def linked(self, channel: Channel, message: Message, post: Any, where: Any) -> None:
         from torchtitan.weight_sync.transports.links import ReceivingLink
 
         name = message["link"]

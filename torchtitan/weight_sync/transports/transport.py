@@ -68,9 +68,7 @@ class Transport:
 
     # Actor
 
-    def linked(
-        self, channel: Channel, message: Message, post: Callable[[Callable[[], None]], None], where: torch.device
-    ) -> None:
+    def linked(self, channel: Channel, message: Message, post: Callable[..., None], where: torch.device) -> None:
         """Handle an entry from the other end of a link, on the loop's thread. post(function): runs it there; where: the
         device of staging memory. Raises ProtocolError."""
         raise ProtocolError(f"{self.name} has no links")
@@ -86,8 +84,7 @@ class Transport:
 
 def load_transport(name: str) -> type[Transport]:
     """Return the class of a transport that config/transports.py names."""
-    transport: type[Transport] = importlib.import_module(f"torchtitan.weight_sync.transports.{name}").TRANSPORT
-    return transport
+    return importlib.import_module(f"torchtitan.weight_sync.transports.{name}").TRANSPORT
 
 
 def off_device() -> str:
