@@ -127,11 +127,16 @@ def learns_from_rewards(config: JobConfig) -> bool:
     return config.job.stage == "grpo" or (config.job.stage == "distill" and config.distill.add_rewards)
 
 
+def compares_vocabulary(config: JobConfig) -> bool:
+    """Whether the policy is compared with its teacher over the whole vocabulary, not only at the sampled tokens."""
+    return config.job.stage == "distill" and config.distill.divergence != "sampled"
+
+
 def has_reference(config: JobConfig) -> bool:
     """Whether the trainer holds a second policy: one to stay close to, or the teacher."""
     if config.job.stage == "grpo":
         return config.grpo.kl_coefficient > 0
-    return config.job.stage == "distill" and not config.distill.teacher_url
+    return config.job.stage == "distill" and bool(config.distill.teacher) and not config.distill.teacher_url
 
 
 def teacher_config(config: JobConfig) -> JobConfig:

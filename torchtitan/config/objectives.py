@@ -58,6 +58,15 @@ OBJECTIVES: dict[str, Descriptor] = {
 }
 
 
+TEACHER_DIVERGENCES: dict[str, str] = {
+    "forward_kl": "Hinton et al. 2015, section 2",
+    "reverse_kl": "Agarwal et al. 2024, section 2",
+    "jsd": "Agarwal et al. 2024, eq. 1",
+}
+"""distill.divergence over the whole vocabulary, and where its formula stands (models/divergence_head.py). Nothing has
+to bound the weight of a token: each term is exact at its position, whichever policy sampled the token there"""
+
+
 def _gate(temperature: float) -> float:
     # SAPO's weight is ρ / cosh²(τ (ρ - 1) / 2) = (1 + 2u/τ) / cosh² u, and u / cosh² u never exceeds 0.448.
     return 1 + 2 * 0.448 / temperature

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.objectives import OBJECTIVES
+from torchtitan.config.objectives import OBJECTIVES, TEACHER_DIVERGENCES
 from torchtitan.config.values import (
     TABLE,
     Column,
@@ -265,8 +265,26 @@ class Distill:
     teacher_timeout_s: Positive = 120.0
     """Deadline of one request to the server; a request is tried three times"""
 
+    divergence: Annotated[str, Names(("sampled", *TEACHER_DIVERGENCES))] = "sampled"
+    """What brings the policy closer to the teacher: sampled (reverse KL, estimated from the sampled token alone), or
+    over the whole vocabulary forward_kl, reverse_kl or jsd (generalised Jensen-Shannon)"""
+
+    jsd_beta: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.5
+    """The teacher's share of the mixture of jsd: towards 0 it acts like forward_kl, towards 1 like reverse_kl"""
+
+    top_k: Count = 20
+    """With teacher_url and a divergence over the vocabulary: how many of the teacher's likeliest tokens are requested
+    for every position; all others count as one. vLLM allows 20 unless it is started with --max-logprobs"""
+
+    hint_column: str = ""
+    """Column of rollout.dataset with a text that only the teacher reads, such as a worked answer. Without teacher and
+    teacher_url, the policy itself is the teacher, as it is at every step (self-distillation)"""
+
+    hint_template: str = "{prompt}\n\n{hint}\n\n"
+    """The prompt that the teacher reads instead; of a chat, its last message"""
+
     coefficient: NotNegative = 1.0
-    """Weight of the reverse KL to the teacher"""
+    """Weight of the divergence from the teacher"""
 
     add_rewards: bool = False
     """Train on the rewards as well, as GRPO does; otherwise they are only logged"""

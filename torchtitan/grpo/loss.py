@@ -143,8 +143,11 @@ class MicroBatchLoss:
         masks_see = self._masks_sequences or self._correction.sees_sequences
         return not (self.settings.objective.sees_sequences or (self.fixed.old is None and masks_see))
 
-    def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The losses [n] of the tokens `rows`, already normalised: their sum is minimised."""
+    def __call__(
+        self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice, divergence: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The losses [n] of the tokens `rows`, already normalised: their sum is minimised. divergence [n]: from the
+        teacher over the vocabulary, in place of an estimate from the sampled token."""
         micro_batch, settings, fixed = self.micro_batch, self.settings, self.fixed
         weights, advantages = micro_batch.weights[rows], micro_batch.advantages[rows]
         log_ratio = (log_probs - self._proximal[rows]).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -166,6 +169,9 @@ class MicroBatchLoss:
                 )
                 kl = corrected(kl, log_probs, fixed.reference[rows], drawn)
             loss = loss + settings.kl_coefficient * kl * weights
+        if divergence is not None:
+            self.sums["reference_kl"] += divergence.detach().sum()
+            loss = loss + settings.kl_coefficient * divergence * weights
         if settings.entropy_coefficient:
             loss = loss - settings.entropy_coefficient * entropy * weights
         with torch.no_grad():
@@ -234,9 +240,11 @@ def stage_settings(config: JobConfig) -> LossSettings:
     """Return the loss settings of the stage.
 
     sft: cross-entropy, averaged over the batch's tokens (or according to grpo.loss_normalization).
-    distill: KL(π ‖ teacher) of every sampled token, with the teacher as the reference policy, by the gradient
+    distill: with distill.divergence = sampled, KL(π ‖ teacher) of every sampled token, with the teacher as the
+    reference policy, by the gradient
     E_μ[min(π/μ, cap) · log(π/π_teacher) · ∇log π] (Agarwal et al. 2024, GKD, section 3, with λ = 1 and the reverse KL;
-    see loss.corrected), plus the policy loss, which is zero if rewards give no advantages.
+    see loss.corrected). Otherwise the divergence over the vocabulary (models/divergence_head.py), which needs no ratio.
+    In either case plus the policy loss, which is zero if rewards give no advantages.
 
     Raises UserError if grpo.loss_type names a function that cannot be loaded.
     """

@@ -126,6 +126,10 @@ class Completion:
     """Where they were asked for"""
     teacher_log_probs: list[float] | None = None
     """Of each token, where a teacher behind a server was asked"""
+    teacher_top: list[tuple[list[int], list[float]]] | None = None
+    """Ids and log-probs of the likeliest tokens in the place of each, where that teacher was asked for them"""
+    hint_ids: list[int] | None = None
+    """What the teacher reads in place of the prompt"""
 
     def to_json(self) -> dict[str, Any]:
         # asdict copies every list element by element: a cost per token.

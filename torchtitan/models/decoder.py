@@ -24,7 +24,7 @@ from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.gated_delta import GatedDeltaNet
 from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.logprob_head import LogProbHead
+from torchtitan.models.logprob_head import HeadFunction, LogProbHead
 from torchtitan.models.mixture_args import MISSING
 from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
@@ -306,12 +306,14 @@ class Decoder(nn.Module):
         rows: torch.Tensor | None = None,
         objective: TokenObjective | None = None,
         routes: torch.Tensor | None = None,
+        function: HeadFunction | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T]).
 
         rows [n]: the positions that the targets [n] (and `kept`) belong to, so that the head skips prompts.
         objective: see LogProbHead; the result is then (loss [], log-probs [n], entropy [n]).
         routes [T, layers, k]: experts that an engine has chosen, see moe.Routing.
+        function: see LogProbHead; not with context parallelism.
 
         With context parallelism, all ranks of the group are given the same arguments, and `rows` must ascend. Each rank
         gets all log-probs, and the loss of its own rows.
@@ -325,7 +327,7 @@ class Decoder(nn.Module):
         context = self.context
         if context is None:
             hidden = self.hidden_states(token_ids, positions, layout, routes)
-            output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
+            output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows, function)
             return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
         own = context.part(len(token_ids))
         rows = torch.arange(layout.total, device=token_ids.device) if rows is None else rows

@@ -61,7 +61,7 @@ def second_pass(
     return sums.results()
 
 
-def _places(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+def places_of(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
     """Existing gradients to which a weight's can be added directly, so that later micro-batches allocate none."""
     places: list[torch.Tensor | None] = []
     for weight, need in zip(weights, needed, strict=True):
@@ -110,7 +110,7 @@ class TwoPass(torch.autograd.Function):
         # FSDP frees and gathers weights between the passes; the saved operands are the current weights.
         projection.hidden, projection.weight = operands[:pairs], operands[pairs:]
         needed = ctx.needs_input_grad[2:]
-        places = _places(projection.weight, needed[pairs:]) if ctx.accumulate else [None] * pairs
+        places = places_of(projection.weight, needed[pairs:]) if ctx.accumulate else [None] * pairs
         sums = GradientSums(projection, needed, places)
         if by_log_prob is None:
             by_log_prob = torch.zeros_like(normalizer)
@@ -181,7 +181,7 @@ class OnePass(torch.autograd.Function):
         needed = [projection.derive and need for need in ctx.needs_input_grad[3:]]
         # A forward within a backward is a recomputation by activation checkpointing, whose gradients may be discarded.
         in_place = accumulate and torch._C._current_graph_task_id() == -1
-        places = _places(operands[pairs:], needed[pairs:]) if in_place else [None] * pairs
+        places = places_of(operands[pairs:], needed[pairs:]) if in_place else [None] * pairs
         count, device = len(projection.targets), projection.targets.device
         log_probs, entropy = torch.empty(2, count, device=device).unbind()
         loss = torch.zeros((), device=device)

@@ -175,7 +175,7 @@ def _tiles(count: int, step: int) -> list[slice]:
     return [slice(low, min(low + step, count)) for low in range(0, count, step)]
 
 
-def _blocks(tile: torch.Tensor) -> list[slice]:
+def blocks(tile: torch.Tensor) -> list[slice]:
     # On a GPU blocks do not help, and each would launch its own kernels.
     fitting = len(tile) if on_gpu(tile) else BLOCK_BYTES // (4 * tile.shape[-1])
     return _tiles(len(tile), max(1, fitting))
@@ -186,7 +186,7 @@ def exponentials_(logits: torch.Tensor, with_moment: bool = False) -> tuple[torc
     max) (z - max), [r] each. A row's values are independent of the other rows, to the last bit."""
     largest = logits.amax(-1)
     total, moment = torch.empty_like(largest), torch.zeros_like(largest)
-    for block in _blocks(logits):
+    for block in blocks(logits):
         part = logits[block]
         if with_moment:
             shifted = part - largest[block, None]
@@ -354,7 +354,7 @@ def logit_gradients_(
         if scale is not None:
             exponentials.mul_(scale[:, None])
         straight, curved = -(by_log_prob + by_entropy * entropy) * factor, by_entropy * factor
-        for block in _blocks(exponentials):
+        for block in blocks(exponentials):
             part = exponentials[block]
             surprise = torch.special.entr(part).mul_(curved[block, None])
             part.mul_(straight[block, None]).add_(surprise)

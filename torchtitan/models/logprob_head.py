@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import torch
@@ -91,6 +91,12 @@ class HeadOptions(TypedDict, total=False):
     """Products run over multiples of this many rows, padded with zeros (batch_invariance.py); default 1"""
 
 
+# (hidden [n, H_i], weight [V, H_i], targets [n], options) -> tensors [n]: what a head computes of its operands.
+HeadFunction = Callable[
+    [Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor, HeadOptions], tuple[torch.Tensor, ...]
+]
+
+
 def fused_log_probs(
     hidden: torch.Tensor | Sequence[torch.Tensor],
     weight: torch.Tensor | Sequence[torch.Tensor],
@@ -115,7 +121,7 @@ def fused_log_probs(
         ValueError: mismatched shapes, a target outside the vocabulary, or a chunk size that is not positive.
         TypeError: an unknown option.
     """
-    projection = _projection(hidden, weight, targets, options)
+    projection = make_projection(hidden, weight, targets, options)
     log_probs, entropy = TwoPass.apply(projection, accumulate, *projection.hidden, *projection.weight)
     return log_probs, entropy
 
@@ -136,13 +142,13 @@ def fused_objective(
     the last two without gradient. accumulate: the forward adds to the weight's existing gradient; `backward()` must
     then be called on this loss itself.
     """
-    projection = _projection(hidden, weight, targets, options)
+    projection = make_projection(hidden, weight, targets, options)
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     result = OnePass.apply(projection, objective, accumulate, *projection.hidden, *projection.weight)
     return result
 
 
-def _projection(
+def make_projection(
     hidden: torch.Tensor | Sequence[torch.Tensor],
     weight: torch.Tensor | Sequence[torch.Tensor],
     targets: torch.Tensor,
@@ -236,11 +242,13 @@ class LogProbHead(nn.Module):
         rows: torch.Tensor | None = None,
         objective: TokenObjective | None = None,
         row_step: int = 1,
+        function: HeadFunction | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32.
 
         rows [n]: the positions of hidden that the targets [n] belong to. With a token-separable objective the result is
         (loss [], log-probs [n], entropy [n]), and only the loss has a gradient; call backward() on it, unscaled.
+        function: the result is what it makes of the operands, in place of log-probs and entropy.
 
         If the weight already has a gradient, backward() adds to it in place (see fused_log_probs). To get the weight's
         gradient from torch.autograd.grad, call fused_log_probs.
@@ -262,6 +270,8 @@ class LogProbHead(nn.Module):
         if targets is None:
             logits = self._capped(_project(hiddens, weights))
             return logits if self.shard is None else self.shard.whole(logits, self.weight)
+        if function is not None:
+            return function(hiddens, weights, targets, options)
         if objective is not None:
             return fused_objective(hiddens, weights, targets, objective, accumulate=True, **options)
         if self.fused or self.shard is not None:

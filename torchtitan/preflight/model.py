@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import has_engines, has_environment, ranks_per_pack, shard_degree
+from torchtitan.config.derived import compares_vocabulary, has_engines, has_environment, ranks_per_pack, shard_degree
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
@@ -256,6 +256,8 @@ def check_stage(check: Check) -> None:
         check.refuse(TEACHER, config.distill.teacher, text)
         check.refuse("distill.teacher_url", config.distill.teacher_url, text)
         check.refuse("distill.add_rewards", config.distill.add_rewards, text)
+        check.refuse("distill.divergence", config.distill.divergence != "sampled", text)
+        check.refuse("distill.hint_column", config.distill.hint_column, text)
 
 
 def _check_sft(check: Check) -> None:
@@ -287,9 +289,18 @@ def _check_distill(check: Check) -> None:
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0, or nothing is distilled")
     refuse(
         TEACHER,
-        not distill.teacher,
-        "must be the teacher's checkpoint directory, also with distill.teacher_url",
+        not distill.teacher and (distill.teacher_url or not distill.hint_column),
+        "must be the teacher's checkpoint directory, also with distill.teacher_url; without both, "
+        "distill.hint_column makes the policy its own teacher",
     )
+    if compares_vocabulary(config):
+        text = "over the vocabulary needs parallelism.context_parallel_degree = 1"
+        refuse("distill.divergence", config.parallelism.context_parallel_degree > 1, text)
+    else:
+        text = "needs distill.divergence = forward_kl, reverse_kl or jsd: sampled has the policy's own prompt"
+        refuse("distill.hint_column", distill.hint_column, text)
+    text = "needs single-turn prompts: no [environment]"
+    refuse("distill.hint_column", distill.hint_column and has_environment(config), text)
     if distill.teacher_url:
         url = re.fullmatch(r"https?://[^/\s]+/?", distill.teacher_url)
         refuse("distill.teacher_url", url is None, "must be a URL such as http://127.0.0.1:8000")
@@ -323,10 +334,14 @@ def _check_teacher(check: Check, config: JobConfig) -> None:
 def _check_teacher_shape(check: Check, config: JobConfig) -> None:
     try:
         args = read_teacher_shape(config)
+        own = read_shape(config) if compares_vocabulary(config) else None
     except UserError as error:
         check.say(TEACHER, str(error))
         return
     assert args is not None
+    if own is not None and own.vocab_size != args.vocab_size:
+        text = f"has {args.vocab_size} logits and the policy {own.vocab_size}: needs distill.divergence = sampled"
+        check.refuse(TEACHER, True, text)
     text = f"training.seq_len must be at most its max_position_embeddings = {args.max_position_embeddings}"
     check.refuse(TEACHER, config.training.seq_len > args.max_position_embeddings, text)
     if isinstance(args, ForeignArgs):

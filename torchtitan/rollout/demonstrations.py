@@ -62,7 +62,7 @@ class DemonstrationMaker(PromptMaker):
         asked = last.token_ids[: len(last) - len(last.sampled[-1].token_ids)]
         if self._sft.loss_on == "all":
             branches = [Branch([Given(one.token_ids[:1]), _as_sampled(one.token_ids[1:])]) for one in branches]
-        return Demonstration(index, content, asked, self._columns(row), self._prefill(asked), branches)
+        return Demonstration(index, content, asked, self._columns(row), self._prefill(asked), branches=branches)
 
     def fits(self, prompt: Prompt) -> bool:
         assert isinstance(prompt, Demonstration)

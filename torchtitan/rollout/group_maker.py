@@ -93,6 +93,7 @@ class GroupMaker:
 
     def _of_one_turn(self, prompt: Prompt, completion: Completion) -> Trajectory:
         branches: list[Branch] = []
+        completion.hint_ids = prompt.hint_ids
         add_turn(branches, prompt.token_ids, completion)
         text = self._tokenizer.decode(completion.token_ids)
         said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
@@ -135,27 +136,43 @@ def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float 
     )  # fmt: skip
 
 
-def _question(backend: str, token_ids: list[int]) -> tuple[str, dict[str, Any]]:
-    """Return path and body of the request to a distill.teacher_backend server for the log-probs of these tokens."""
+Top = tuple[list[int], list[float]]
+"""Ids and log-probs of the likeliest tokens in one place"""
+
+
+def _question(backend: str, token_ids: list[int], top: int) -> tuple[str, dict[str, Any]]:
+    """Return path and body of the request to a distill.teacher_backend server for the log-probs of these tokens, and of
+    the `top` likeliest in each place."""
     if backend == "embedded":
-        return "/v1/score", {"token_ids": token_ids}
+        return "/v1/score", {"token_ids": token_ids, "top": top}
     if backend == "sglang":
         call = SGLANG.score(token_ids)
-        return call.path, call.body
-    return "/v1/completions", {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        return call.path, {**call.body, "top_logprobs_num": top} if top else call.body
+    return "/v1/completions", {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
 
 
-def _read_answer(backend: str, token_ids: list[int], answer: Any) -> list[float]:
-    """Return the log-probs at temperature 1 of all tokens but the first. Raises KeyError, IndexError, TypeError or
-    ValueError if the answer has another form."""
+def _read_answer(backend: str, token_ids: list[int], top: int, answer: Any) -> tuple[list[float], list[Top]]:
+    """Return the log-probs at temperature 1 of all tokens but the first, and the `top` likeliest in each of these
+    places. Raises KeyError, IndexError, TypeError or ValueError if the answer has another form."""
+    pairs: list[list[tuple[float, int]]] = []
     if backend == "embedded":
         values = answer["log_probs"]
+        pairs = [list(zip(log_probs, ids, strict=True)) for ids, log_probs in answer["top"] or []]
     elif backend == "sglang":
         values = [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
+        if top:
+            pairs = [[(one[0], one[1]) for one in row] for row in answer["meta_info"]["input_top_logprobs"][1:]]
     else:
         rows = answer["choices"][0]["prompt_logprobs"]
         values = [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
-    return [float(value) for value in values]
+        # The token that is there comes too, whether or not it is among the likeliest.
+        pairs = [[(one["logprob"], int(token)) for token, one in row.items()] for row in rows[1:]] if top else []
+    best = [sorted(row, key=lambda one: (-one[0], one[1]))[:top] for row in pairs]
+    if top and [len(row) for row in best] != [top] * (len(token_ids) - 1):
+        raise ValueError(f"{top} tokens were requested for every place, got {sorted({len(row) for row in best})}")
+    return [float(value) for value in values], [
+        ([one[1] for one in row], [float(one[0]) for one in row]) for row in best
+    ]
 
 
 class Teacher:
@@ -168,28 +185,43 @@ class Teacher:
         self._free = asyncio.Semaphore(CONCURRENT)
 
     async def teach(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the teacher's log-prob of every sampled token. Raises UserError if the server returns none."""
+        """Set the teacher's log-prob of every sampled token, and for a divergence over the vocabulary the likeliest in
+        its place. Raises UserError if the server returns none."""
         branches = [branch for one in trajectories for branch in one.branches]
-        scores = await asyncio.gather(*(self.score(branch.token_ids) for branch in branches))
-        for branch, log_probs in zip(branches, scores, strict=True):
-            end = 0
-            for segment in branch.segments:
+        answers = await asyncio.gather(*map(self._teach, branches))
+        for branch, (begin, log_probs, top) in zip(branches, answers, strict=True):
+            end = begin
+            for segment in branch.segments[1:]:
                 begin, end = end, end + len(segment.token_ids)
                 if isinstance(segment, Completion):
                     segment.teacher_log_probs = log_probs[begin - 1 : end - 1]
+                    segment.teacher_top = top[begin - 1 : end - 1] or None
+
+    async def _teach(self, branch: Branch) -> tuple[int, list[float], list[Top]]:
+        """The length of the prompt that the teacher reads, and its answer."""
+        whole, prompt = branch.token_ids, branch.segments[0].token_ids
+        hint = branch.sampled[0].hint_ids
+        read = prompt if hint is None else hint
+        return len(read), *await self.ask(read + whole[len(prompt) :])
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Return the log-probs of all tokens but the first. Raises UserError if all attempts fail."""
-        path, body = _question(self._config.teacher_backend, token_ids)
+        return (await self.ask(token_ids))[0]
+
+    async def ask(self, token_ids: list[int]) -> tuple[list[float], list[Top]]:
+        """Return the log-probs of all tokens but the first, and for a divergence over the vocabulary the likeliest
+        tokens in their places. Raises UserError if all attempts fail."""
+        top = 0 if self._config.divergence == "sampled" else self._config.top_k
+        path, body = _question(self._config.teacher_backend, token_ids, top)
         problem = ""
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(attempt * PAUSE_S)
             try:
                 async with self._free:
                     answer = await self._client.call("score", "POST", path, self._config.teacher_timeout_s, body)
-                log_probs = _read_answer(self._config.teacher_backend, token_ids, answer)
+                log_probs, likeliest = _read_answer(self._config.teacher_backend, token_ids, top, answer)
                 if len(log_probs) == len(token_ids) - 1:
-                    return log_probs
+                    return log_probs, likeliest
                 problem = f"{len(log_probs)} log-probs were returned for {len(token_ids)} tokens"
             except (RequestRefused, TokenRefused) as error:
                 problem = str(error)

@@ -208,6 +208,8 @@ def _check_rows(
     wanted = {config.rollout.prompt_column: "rollout.prompt_column"}
     if NEEDS_ANSWER & functions:
         wanted[config.rewards.answer_column] = "rewards.answer_column"
+    if config.distill.hint_column and key == "rollout.dataset":
+        wanted[config.distill.hint_column] = "distill.hint_column"
     # A function without a reference gives no reward; another one, or an environment, may.
     needs_value = bool(functions) and functions <= NEEDS_ANSWER and not environment_name(config)
     for number, row in enumerate(rows, start=1):
@@ -291,6 +293,7 @@ class PromptMaker:
     def __init__(self, config: JobConfig, tokenizer: Tokenizer):
         self._rollout = config.rollout
         self._answer_column = config.rewards.answer_column
+        self._hint_column, self._hint_template = config.distill.hint_column, config.distill.hint_template
         self._tokenizer = tokenizer
         self.renderer = ChatRenderer(tokenizer, config.rollout.stop_token_ids)
         self.longest = config.training.seq_len - config.rollout.max_completion_tokens
@@ -312,8 +315,19 @@ class PromptMaker:
             UserError: the row has chat messages, but the tokenizer has no chat template.
         """
         content = row[self._rollout.prompt_column]
-        token_ids = self._tokenise(content, self._tools_of(row))
-        return Prompt(index, content, token_ids, self._columns(row), self._prefill(token_ids))
+        tools = self._tools_of(row)
+        token_ids = self._tokenise(content, tools)
+        hint = row.get(self._hint_column) if self._hint_column else None
+        hint_ids = None if hint is None else self._tokenise(self._with_hint(content, str(hint)), tools)
+        return Prompt(index, content, token_ids, self._columns(row), self._prefill(token_ids), hint_ids)
+
+    def _with_hint(self, content: str | list[dict[str, Any]], hint: str) -> str | list[dict[str, Any]]:
+        last = content if isinstance(content, str) else plain_message(content[-1])
+        text = last if isinstance(last, str) else str(last["content"] or "")
+        # In one pass, because the texts may have braces of their own.
+        parts = {"{prompt}": text, "{hint}": hint}
+        text = re.sub(r"{prompt}|{hint}", lambda found: parts[found[0]], self._hint_template)
+        return text if isinstance(last, str) else [*content[:-1], {**last, "content": text}]
 
     def extended(self, prompt: Prompt, text: str) -> list[int]:
         """Return the tokens of a prompt after an environment added `text` to its end, or to its last message."""
@@ -327,11 +341,11 @@ class PromptMaker:
         return self._tokenizer.apply_chat_template(messages, tools=self.tools)
 
     def fits(self, prompt: Prompt) -> bool:
-        return 0 < len(prompt.token_ids) <= self.longest
+        return bool(prompt.token_ids) and self.length(prompt) <= self.longest
 
     def length(self, prompt: Prompt) -> int:
         """Return the number of tokens for which there must be room."""
-        return len(prompt.token_ids)
+        return max(len(prompt.token_ids), len(prompt.hint_ids or []))
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in row.items() if name != self._rollout.prompt_column}

@@ -21,6 +21,8 @@ class Prompt:
     columns: dict[str, Any]
     prefill: str = ""
     """The beginning of the answer if it is already part of the prompt, such as the `<think>` of some chat templates"""
+    hint_ids: list[int] | None = None
+    """The prompt as a teacher with a hint reads it (distill.hint_column)"""
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.derived import (
+    compares_vocabulary,
     has_reference,
     keeps_start,
     learns_from_rewards,
@@ -38,11 +39,14 @@ from torchtitan.inference.types import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.divergence_head import Comparison
+from torchtitan.models.logprob_head import HeadFunction
 from torchtitan.models.lora import adapters_off, as_begun, weights, without_dropout
 from torchtitan.models.parallelize import build_policy, reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
+from torchtitan.trainer.teaching import Teaching
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.facade import WeightSync
@@ -78,6 +82,8 @@ class PolicyTrainer:
         self.optimizer = build_optimizer(policy, config.optimizer)
         self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.reference = build_reference(config, dims, policy) if has_reference(config) else None
+        teacher = None if self.reference is None else self.reference.policy
+        self.teaching = Teaching(config, policy, teacher) if compares_vocabulary(config) else None
         self.dims = dims
         self.device = device()
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -211,9 +217,14 @@ class PolicyTrainer:
         )
 
     def _forward(
-        self, policy: Decoder, micro_batch: MicroBatch, objective: MicroBatchLoss | None = None
+        self,
+        policy: Decoder,
+        micro_batch: MicroBatch,
+        objective: MicroBatchLoss | None = None,
+        function: HeadFunction | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(log-probs, entropy) of the active tokens, behind the loss where the head is given an objective."""
+        """(log-probs, entropy) of the active tokens, behind the loss where the head is given an objective; or what
+        another function of the head returns."""
         # Greedy sampling reports log-probs at temperature 1; so does the trainer.
         outputs: tuple[torch.Tensor, ...] = policy(
             micro_batch.token_ids,
@@ -225,6 +236,7 @@ class PolicyTrainer:
             objective=objective,
             # A reference is another policy: its router chooses by itself.
             routes=micro_batch.routes if policy is self.policy else None,
+            function=function,
         )
         return outputs
 
@@ -236,13 +248,13 @@ class PolicyTrainer:
         entropies = []
         for part, ours in zip(parts, fixed, strict=True):
             for micro_batch, one in zip(part, ours, strict=True):
-                one.reference = micro_batch.teacher_log_probs
+                one.reference = micro_batch.teacher_log_probs if self.teaching is None else None
                 if grpo.recompute_old_log_probs:
                     with without_dropout(self.policy):
                         one.old, entropy = self._forward(self.policy, micro_batch)
                     entropies.append(entropy)
                     totals.add_mismatch(one.old, micro_batch)
-                if self.reference is not None:
+                if self.reference is not None and self.teaching is None:
                     with self.reference.active():
                         one.reference, _ = self._forward(self.reference.policy, micro_batch)
         if grpo.entropy_top_share < 1:
@@ -265,28 +277,36 @@ class PolicyTrainer:
         for place, (micro_batch, known) in enumerate(zip(part, fixed, strict=True)):
             reduce_gradients(self.policy, each or place == len(part) - 1)
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
-            copies = 1
-            if self.config.model.logprob_head == "one_pass" and loss_of.separable:
-                loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)
-            else:
-                log_probs, entropy = self._forward(self.policy, micro_batch)
-                rows = slice(0, len(log_probs))
-                context = self.policy.context
-                if context is not None and loss_of.separable:
-                    # What is this rank's of the loss. A loss of whole sequences all ranks of the group compute.
-                    bounds = context.bounds(micro_batch.active, self.policy.padded_length(micro_batch.layout.total))
-                    rows = slice(*bounds[context.rank : context.rank + 2])
-                elif context is not None:
-                    copies = context.ranks
-                loss = loss_of(log_probs[rows], entropy[rows], rows).sum()
-            if known.old is None and new:
-                totals.add_mismatch(log_probs.detach(), micro_batch, moved=not first)
-            elif known.old is not None and last and not first:
-                totals.add_drift(known.old, log_probs.detach())
-            loss.backward()
+            with contextlib.nullcontext() if self.teaching is None else self.teaching.compare(micro_batch) as compared:
+                loss, log_probs, copies = self._loss(micro_batch, loss_of, compared)
+                if known.old is None and new:
+                    totals.add_mismatch(log_probs.detach(), micro_batch, moved=not first)
+                elif known.old is not None and last and not first:
+                    totals.add_drift(known.old, log_probs.detach())
+                loss.backward()
             total += loss.detach()
             totals.add(loss.detach(), loss_of, copies)
         return total
+
+    def _loss(
+        self, micro_batch: MicroBatch, loss_of: MicroBatchLoss, compared: Comparison | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(this rank's share of the loss, all log-probs, how many context-parallel ranks compute the same share)."""
+        if compared is not None:
+            log_probs, entropy, divergence = self._forward(self.policy, micro_batch, function=compared)
+            return loss_of(log_probs, entropy, slice(0, len(log_probs)), divergence).sum(), log_probs, 1
+        if self.config.model.logprob_head == "one_pass" and loss_of.separable:
+            loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)
+            return loss, log_probs, 1
+        log_probs, entropy = self._forward(self.policy, micro_batch)
+        rows, copies, context = slice(0, len(log_probs)), 1, self.policy.context
+        if context is not None and loss_of.separable:
+            # What is this rank's of the loss. A loss of whole sequences all ranks of the group compute.
+            bounds = context.bounds(micro_batch.active, self.policy.padded_length(micro_batch.layout.total))
+            rows = slice(*bounds[context.rank : context.rank + 2])
+        elif context is not None:
+            copies = context.ranks
+        return loss_of(log_probs[rows], entropy[rows], rows).sum(), log_probs, copies
 
     def _count_skips(self, applied: bool, version: int) -> None:
         if applied:

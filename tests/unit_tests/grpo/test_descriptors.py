@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config.derived import has_sequence_ratios
 from torchtitan.config.job_config import GRPO
-from torchtitan.config.objectives import OBJECTIVES, largest_weight
+from torchtitan.config.objectives import OBJECTIVES, TEACHER_DIVERGENCES, largest_weight
 from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import Sequences, takes_sequences
 
@@ -63,6 +63,7 @@ def test_the_table_of_objectives_is_that_of_the_descriptors() -> None:
         known = OBJECTIVES[name]
         assert source.partition(";")[0] == known.source
         assert by_weight.get(weight) == (None if known.local else known.normalizer), name
+    assert {name: source for name, _, source in rows if name in TEACHER_DIVERGENCES} == TEACHER_DIVERGENCES
 
 
 START = """

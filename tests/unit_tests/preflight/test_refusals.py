@@ -130,6 +130,9 @@ oops | 'oops' does not belong to any
 --distill.teacher checkpoint | distill.teacher | needs job.stage = distill
 --job.stage distill | distill.teacher = "" | checkpoint directory
 --job.stage distill --distill.teacher checkpoint --distill.teacher_url a:1 | "a:1" | must be a URL
+--distill.divergence jsd | distill.divergence = "jsd" | needs job.stage = distill
+--distill.divergence l2 | distill.divergence = "l2" | forward_kl
+--job.stage distill --distill.hint_column answer | distill.hint_column = "answer" | needs distill.divergence
 --job.stage distill --distill.teacher nowhere | distill.teacher | no config.json
 --job.stage distill --distill.teacher checkpoint --grpo.kl_coefficient 1 | grpo.kl_coefficient | place
 --job.stage sft --eval.stop_at 0.5 | eval.stop_at = 0.5 | sft.sample = true

@@ -178,6 +178,16 @@ def score(policy: Decoder, token_ids: list[int]) -> list[float]:
     return rest.log_probs
 
 
+@torch.inference_mode()
+def likeliest(policy: Decoder, token_ids: list[int], count: int) -> list[tuple[list[int], list[float]]]:
+    """Ids and log-probs at temperature 1 of the `count` likeliest tokens in the place of each but the first."""
+    device = policy.lm_head.weight.device
+    with separate_projections(policy):
+        logits = policy(torch.tensor(token_ids[:-1], device=device), PackedLayout([len(token_ids) - 1], device))
+    found = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+
+
 def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> None:
     token_ids: list[int] = []
     targets: list[int] = []

@@ -70,6 +70,7 @@ class GenerateBody(_Strict):
 
 class ScoreBody(_Strict):
     token_ids: list[int] = Field(min_length=2)
+    top: int = Field(default=0, ge=0)
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_length: int) -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_body
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
-from torchtitan.inference.embedded.forwards import score
+from torchtitan.inference.embedded.forwards import likeliest, score
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.sequences import (
     GenerateBody,
@@ -109,8 +109,10 @@ class EngineServer(ActorServer):
         return answer({"completions": [one.to_json() for one in completions]})
 
     async def _score(self, request: web.Request) -> web.Response:
-        """{"token_ids"}: log-probs at temperature 1 of all but the first, and the version they are under."""
-        token_ids = (await parse_body(request, ScoreBody)).token_ids
+        """{"token_ids", "top"}: log-probs at temperature 1 of all but the first, ids and log-probs of the `top`
+        likeliest in their places, and the version they are under."""
+        body = await parse_body(request, ScoreBody)
+        token_ids = body.token_ids
         wanted = GenerateRequest("score", token_ids, SamplingParameters(1))
         check_request(wanted, self.engine.args.vocab_size, self.engine.max_length + 1)
 
@@ -118,7 +120,8 @@ class EngineServer(ActorServer):
             # In the engine's thread: weights that are there when it is asked need not be when it is its turn.
             self.loop.check_available()
             log_probs = score(self.engine.policy, token_ids)
-            return {"log_probs": log_probs, "epoch": self.engine.epoch, "version": self.engine.version}
+            top = likeliest(self.engine.policy, token_ids, body.top) if body.top else None
+            return {"log_probs": log_probs, "top": top, "epoch": self.engine.epoch, "version": self.engine.version}
 
         return answer(await asyncio.wait_for(asyncio.wrap_future(self.loop.call(work)), CALL_SECONDS))
 

@@ -1,0 +1,158 @@
+"""Distillation over the whole vocabulary through the trainer: against plain tensors, on every layout, from a server."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed_launcher import run_distributed
+from tests.patience import asynchronous
+from tests.unit_tests.trainer.test_stages import Trained, demonstrations, make_config
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.preflight.debug_checkpoint import write_tokenizer
+from torchtitan.rollout.group_maker import Teacher
+from torchtitan.rollout.journal import decode_batch, encode_batch
+from torchtitan.rollout.prompts import PromptMaker
+from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.types import Batch, Trajectory
+
+BETA = 0.3
+HINT = [5, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A policy and a teacher of another shape."""
+    made = []
+    for tied in (True, False):
+        directory = tmp_path_factory.mktemp("teaching") / "checkpoint"
+        shutil.copytree(tiny_checkpoint("qwen3", tied=tied), directory)
+        write_tokenizer(directory)
+        made.append(str(directory))
+    return made
+
+
+def configured(checkpoints: list[str], divergence: str, teacher: str | None = None, **lora: Any) -> JobConfig:
+    config = make_config("distill", checkpoints)
+    config.distill.divergence, config.distill.jsd_beta, config.distill.coefficient = divergence, BETA, 0.7
+    config.distill.teacher = config.distill.teacher if teacher is None else teacher
+    config.rollout.temperature = 0.8
+    for name, value in lora.items():
+        setattr(config.lora, name, value)
+    return config
+
+
+def sampled(config: JobConfig, hint: list[int] | None = None) -> Batch:
+    """Demonstrations, taken for samples of some policy, of which every other has a hint."""
+    batch = demonstrations(make_config("sft", [config.model.hf_assets_path, ""])).next_batch(0)
+    for number, sample in enumerate(batch.samples):
+        for completion in sample.branches[0].sampled:
+            completion.log_probs = [-3.0] * len(completion.token_ids)
+            completion.hint_ids = hint if number % 2 else None
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("divergence", "teacher", "hint"),
+    [("forward_kl", None, None), ("reverse_kl", None, HINT), ("jsd", "", HINT)],
+    ids=["another policy", "another policy with a hint", "itself with a hint"],
+)
+def test_the_gradient_is_that_of_transformers_in_float64(
+    checkpoints: list[str], divergence: str, teacher: str | None, hint: list[int] | None
+) -> None:
+    import transformers
+
+    config = configured(checkpoints, divergence, teacher)
+    trainer, batch = Trained(config), sampled(config, hint)
+    metrics = trainer.train_batch(batch).metrics
+    model, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for path in (checkpoints[0], checkpoints[0 if teacher == "" else 1])
+    )
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in batch.samples:
+        prompt, completion = (one.token_ids for one in sample.branches[0].segments)
+        read = sample.branches[0].sampled[0].hint_ids or prompt
+        p = (model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+        with torch.no_grad():
+            q = (other(torch.tensor([read + completion])).logits[0, len(read) - 1 : -1] / 0.8).log_softmax(-1)
+        mixed = torch.logaddexp(q + torch.tensor(BETA).log(), p + torch.tensor(1 - BETA).log())
+        jsd = BETA * q.exp() * (q - mixed) + (1 - BETA) * p.exp() * (p - mixed)
+        by_token = {"forward_kl": q.exp() * (q - p), "reverse_kl": p.exp() * (p - q), "jsd": jsd}[divergence]
+        total, count = total + by_token.sum(), count + len(completion)
+    (0.7 * total / count).backward()
+    assert metrics["teacher_kl"] == pytest.approx(total.item() / count, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(0.7 * total.item() / count, rel=1e-5)
+    for name, one in model.named_parameters():
+        if one.grad is not None:
+            torch.testing.assert_close(
+                trainer.gradients[name], one.grad.float(), rtol=1e-3, atol=2e-6 * float(one.grad.abs().max() + 1)
+            )
+
+
+def figures(checkpoints: list[str], tp: int) -> list[list[float]]:
+    """Of two batches each: an in-process teacher; the policy itself, with adapters on its head too."""
+    device.set_threads(1, 1)
+    found = []
+    adapters = {"rank": 2, "target_modules": ["q_proj", "lm_head"]}
+    for config in (configured(checkpoints, "jsd"), configured([checkpoints[1], ""], "reverse_kl", "", **adapters)):
+        config.parallelism.tensor_parallel_degree = tp
+        trainer = Trained(config)
+        for _ in range(2):
+            metrics = trainer.train_batch(sampled(config, HINT)).metrics
+            found.append([metrics[name] or 0.0 for name in ("loss", "grad_norm", "teacher_kl")])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2], ids=["fsdp", "tp"])
+def test_two_ranks_teach_as_one_does(checkpoints: list[str], tp: int) -> None:
+    alone = figures(checkpoints, 1)
+    assert all(value > 1e-4 for row in alone for value in row)
+    for rank in run_distributed("tests.unit_tests.trainer.test_teaching:figures", 2, checkpoints=checkpoints, tp=tp):
+        assert rank == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in alone]
+
+
+@asynchronous
+async def test_a_server_that_is_asked_for_all_tokens_teaches_what_ranks_do(checkpoints: list[str]) -> None:
+    config = configured(checkpoints, "reverse_kl")
+    config.rollout.temperature = 1.0
+    batch = sampled(config, HINT)
+    by_rank = Trained(config).train_batch(copy.deepcopy(batch)).metrics
+    policy = load_policy(checkpoints[1])
+    server = EngineServer(Engine(policy, 4, 128), "its token")
+    port = await server.start("127.0.0.1", 0)
+    config.distill.teacher_url, config.distill.teacher_backend = f"http://127.0.0.1:{port}", "embedded"
+    config.distill.top_k = policy.args.vocab_size - 1
+    with mock.patch.dict(os.environ, TORCHTITAN_TEACHER_TOKEN="its token"):
+        teacher = Teacher(config.distill)
+    try:
+        await teacher.teach([Trajectory(one.branches, one.finish_reason, "") for one in batch.samples])
+    finally:
+        await teacher.close()
+        await server.close()
+    by_server = Trained(config).train_batch(decode_batch(encode_batch(batch))).metrics
+    for name in ("loss", "grad_norm", "teacher_kl"):
+        assert by_server[name] == pytest.approx(by_rank[name], rel=1e-3)
+
+
+def test_a_hint_stands_where_the_template_says(checkpoints: list[str]) -> None:
+    config = make_config("distill", checkpoints)
+    config.distill.hint_column, config.distill.hint_template = "answer", "{hint}={prompt}"
+    maker = PromptMaker(config, tokenizer := Tokenizer(checkpoints[0]))
+    prompt = maker.make({"prompt": "12+34=", "answer": "640"}, 0)
+    assert prompt.hint_ids == tokenizer.encode_prompt("640=12+34=")
+    assert maker.length(prompt) == len(prompt.hint_ids) > len(prompt.token_ids)
+    assert maker.make({"prompt": "12+34="}, 0).hint_ids is None

@@ -1,0 +1,109 @@
+"""What the policy is compared with over the whole vocabulary (distill.divergence), one micro-batch at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.device import device
+from torchtitan.inference.types import Branch
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.divergence_head import Comparison, TeacherStates, TopTokens
+from torchtitan.models.logprob_head import HeadOptions
+from torchtitan.models.lora import without_dropout
+from torchtitan.trainer.packing import MicroBatch
+
+
+class _Operands:
+    """A function of the head that returns the hidden states, and keeps the other operands here."""
+
+    def __init__(self) -> None:
+        self.weight: list[torch.Tensor] = []
+        self.softcap: float | None = None
+
+    def __call__(
+        self,
+        hidden: Sequence[torch.Tensor],
+        weight: Sequence[torch.Tensor],
+        targets: torch.Tensor,
+        options: HeadOptions,
+    ) -> tuple[torch.Tensor, ...]:
+        # FSDP fills the same memory again when it next gathers the weight.
+        self.weight, self.softcap = [one.detach() for one in weight], options.get("softcap")
+        return tuple(hidden)
+
+
+class Teaching:
+    """The teacher of a run: `reference` if the trainer holds one, a server's answers if distill.teacher_url is set, or
+    else the policy itself as it is now, with another prompt (OPSD, Zhao et al. 2026; SDFT, Shenfeld et al. 2026)."""
+
+    def __init__(self, config: JobConfig, policy: Decoder, reference: Decoder | None):
+        self._distill, self._temperature = config.distill, config.rollout.temperature or 1.0
+        self._policy = policy if reference is None else reference
+        self._gathers: FSDPModule | None = None
+        teacher: Any = reference
+        if isinstance(teacher, FSDPModule):
+            # Its head's weight is needed until the policy's backward is done with it.
+            teacher.set_reshard_after_forward(False, recurse=False)
+            self._gathers = teacher
+
+    @contextlib.contextmanager
+    def compare(self, micro_batch: MicroBatch) -> Iterator[Comparison]:
+        """Inside the block, forward and backward of the policy's head can use the comparison. A collective."""
+        kind, beta = self._distill.divergence, self._distill.jsd_beta
+        if self._distill.teacher_url:
+            yield Comparison(top_tokens(micro_batch.trained, self._distill.top_k), kind, beta)
+            return
+        operands = _Operands()
+        token_ids, layout, active = micro_batch.token_ids, micro_batch.layout, micro_batch.active
+        if any(one.hint_ids is not None for branch in micro_batch.trained for one in branch.sampled):
+            token_ids, layout, active = hinted(micro_batch.trained)
+        with torch.no_grad(), without_dropout(self._policy):
+            hidden = self._policy(
+                token_ids,
+                layout,
+                micro_batch.targets,
+                self._temperature,
+                micro_batch.kept,
+                rows=active,
+                function=operands,
+            )
+        yield Comparison(TeacherStates(hidden, operands.weight, operands.softcap), kind, beta)
+        if self._gathers is not None:
+            self._gathers.reshard()
+
+
+def hinted(branches: Sequence[Branch]) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:
+    """(tokens [T], their layout, the positions [A] that predict the sampled tokens, in the same order as for the
+    policy): branches with what the teacher reads in place of their prompts."""
+    tokens: list[int] = []
+    lengths: list[int] = []
+    active: list[int] = []
+    for branch in branches:
+        prompt, whole = len(branch.segments[0].token_ids), branch.token_ids
+        hint = branch.sampled[0].hint_ids
+        begin = whole[:prompt] if hint is None else hint
+        active += [len(tokens) + place - prompt + len(begin) - 1 for place in branch.sampled_at]
+        tokens += begin + whole[prompt:-1]
+        lengths.append(len(begin) + len(whole) - prompt - 1)
+    return (
+        torch.tensor(tokens, device=device()),
+        PackedLayout(lengths, device()),
+        torch.tensor(active, dtype=torch.int64, device=device()),
+    )
+
+
+def top_tokens(branches: Sequence[Branch], count: int) -> TopTokens:
+    """What a server has said of all sampled tokens, in order."""
+    rows = [row for branch in branches for one in branch.sampled for row in one.teacher_top or []]
+    ids, log_probs = ([row[part] for row in rows] for part in (0, 1))
+    return TopTokens(
+        torch.tensor(ids, dtype=torch.int64, device=device()).view(-1, count),
+        torch.tensor(log_probs, dtype=torch.float32, device=device()).view(-1, count),
+    )
