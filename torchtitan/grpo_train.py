@@ -34,7 +34,7 @@ from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.utils.machine import leave
+from torchtitan.utils.machine import leave, sleep_between_regions
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def run_job(config: JobConfig) -> Run:
 
 
 def _run(config: JobConfig) -> Run:
+    sleep_between_regions()  # before torch is imported
     from torchtitan.trainer.controller import Kind
     from torchtitan.trainer.job import Job
 

@@ -10,7 +10,7 @@ import sys
 
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.client import base_url
-from torchtitan.utils.machine import count_cores, host_memory
+from torchtitan.utils.machine import count_cores, host_memory, sleep_between_regions
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -35,6 +35,7 @@ def restrict(threads: int) -> int:
     """Have this process compute with so many threads, 0: as many as it has cores; returns their number."""
     threads = threads or count_cores()
     # Read when numpy and torch are first imported.
+    sleep_between_regions()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
     return threads
