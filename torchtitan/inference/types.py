@@ -149,13 +149,15 @@ class GenerateRequest:
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParameters
+    single_turn: bool = False
+    """No later request goes on where this one ends, so an engine need not remember much of it"""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "sampling": dict(vars(self.sampling))}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GenerateRequest:
-        return cls(data["request_id"], data["prompt_ids"], SamplingParameters(**data["sampling"]))
+        return cls(**{**data, "sampling": SamplingParameters(**data["sampling"])})
 
 
 @dataclass(frozen=True)

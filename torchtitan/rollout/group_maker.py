@@ -46,6 +46,7 @@ class GroupMaker:
         self._tokenizer = tokenizer
         self._epoch = epoch
         self._episodes = episodes
+        self.single_turn = episodes is None
         self._environment = environment_name(config)
         self._groups = 0
         self.teacher = Teacher(config.distill) if config.distill.teacher_url else None
@@ -78,7 +79,8 @@ class GroupMaker:
             seed=stream_seed(self._config.training.seed, prompt.index),
             routes=self._config.grpo.routing_replay,
         )
-        return GenerateRequest(f"{self._epoch}-{prompt.index}", prompt.token_ids, sampling)
+        name = f"{self._epoch}-{prompt.index}"
+        return GenerateRequest(name, prompt.token_ids, sampling, single_turn=self.single_turn)
 
     async def sample(self, prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
         """Return the trajectories of a request: request.sampling.n, or fewer if environments failed.

@@ -152,7 +152,8 @@ class Evaluator:
             stop_token_ids=self.groups.stop_token_ids,
             seed=int.from_bytes(digest[:4], "big") >> 1,
         )
-        return GenerateRequest(f"eval-{step}-{kind}-{prompt.index}", prompt.token_ids, sampling)
+        name = f"eval-{step}-{kind}-{prompt.index}"
+        return GenerateRequest(name, prompt.token_ids, sampling, single_turn=self.groups.single_turn)
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:

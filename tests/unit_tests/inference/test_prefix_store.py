@@ -150,6 +150,23 @@ def test_memory_stays_within_the_limit_and_rows_come_first(tiny_checkpoint: Call
     assert engine._rows.prefixes._bytes == 0 and engine._rows.prefixes.find(np.array(played[0][0]))[0] is None
 
 
+def test_single_turns_leave_little_behind_and_still_share_instructions(tiny_checkpoint: Callable[..., Path]) -> None:
+    def kept(single_turn: bool) -> tuple[int, int, int]:
+        engine = Engine(load_policy(tiny_checkpoint()), 64, 128, ())
+        generator, most = np.random.default_rng(0), 0
+        instructions = list(range(2, 50))
+        for number in range(12):
+            prompt = [*instructions, *generator.integers(2, 90, 12).tolist()]
+            sampling = SamplingParameters(8, n=16, seed=number)
+            engine.generate([GenerateRequest(f"{number}", prompt, sampling, single_turn=single_turn)])
+            most = max(most, engine._rows.prefixes._bytes)
+        return most, engine._cache.bytes_of(engine._cache.rows, engine._cache.length), engine.statistics.reused_tokens
+
+    (most, cache, reused), (more, _, reused_by_turns) = kept(single_turn=True), kept(single_turn=False)
+    assert 0 < most <= cache / 8 < more <= cache
+    assert reused >= 11 * 48 and reused == reused_by_turns
+
+
 def test_unequal_tokens_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtitan.inference.embedded.cache.hash", lambda _: 5, raising=False)
     store = PrefixStore()

@@ -26,6 +26,9 @@ from torchtitan.inference.types import (
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 MAX_SAMPLES = 4096
 FIRST_WIDTH = 64
+# What ended may take as much memory as the cache where conversations go on from it, and so much less where others can
+# only begin with the same instructions.
+SINGLE_TURNS_SHARE = 8
 
 
 class InvalidRequest(UserError):
@@ -66,6 +69,7 @@ class GenerateBody(_Strict):
     request_id: str
     prompt_ids: list[int] = Field(min_length=1)
     sampling: _Sampling
+    single_turn: bool = False
 
 
 class ScoreBody(_Strict):
@@ -257,7 +261,8 @@ class Rows:
         length = int(self.lengths[sequence.row])
         routes = None if (known := sequence.known_routes) is None else known[:length].copy()
         self.prefixes.keep(self.of(sequence)[:length], self._cache.read_row(sequence.row, length), routes)
-        self.prefixes.trim(self._cache.spare_bytes(0, 0, 0))
+        limit = self._cache.spare_bytes(0, 0, 0)
+        self.prefixes.trim(limit // SINGLE_TURNS_SHARE if sequence.owner.request.single_turn else limit)
 
     def release(self, sequence: Sequence) -> None:
         """A sequence is over: the last row takes its row's place."""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class EngineServer(ActorServer):
     async def _run(self, request: GenerateRequest) -> list[Completion]:
         self.loop.check_available()
         # A retry of a request may come before its lost first try was noticed: ids are our own.
-        own = GenerateRequest(f"{next(self._numbers)}:{request.request_id}", request.prompt_ids, request.sampling)
+        own = replace(request, request_id=f"{next(self._numbers)}:{request.request_id}")
         return await self.loop.generate(own)
 
     async def _generate(self, request: web.Request) -> web.Response:
