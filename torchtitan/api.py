@@ -29,7 +29,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from torchtitan.config.derived import world_size
@@ -178,9 +178,10 @@ Reward = str | Callable[..., Any]
 
 
 def train(
-    config: Config,
+    config: Config = MappingProxyType({}),
     overrides: Mapping[str, Any] | None = None,
     *,
+    model: str | os.PathLike[str] | None = None,
     rewards: Reward | Iterable[Reward] | None = None,
     dataset: str | Rows | Callable[[], Rows] | None = None,
     environment: str | type | None = None,
@@ -198,8 +199,9 @@ def train(
 
     Args:
         config: a TOML file (or the name of a shipped one, such as "debug_cpu"), a dict of its tables or of
-            values by `table.key`, or a JobConfig.
+            values by `table.key`, or a JobConfig; a checkpoint directory here is the model, with the defaults.
         overrides: values by `table.key`, such as {"training.steps": 3}.
+        model: for model.hf_assets_path: a Hugging Face checkpoint directory, or the folder of a run.
         rewards: for rewards.functions: names, or functions in TRL's call convention, run by worker processes.
         dataset: for rollout.dataset: its name, rows (dicts of columns), or a function that returns them.
         environment: for environment.factory: its name, or the class, which worker processes instantiate.
@@ -215,7 +217,10 @@ def train(
         raise UserError("train() runs one rank; start several with: torchrun -m torchtitan.grpo_train (run_grpo.sh)")
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train() must be called in the main thread: only that thread gets stop signals")
-    draft = draft_of(config, overrides or {})
+    is_model = isinstance(config, (str, os.PathLike)) and Path(config, "config.json").is_file()
+    draft = draft_of({} if is_model else config, overrides or {})
+    if model is not None or is_model:
+        draft.set("model.hf_assets_path", str(config if model is None else model), "model")
     folder = Path(draft.build()[0].job.dump_folder).resolve() / FOLDER
     if rewards is not None:
         several = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards

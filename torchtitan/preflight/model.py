@@ -31,6 +31,7 @@ from torchtitan.preflight.check import Check
 from torchtitan.preflight.memory import check_memory
 
 KEY = "model.hf_assets_path"
+HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 TEACHER = "distill.teacher"
 
 
@@ -106,6 +107,12 @@ def _missing(check: Check) -> str:
         if is_missing_debug_checkpoint(config):
             how = f"python scripts/make_debug_checkpoint.py --output {path}"
             return f" is not a directory; make it: {how} (./run_grpo.sh does so by itself)"
+        if HUB_NAME.fullmatch(path) and not directory.parent.is_dir():
+            folder = f"outputs/assets/{directory.name}"
+            return (
+                f" is not a directory here; if it is a model of the Hugging Face hub, download it: "
+                f"hf download {path} --local-dir {folder}, and give {folder}"
+            )
         parent = directory.parent
         siblings = [other.name for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
         return f" is not a directory (looked in {Path.cwd()}){nearest(directory.name, siblings)}"

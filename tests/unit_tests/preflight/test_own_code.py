@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.policies import make_debug_checkpoint
 from torchtitan import train
 from torchtitan.api import names_of, write_rows
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
+from torchtitan.grpo_train import Run
 from torchtitan.preflight.validate import draft_of
 from torchtitan.rollout.prompts import load_rows
 from torchtitan.rollout.rewards import load_reward
@@ -205,3 +207,22 @@ def test_train_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="torchrun"):
         train("debug_cpu")
+
+
+def test_a_model_is_a_directory_or_the_hint_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[JobConfig] = []
+
+    def run(config: JobConfig) -> Run:
+        started.append(config)
+        return Run(tmp_path, 0, 0)
+
+    monkeypatch.setattr("torchtitan.api.run_job", run)
+    monkeypatch.chdir(tmp_path)
+    rows, model = [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(20)], tmp_path / "model"
+    make_debug_checkpoint(model)
+    small = {"training.seq_len": 32, "rollout.max_completion_tokens": 4}
+    train(model=model, overrides=small, dataset=rows)
+    train(str(model), small, dataset=rows)
+    assert [config.model.hf_assets_path for config in started] == [str(model)] * 2
+    with pytest.raises(UserError, match="hf download HuggingFaceTB/SmolLM2-135M --local-dir"):
+        train(model="HuggingFaceTB/SmolLM2-135M", overrides=small, dataset=rows)
