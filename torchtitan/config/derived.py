@@ -236,6 +236,12 @@ def reward_weights(config: JobConfig) -> dict[str, float]:
     return {**weights, **({own: 1.0} if (own := environment_name(config)) else {})}
 
 
+def reward_labels(config: JobConfig) -> dict[str, str]:
+    """What curves and completions call every reward: a function of a module by its own name, if no other has that."""
+    own = {name: name.rpartition(":")[2] for name in reward_weights(config)}
+    return {name: label if list(own.values()).count(label) == 1 else name for name, label in own.items()}
+
+
 def judging_reward(config: JobConfig) -> str:
     """The reward by which an evaluation decides whether a sample passes."""
     return config.eval.reward_function or [*config.rewards.functions, environment_name(config)][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.config.derived import reward_labels
 from torchtitan.config.job_config import JobConfig, Metrics
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
@@ -109,10 +111,13 @@ class MetricsLogger:
         self._console.evaluation(step, self._write({"step": step} | dict(figures)))
 
     def log_completions(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
-        """Write the first samples of a batch as text, at most metrics.completions_per_step (all if negative)."""
-        limit = self.config.metrics.completions_per_step
-        for number, sample in enumerate(batch.samples[: None if limit < 0 else limit]):
-            row = describe_sample(step, batch.version, sample, tokenizer)
+        """Write samples of a batch as text, at most metrics.completions_per_step (all if negative): the first of every
+        group, then the second ones."""
+        limit, labels = self.config.metrics.completions_per_step, reward_labels(self.config)
+        by_turns = itertools.chain(*itertools.zip_longest(*(group.samples for group in batch.groups)))
+        samples = [sample for sample in by_turns if sample is not None]
+        for number, sample in enumerate(samples[: None if limit < 0 else limit]):
+            row = describe_sample(step, batch.version, sample, tokenizer, labels)
             self._completions.write(row | (describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {}))
 
     def close(self) -> None:
@@ -141,8 +146,10 @@ def finite(value: Figure) -> Figure:
     return int(value) if isinstance(value, int) else float(value)
 
 
-def describe_sample(step: int, version: int, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return one row of completions.jsonl. A conversation also has its `segments`."""
+def describe_sample(
+    step: int, version: int, sample: Sample, tokenizer: Tokenizer, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return one row of completions.jsonl; labels: what rewards are called. A conversation also has its `segments`."""
     conversation = {} if len(sampled_segments(sample.branches)) == 1 else {"segments": _segments(sample, tokenizer)}
     return conversation | {
         "step": step,
@@ -150,7 +157,7 @@ def describe_sample(step: int, version: int, sample: Sample, tokenizer: Tokenize
         "prompt": tokenizer.decode(sample.prompt_ids, skip_special=False),
         "completion": tokenizer.decode(sample.completion_ids, skip_special=False),
         "reward": finite(sample.reward),
-        "rewards": {name: finite(value) for name, value in sample.rewards.items()},
+        "rewards": {labels.get(name, name): finite(value) for name, value in sample.rewards.items()},
         **({"extra": sample.extra} if sample.extra else {}),
         "advantage": finite(sample.advantage),
         "versions": [{"version": span.version, "tokens": span.end - span.start} for span in sample.spans],

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
-from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
+from torchtitan.config.derived import (
+    global_batch_size,
+    learns_from_rewards,
+    reward_labels,
+    reward_weights,
+    sleeps_between_batches,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, load_function
 from torchtitan.inference.types import VersionSpan, sampled_segments
@@ -22,6 +28,7 @@ from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, b
 from torchtitan.rollout.pace import Pace
 from torchtitan.rollout.prompts import PromptStream
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
+from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,10 @@ SMALLEST_GROUP = 2
 EQUAL_REWARDS = 1e-9
 # The run stops after this many batches' worth of consecutive groups without any reward.
 BATCHES_WITHOUT_REWARD = 4
+# After so many batches' worth of groups an event says that no completion has had a reward but 0 yet, and shows some.
+BATCHES_OF_ZEROS = 2
+SHOWN_COMPLETIONS = 3
+SHOWN_CHARACTERS = 200
 
 
 def sample_version(spans: Sequence[VersionSpan]) -> int:
@@ -44,6 +55,8 @@ class RolloutStatistics:
     they describe the policy rather than the selection of groups."""
 
     max_completion_tokens: int
+    labels: dict[str, str]
+    """What curves call each reward"""
     rewards: list[float] = field(default_factory=list)
     per_function: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     turns: list[int] = field(default_factory=list)
@@ -108,8 +121,9 @@ class RolloutStatistics:
         if self.admitted_long:
             figures["rollout/admission_rate_long"] = fmean(self.admitted_long)
         for name, values in sorted(self.per_function.items()):
-            figures[f"reward/{name}/mean"] = fmean(values)
-            figures[f"reward/{name}/std"] = pstdev(values)
+            label = self.labels.get(name, name)
+            figures[f"reward/{label}/mean"] = fmean(values)
+            figures[f"reward/{label}/std"] = pstdev(values)
         return figures
 
 
@@ -122,7 +136,13 @@ class RolloutFlow:
     """
 
     def __init__(
-        self, config: JobConfig, groups: GroupMaker, stream: PromptStream, journal: Journal | None, ranks: int
+        self,
+        config: JobConfig,
+        groups: GroupMaker,
+        stream: PromptStream,
+        journal: Journal | None,
+        ranks: int,
+        events: EventLog | None = None,
     ):
         self._config = config
         self._groups = groups
@@ -137,6 +157,9 @@ class RolloutFlow:
         self._ready: dict[int, Group] = {}
         self._redo: list[int] = []
         self._without_reward = 0
+        self._events, self._answer = events, config.rewards.answer_column
+        self._zeros: list[tuple[Prompt, Trajectory]] | None = [] if learns_from_rewards(config) else None
+        """One sample of each group so far, while no reward but 0 has been seen"""
         self._kept: ReplaySource | None = None
         """Recorded batches to train on again"""
         self._failure: Exception | None = None
@@ -245,7 +268,7 @@ class RolloutFlow:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _fresh_statistics(self) -> RolloutStatistics:
-        return RolloutStatistics(self._config.rollout.max_completion_tokens)
+        return RolloutStatistics(self._config.rollout.max_completion_tokens, reward_labels(self._config))
 
     def _fill(self) -> None:
         """Send out prompts for as many groups as can be used, starting with those that must be done again."""
@@ -275,7 +298,8 @@ class RolloutFlow:
             for trajectory, (reward, rewards) in zip(trajectories, scores, strict=True):
                 self._statistics.add_sample(trajectory, reward, rewards)
                 if reward is not None:
-                    samples.append(make_sample(trajectory, reward, rewards))
+                    samples.append(make_sample(trajectory, reward, rewards, prompt.columns.get(self._answer)))
+            self._look_for_reward(prompt, trajectories, samples)
             self._take_in(Group(prompt.index, samples))
         except Exception as error:
             heapq.heappush(self._redo, prompt.index)  # a state that is saved now must include it
@@ -311,6 +335,32 @@ class RolloutFlow:
         if len(group.samples) >= SMALLEST_GROUP:
             self._add(group, usable)
             self._redo_stale(group.prompt_index)
+
+    def _look_for_reward(self, prompt: Prompt, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> None:
+        """Write an event if the first batches' worth of groups has no reward but 0: nothing is learned from them."""
+        if self._events is None or self._zeros is None or not samples:
+            return
+        if any(sample.reward for sample in samples):
+            self._zeros = None
+            return
+        self._zeros.append((prompt, trajectories[0]))
+        if (count := len(self._zeros)) < BATCHES_OF_ZEROS * self._batch_groups:
+            return
+        shown = [
+            {
+                "prompt": str(prompt.text)[-SHOWN_CHARACTERS:],
+                "completion": str(trajectory.completion)[:SHOWN_CHARACTERS],
+                "finish_reason": trajectory.finish_reason,
+                "answer": str(prompt.columns.get(self._answer))[-SHOWN_CHARACTERS:],
+            }
+            for prompt, trajectory in self._zeros[-SHOWN_COMPLETIONS:]
+        ]
+        self._zeros = None
+        self._events.write(
+            "no_reward_yet", level=logging.WARNING, groups=count, completions=shown,
+            look_at="is the answer in the form that the reward functions want, does rollout.max_completion_tokens cut "
+            "it off (finish_reason length), is the task too hard for this model (docs/real_models.md)?",
+        )  # fmt: skip
 
     def _redo_stale(self, only: int | None = None) -> None:
         """Have finished groups sampled again that will be too stale in their turn; only: look at this one."""

@@ -131,10 +131,14 @@ class GroupMaker:
         return {f"{part}/{name}": float(count) for part, counts in parts.items() for name, count in counts.items()}
 
 
-def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float | None]) -> Sample:
+def make_sample(
+    trajectory: Trajectory, reward: float, rewards: dict[str, float | None], answer: object = None
+) -> Sample:
+    """answer: the reference answer, which is shown beside the completion."""
+    shown = {} if answer is None else {"answer": str(answer)}
     return Sample(
         trajectory.branches, trajectory.finish_reason, reward, rewards,
-        turn_rewards=trajectory.turn_rewards, extra=trajectory.extra,
+        turn_rewards=trajectory.turn_rewards, extra={**shown, **trajectory.extra},
     )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class Rollouts:
         ranks: int,
         environments: EnvironmentPool | None = None,
         gateway: Gateway | None = None,
+        events: EventLog | None = None,
     ):
         """ranks: number of trainer ranks; gateway: given if the programs of `environments` reach the policy through it.
 
@@ -80,7 +81,7 @@ class Rollouts:
             episodes = EpisodePlayer(config, pool, environments, self._maker, tokenizer)
         self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
         stream = PromptStream(train, self._maker, config.training.seed, config.rollout.shuffle)
-        self.flow = RolloutFlow(config, self.groups, stream, journal, ranks)
+        self.flow = RolloutFlow(config, self.groups, stream, journal, ranks, events)
 
     def __enter__(self) -> Rollouts:
         self.loop = BackgroundLoop("rollouts")
@@ -165,7 +166,7 @@ def make_rollouts(
         gateway = Gateway(config, pool, events, run_dir)
     elif has_environment(config):
         environments = EnvironmentPool(config, events, log_file=logs / "environments.log")
-    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway)
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway, events)
 
 
 class BackgroundLoop:

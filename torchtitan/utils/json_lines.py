@@ -189,7 +189,8 @@ class EventLog:
         """Log one event. level is that of the console line only."""
         with self._lock, JsonLines(self.path, durable=True, default=str) as file:
             file.write({"time": round(time.time(), 3), "kind": kind, **fields})
-        events_logger.log(level, "%s %s", kind, " ".join(f"{name}={value}" for name, value in fields.items()))
+        said = " ".join(f"{name}={value}" for name, value in fields.items() if value != "")
+        events_logger.log(level, "%s %s", kind, said)
 
 
 Span = tuple[str, float, float]

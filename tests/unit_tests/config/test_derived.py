@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
-from torchtitan.config.derived import nodes, slurm_urls
+from torchtitan.config.derived import nodes, reward_labels, slurm_urls
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import load_config
+
+
+def test_rewards_are_called_by_their_own_names_where_these_are_unique() -> None:
+    config = JobConfig()
+    config.rewards.functions = ["accuracy", "own_9067cb83d8bb:verified", "mine:length", "yours:length", "x:accuracy"]
+    assert list(reward_labels(config).values()) == ["accuracy", "verified", "mine:length", "yours:length", "x:accuracy"]
 
 
 def test_servers_elsewhere_need_a_registry_that_they_reach(write_config: WriteConfig) -> None:

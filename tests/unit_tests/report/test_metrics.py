@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import io
 import json
@@ -140,6 +141,23 @@ def test_completions_in_words(tmp_path: Path, limit: int, expected: int) -> None
         }
     # Token by token only a few, so that the file does not grow with the batch.
     assert sum("token_texts" in row for row in rows) == min(expected, DETAILED_SAMPLES)
+
+
+def test_completions_are_of_all_groups_with_answer_and_short_names(tmp_path: Path) -> None:
+    config = make_config(completions_per_step=5)
+    config.rewards.functions = ["own_9067cb83d8bb:verified"]
+    groups = []
+    for index in range(3):
+        group = Group(index, [copy.deepcopy(make_batch().samples[0]) for _ in range(4)])
+        for sample in group.samples:
+            sample.rewards, sample.extra = {"own_9067cb83d8bb:verified": 1.0}, {"answer": f"a{index}"}
+        groups.append(group)
+    logger = MetricsLogger(config, tmp_path)
+    logger.log_completions(1, Batch(0, groups), Words())
+    logger.close()
+    rows = read_json_lines(tmp_path / "completions.jsonl")
+    assert [row["extra"]["answer"] for row in rows] == ["a0", "a1", "a2", "a0", "a1"]
+    assert all(row["rewards"] == {"verified": 1.0} and row["prompt"] for row in rows)
 
 
 def test_tokens_with_both_log_probs(tmp_path: Path) -> None:

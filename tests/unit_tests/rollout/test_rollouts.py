@@ -7,13 +7,14 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.trajectories import single_turn
 from tests.unit_tests.rollout.test_prompts import Characters
 from torchtitan.config.job_config import JobConfig
@@ -26,6 +27,7 @@ from torchtitan.rollout.pace import Pace
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 GROUP_SIZE, BATCH_GROUPS = 2, 4
 
@@ -112,9 +114,15 @@ def make_config(max_staleness: int = 1, **rollout: Any) -> JobConfig:
 
 @contextmanager
 def running(
-    config: JobConfig, actors: FakeActors, rewards: FakeRewards | None = None, state: bytes = b"", version: int = 0
+    config: JobConfig,
+    actors: FakeActors,
+    rewards: FakeRewards | None = None,
+    state: bytes = b"",
+    version: int = 0,
+    events: EventLog | None = None,
 ) -> Iterator[Rollouts]:
-    with Rollouts(config, actors, rewards or FakeRewards(), Characters(), None, "now", ranks=1) as rollouts:  # type: ignore[arg-type]
+    scored: Any = rewards or FakeRewards()
+    with Rollouts(config, actors, scored, Characters(), None, "now", ranks=1, events=events) as rollouts:  # type: ignore[arg-type]
         rollouts.loop.call(rollouts.flow.restore_state, state)
         reach(rollouts, version)
         yield rollouts
@@ -433,3 +441,23 @@ def test_ahead_of_time_rather_a_group_too_few_is_sampled_than_one_too_many() -> 
     assert [on_policy.position(index, in_flight) for index in (None, 0, 3, 10)] == [10, 0, 1, 4]
     # The standard deviation of 16 and of 4 draws with a chance of one half is 2 and 1.
     assert [ahead.position(index, in_flight) for index in (None, 0, 3, 10)] == [12, 0, 1, 5]
+
+
+@pytest.mark.parametrize("first_reward_at", [None, 2, 20])
+def test_a_run_without_any_reward_says_what_it_samples(tmp_path: Path, first_reward_at: int | None) -> None:
+    """No batch comes of it, as groups of equal rewards are dropped: nothing else would be said."""
+    rewards, events = FakeRewards(), EventLog(tmp_path / "events.jsonl")
+    rewards.equal = lambda prompt: first_reward_at is None or prompt.index < first_reward_at
+    with running(make_config(), FakeActors(), rewards, events=events) as rollouts:
+        if first_reward_at is None:
+            until(events.path.exists)
+        else:
+            take(rollouts, 0)
+    said = read_json_lines(events.path)
+    assert [event["kind"] for event in said] == ([] if first_reward_at == 2 else ["no_reward_yet"])
+    for event in said:
+        assert event["groups"] == 2 * BATCH_GROUPS and len(event["completions"]) == 3
+        for shown in event["completions"]:
+            left, right = shown["prompt"].rstrip("=").split("+")
+            # The task's sums are written from right to left.
+            assert int(shown["answer"][::-1]) == int(left) + int(right) and shown["completion"]
