@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.conftest import GOOD, WriteConfig
 from torchtitan.config.derived import engine_words
-from torchtitan.config.job_config import JobConfig, known_keys
+from torchtitan.config.job_config import JobConfig, free_table, known_keys
 from torchtitan.config.reading import Draft, read_command_line
 from torchtitan.config.reference import markdown
 from torchtitan.config.training_tables import LOSS_TYPES
@@ -30,6 +31,8 @@ else:
 
 
 ROOT = Path(__file__).resolve().parents[3]
+# Of files, functions and classes that are called like a table.
+SUFFIXES = ("py", "toml", "jsonl", "json", "md")
 
 
 def test_values_that_are_nested_too_deeply_are_refused(write_config: WriteConfig) -> None:
@@ -233,6 +236,18 @@ def test_the_reference_is_current_and_complete() -> None:
     assert all(info.description for info in known_keys().values())
     command = "python -m torchtitan.config.reference > docs/config.md"
     assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == markdown(), f"out of date: {command}"
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=lambda page: page.stem
+)
+def test_keys_that_pages_name_are_there(page: Path) -> None:
+    tables = {name.partition(".")[0] for name in known_keys()}
+    named = re.findall(r"`(?:--)?(\w+)\.(\w+)(?: = [^`]*)?`", page.read_text(encoding="utf-8"))
+    keys = {f"{table}.{key}" for table, key in named if table in tables and key not in SUFFIXES}
+    assert not {key for key in keys if key not in known_keys() and not free_table(key)}
+    if page.stem == "real_models":
+        assert len(keys) > 80
 
 
 def test_known_names_are_those_of_the_code() -> None:
