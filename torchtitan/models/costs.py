@@ -177,7 +177,7 @@ def _state_share(config: JobConfig, args: ModelArgs) -> float:
     if config.optimizer.name == "AdamW8bit":
         # A block of 256 elements has a scale in fp32.
         return (1 + 4 / 256) / BYTES["float32" if config.lora.rank else config.training.dtype]
-    return 1 - _by_muon(config, args) / sum(trained_parameters(config, args)) / 2
+    return 1 - _by_muon(config, args) / max(1, sum(trained_parameters(config, args))) / 2
 
 
 def muon_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> int:
