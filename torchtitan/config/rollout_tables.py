@@ -31,8 +31,9 @@ from torchtitan.config.values import (
 @dataclass(config=TABLE)
 class Rollout:
     dataset: PathText = "arithmetic"
-    """`arithmetic`, `guess` or `calculator` (built in), a .jsonl or .parquet file, or a Hugging Face dataset name
-    (needs the `data` extra)"""
+    """`arithmetic`, `guess` or `calculator` (built in), a .jsonl or .parquet file, a function without arguments that
+    returns the same rows every time (`package.module:function`), or a Hugging Face dataset `owner/name` or
+    `owner/name:config` (needs the `data` extra)"""
 
     dataset_split: str = "train"
     """Split of a Hugging Face dataset"""
@@ -127,7 +128,7 @@ class Eval:
     """Steps between two evaluations; 0 evaluates only before the first step and at the end"""
 
     dataset: PathText = ""
-    """Held-out prompts: a file or dataset name; empty uses the held-out share of rollout.dataset"""
+    """Held-out prompts, named like rollout.dataset; empty uses the held-out share of rollout.dataset"""
 
     dataset_split: str = "test"
     """Split of eval.dataset, if that is a Hugging Face dataset"""

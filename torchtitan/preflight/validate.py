@@ -283,16 +283,19 @@ def _evaluates_training_data(config: JobConfig) -> bool:
     both = (rollout.dataset, evaluation.dataset)
     if len(set(map(os.path.realpath, both) if is_file else both)) > 1:
         return False
-    has_splits = rollout.dataset not in BUILT_IN and not is_file
+    has_splits = not is_file and rollout.dataset not in BUILT_IN and not FUNCTION.fullmatch(rollout.dataset)
     return not has_splits or rollout.dataset_split == evaluation.dataset_split
 
 
 def _check_dataset(check: Check, key: str, name: str) -> None:
-    what = f"must be {', '.join(BUILT_IN)}, a .jsonl or .parquet file, or a Hugging Face dataset name"
+    what = f"must be {', '.join(BUILT_IN)}, a .jsonl or .parquet file, `package.module:function` or a Hugging Face name"
     path = Path(name)
     if name in BUILT_IN:
         return
-    if problem := file_problem(name):
+    if FUNCTION.fullmatch(name):
+        if problem := name_problem(name, "dataset"):
+            check.refuse(key, True, problem)
+    elif problem := file_problem(name):
         check.refuse(key, True, problem)
     elif name.endswith(FILE_ENDINGS):
         if not path.is_file():

@@ -20,8 +20,9 @@ from torchtitan.config.derived import (
     plays_through_gateway,
 )
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, load_function
 from torchtitan.rollout.environments import builtin
+from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import NEEDS_ANSWER
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer, plain_message, plain_tools
 from torchtitan.rollout.types import Prompt
@@ -72,14 +73,19 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
 
 
 def load_rows(dataset: str, split: str = "train") -> list[Row]:
-    """Return all rows of `dataset`: a built-in task, a .jsonl or .parquet path, or `name` or `name:config` on the
-    Hugging Face Hub.
+    """Return all rows of `dataset`: a built-in task, a .jsonl or .parquet path, those of a function
+    `package.module:function`, or `owner/name` or `owner/name:config` on the Hugging Face Hub.
 
     Raises:
         UserError: the file is missing, empty or malformed, or the dataset cannot be loaded.
     """
     if dataset in BUILT_IN:
         return BUILT_IN[dataset]()
+    if FUNCTION.fullmatch(dataset):
+        rows: list[Row] = list(load_function(dataset, "dataset")())
+        if not rows or not all(isinstance(row, dict) for row in rows):
+            raise UserError(f"dataset {dataset!r} must return rows, each a dict of columns")
+        return rows
     if problem := file_problem(dataset):
         raise UserError(f"dataset {dataset}: {problem}")
     if not dataset.endswith(FILE_ENDINGS):

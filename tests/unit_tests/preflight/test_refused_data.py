@@ -51,6 +51,19 @@ def test_a_file_that_is_no_dataset_is_refused_with_what_to_do(
         load_rows(name)
 
 
+@pytest.mark.parametrize("key", ["rollout.dataset", "eval.dataset"])
+def test_a_function_of_rows_that_is_not_there_is_refused(write_config: WriteConfig, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*write_config(), f"--{key}", "no_such_module:rows"])
+    assert "module no_such_module is not on the Python path" in "".join(caught.value.problems)
+
+
+def test_a_function_of_rows_does_not_evaluate_what_it_trains(write_config: WriteConfig) -> None:
+    rows = "torchtitan.rollout.prompts:arithmetic_rows"
+    with pytest.raises(ConfigError, match="must not be the prompts of training"):
+        load_config([*write_config(), "--rollout.dataset", rows, "--eval.dataset", rows])
+
+
 @pytest.mark.parametrize("name", ["data.jsonl", "./data.jsonl", "link.jsonl", "folder/../data.jsonl"])
 def test_the_training_data_under_another_name_is_no_evaluation(write_config: WriteConfig, name: str) -> None:
     arguments = [*write_config(), "--rollout.dataset", "data.jsonl", "--eval.dataset", name]

@@ -139,6 +139,28 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest
         load_rows("some/name")
 
 
+def test_a_function_gives_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+def good():
+    for i in range(3):
+        yield {"prompt": f"{i}", "answer": f"{i}"}
+def empty():
+    return []
+def texts():
+    return ["01+02="]
+def fails():
+    raise OSError("no disk")
+"""
+    (tmp_path / "rows_of_a_user.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_rows("rows_of_a_user:good") == [{"prompt": f"{i}", "answer": f"{i}"} for i in range(3)]
+    for name in ("empty", "texts"):
+        with pytest.raises(UserError, match=f"'rows_of_a_user:{name}' must return rows, each a dict"):
+            load_rows(f"rows_of_a_user:{name}")
+    with pytest.raises(UserError, match="'rows_of_a_user:fails' raised OSError: no disk .*rows_of_a_user.py, line 10"):
+        load_rows("rows_of_a_user:fails")
+
+
 def test_hugging_face_names_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         @staticmethod
