@@ -94,20 +94,24 @@ def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Seq
     if labels is not None and len(labels) != len(run_dirs):
         raise UserError(f"--labels names {len(labels)} runs, --compare {len(run_dirs)}")
     figure = blank_figure(width=10.5, height=6.4)
-    panels = (("reward/mean", "Training reward", ""), ("eval/pass@1", "Held-out pass@1", "o"))
+    panels = (("reward/mean", "Training reward", ""), ("eval/pass@1", "Held-out pass@1 (dotted: greedy)", "o"))
     for (by_step, by_time), (key, title, marker) in zip(figure.subplots(2, 2), panels, strict=True):
         for index, run_dir in enumerate(run_dirs):
             rows = read_json_lines(Path(run_dir) / METRICS_FILE)
             if not rows:
                 raise UserError(f"{Path(run_dir) / METRICS_FILE} has no rows to plot")
             clocks = itertools.accumulate((row.get("time/step_s") or 0.0) if "loss" in row else 0.0 for row in rows)
-            points = [
-                (row["step"], now, row[key]) for row, now in zip(rows, clocks, strict=True) if row.get(key) is not None
+            points: list[tuple[Any, ...]] = [
+                (row["step"], now, row[key], row.get("eval/greedy"))
+                for row, now in zip(rows, clocks, strict=True)
+                if row.get(key) is not None
             ]
             label = labels[index] if labels else Path(run_dir).resolve().name
             for axes, place in ((by_step, 0), (by_time, 1)):
                 x, y = [point[place] for point in points], [point[2] for point in points]
                 _curve(axes, x, y, COLORS[index % len(COLORS)], label, marker)
+                if marker and (greedy := [(point[place], point[3]) for point in points if point[3] is not None]):
+                    axes.plot(*zip(*greedy, strict=True), color=COLORS[index % len(COLORS)], linewidth=1, linestyle=":")
         dress(by_step, title, "step")
         dress(by_time, title, "seconds in steps")
     figure.axes[0].legend(frameon=False, fontsize=8)
