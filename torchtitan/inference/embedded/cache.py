@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.errors import UserError
+from torchtitan.inference.embedded.states import RecurrentStates
 from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout, attend_masked, with_sinks
 from torchtitan.models.batch_invariance import InvariantSizes, key_length
 from torchtitan.models.model_args import ModelArgs
@@ -40,7 +42,8 @@ MAX_COMPARED = 32
 
 
 class KeyValueCache:
-    """Keys and values, per layer [rows × heads, length, head_dim], grown in powers of two up to the limits.
+    """Keys and values, per layer with attention [rows × heads, length, head_dim], grown in powers of two up to the
+    limits, and `states` for the layers that have a state instead.
 
     Args:
         args: the model's shape.
@@ -52,13 +55,13 @@ class KeyValueCache:
     Raises UserError where the limit is too low for any sequence.
     """
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
     visible: torch.Tensor
     """What attention adds to the scores: 0 for positions a row has, -inf beyond"""
     _blocks: list[torch.Tensor]
-    _flat_keys: list[torch.Tensor]
-    _flat_values: list[torch.Tensor]
+    _flat_keys: dict[int, torch.Tensor]
+    _flat_values: dict[int, torch.Tensor]
     _base: torch.Tensor
 
     def __init__(
@@ -71,9 +74,9 @@ class KeyValueCache:
         device: torch.device,
         sizes: InvariantSizes,
     ):
-        if args.delta_layers:
-            raise UserError(f"the embedded engine does not compute Gated DeltaNet ({args.family})")
-        self.layers, self.heads, self.head_dim = args.num_hidden_layers, args.num_key_value_heads, args.head_dim
+        self._attending = sorted({*range(args.num_hidden_layers)} - {*args.delta_layers})
+        self.layers, self.heads, self.head_dim = len(self._attending), args.num_key_value_heads, args.head_dim
+        self.states = RecurrentStates(args, dtype, device)
         self.dtype, self.device, self.sizes = dtype, device, sizes
         self.max_rows, self.max_length, self.max_bytes = max_rows, self.key_length(max_length), max_bytes
         self.rows = self.length = 0
@@ -94,7 +97,8 @@ class KeyValueCache:
 
     def release(self) -> None:
         """Give all memory back; nothing may be stored before `take`."""
-        self.keys, self.values, self._flat_keys, self._flat_values, self._blocks = [], [], [], [], []
+        self.keys, self.values, self._flat_keys, self._flat_values, self._blocks = {}, {}, {}, {}, []
+        self.states.release()
         self.visible = self._base = torch.empty(0, device=self.device)
         self.rows = self.length = 0
 
@@ -107,14 +111,16 @@ class KeyValueCache:
         return rows + self.sizes.padding(rows)
 
     def bytes_of(self, rows: int, length: int) -> int:
-        """Memory that rows × length takes: of every layer two tensors, and the mask."""
-        places = self.whole_rows(rows) * self.heads * self.key_length(length)
-        return places * (2 * self.layers * self.head_dim + 1) * self.dtype.itemsize
+        """Memory that rows × length takes: of every layer two tensors or its states, and the mask."""
+        rows = self.whole_rows(rows)
+        places = rows * self.heads * self.key_length(length)
+        return places * (2 * self.layers * self.head_dim + 1) * self.dtype.itemsize + rows * self.states.row_bytes
 
     def _growth_bytes(self) -> int:
         """What growing takes beside the new cache: blocks are replaced one by one."""
         planes = min(BLOCK, 2 * self.layers)
-        return planes * self.rows * self.heads * self.length * self.head_dim * self.dtype.itemsize
+        block = planes * self.rows * self.heads * self.length * self.head_dim * self.dtype.itemsize
+        return max(block, self.rows * self.states.row_bytes)
 
     def room(self, length: int, used_rows: int) -> int:
         """Rows that the limits allow in all, when `length` tokens have to fit beside `used_rows` rows as they are."""
@@ -161,7 +167,8 @@ class KeyValueCache:
         """New tensors in the place of the old ones, with what rows [0, used_rows) hold."""
         used, old_length = used_rows * self.heads, self.length
         # Views would keep the old memory; where nothing is kept, all of it goes first.
-        self.keys, self.values, self._flat_keys, self._flat_values = [], [], [], []
+        self.keys, self.values, self._flat_keys, self._flat_values = {}, {}, {}, {}
+        self.states.allocate(rows, used_rows)
         if not used:
             self._blocks = []
         shape = (rows * self.heads, length, self.head_dim)
@@ -175,13 +182,14 @@ class KeyValueCache:
             else:
                 self._blocks.append(block)
         planes_in_order = [plane for block in self._blocks for plane in block]
-        self.keys, self.values = planes_in_order[: self.layers], planes_in_order[self.layers :]
+        self.keys = dict(zip(self._attending, planes_in_order[: self.layers], strict=True))
+        self.values = dict(zip(self._attending, planes_in_order[self.layers :], strict=True))
         visible = torch.full(shape[:2], float("-inf"), dtype=self.dtype, device=self.device)
         if used:
             visible[:used, :old_length] = self.visible[:used]
         self.visible = visible
-        self._flat_keys = [tensor.view(-1, self.head_dim) for tensor in self.keys]
-        self._flat_values = [tensor.view(-1, self.head_dim) for tensor in self.values]
+        self._flat_keys = {layer: tensor.view(-1, self.head_dim) for layer, tensor in self.keys.items()}
+        self._flat_values = {layer: tensor.view(-1, self.head_dim) for layer, tensor in self.values.items()}
         self._base = (torch.arange(rows * self.heads, device=self.device) * length).view(rows, self.heads)
         self.rows, self.length = rows, length
 
@@ -210,17 +218,20 @@ class KeyValueCache:
         for block in self._blocks:
             rows = block.view(-1, self.rows, self.heads, self.length, self.head_dim)
             rows[:, first : first + count, :, :length] = rows[:, source : source + 1, :, :length]
+        self.states.copy_row(source, first, count)
 
     def read_row(self, row: int, length: int) -> list[torch.Tensor]:
-        """A copy of the first `length` positions of a row: per block [planes, heads, length, head_dim]."""
+        """A copy of the first `length` positions of a row (per block [planes, heads, length, head_dim]), and of its
+        states."""
         rows = slice(row * self.heads, (row + 1) * self.heads)
-        return [block[:, rows, :length].clone() for block in self._blocks]
+        return [block[:, rows, :length].clone() for block in self._blocks] + self.states.read_row(row)
 
     def write_row(self, row: int, copy: list[torch.Tensor], length: int) -> None:
         """Put the first `length` positions of what `read_row` gave into a row."""
         rows = slice(row * self.heads, (row + 1) * self.heads)
-        for block, part in zip(self._blocks, copy, strict=True):
+        for block, part in zip(self._blocks, copy, strict=False):
             block[:, rows, :length] = part[:, :, :length]
+        self.states.write_row(row, copy[len(self._blocks) :])
 
     @torch.inference_mode()
     def move_row(self, source: int, target: int, length: int) -> None:
@@ -234,6 +245,7 @@ class KeyValueCache:
         """Forget what a row holds, NaN included."""
         for block in self._blocks:
             block[:, row * self.heads : (row + 1) * self.heads].zero_()
+        self.states.clear_row(row)
 
 
 def _power_of_two(number: int) -> int:
@@ -246,6 +258,7 @@ class PrefillAttention:
     def __init__(self, cache: KeyValueCache, layout: PackedLayout, rows: list[int]):
         self._attend = PackedAttention(layout)
         self._cache, self._total = cache, layout.total
+        self.recur = cache.states.continued([(row, 0, n) for row, n in zip(rows, layout.lengths, strict=True)])
         row_of_token = torch.from_numpy(np.repeat(rows, layout.lengths)).to(cache.device)
         self._index = cache.places(row_of_token, layout.positions)
 
@@ -265,6 +278,7 @@ class ExtensionAttention:
 
     def __init__(self, cache: KeyValueCache, parts: list[tuple[int, int, int]], padding: int):
         self._cache, self._parts, self._padding = cache, parts, padding
+        self.recur = cache.states.continued(parts)
         positions = torch.cat([torch.arange(start, end) for _, start, end in parts]).to(cache.device)
         rows = torch.from_numpy(np.repeat([row for row, _, _ in parts], [end - start for _, start, end in parts]))
         self._index = cache.places(rows.to(cache.device), positions)
@@ -337,6 +351,7 @@ class DecodeAttention:
         self._index = cache.places(slice(0, self._rows), positions)
         cache.show(self._index)
         self._used = self._rows * cache.heads
+        self.recur = cache.states.decoded(positions)
         visible = cache.visible[: self._used, None, None, : self._longest]
         self._visible = {0: visible}
         """What is added to scores, by the layer's window"""
@@ -402,8 +417,9 @@ class PrefixStore:
         """Those of sequences that have ended, the least recently used first"""
         self._bytes = 0
 
-    def find(self, token_ids: np.ndarray) -> tuple[Prefix | None, int]:
-        """(what begins with the most of these tokens, how many it has of them)."""
+    def find(self, token_ids: np.ndarray, whole: Callable[[Prefix], bool] | None = None) -> tuple[Prefix | None, int]:
+        """(what begins with the most of these tokens, how many it has of them). whole: only what has none but these,
+        and is so."""
         alike: dict[Prefix, None] = {}
         for value in _hashes(token_ids):
             if value not in self._index:
@@ -412,7 +428,8 @@ class PrefixStore:
         found, most = None, 0
         for prefix in itertools.islice(reversed(alike), MAX_COMPARED):
             common = _common(prefix.token_ids, token_ids)
-            if common > most:
+            fits = whole is None or (common == len(prefix.token_ids) and whole(prefix))
+            if common > most and fits:
                 found, most = prefix, common
         if found in self._copies:
             self._copies[found] = self._copies.pop(found)

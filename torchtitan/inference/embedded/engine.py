@@ -267,12 +267,16 @@ class Engine:
             count = min(sampling.n - running.next_sample, self._cache.room(length, used) - used)
             if count <= 0:
                 break
-            sibling = next((one for one in running.sequences if one.prefilled_under == self._updates), None)
+            alike = [one for one in running.sequences if one.prefilled_under == self._updates]
+            whole_only = rows.stands_at if self.args.delta_layers else None
+            if whole_only is not None:
+                alike = [one for one in alike if rows.lengths[one.row] == len(prompt)]
+            sibling = alike[0] if alike else None
             source: Prefix | None = None
             shared = 0
             if sibling is None:
                 # The last token is computed in any case: what comes after it is sampled.
-                source, shared = rows.prefixes.find(prompt[:-1])
+                source, shared = rows.prefixes.find(prompt[:-1], whole_only)
                 again = source is not None and not source.computed
                 tokens += len(prompt) - shared
                 if again or (origins and tokens > FORWARD_TOKENS):

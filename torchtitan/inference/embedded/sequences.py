@@ -216,6 +216,10 @@ class Rows:
             self.sequences.append(sequence)
         return self.sequences[begin]
 
+    def stands_at(self, prefix: Prefix) -> bool:
+        """Whether what holds these tokens holds nothing after them: a recurrent state is right at its end only."""
+        return prefix.sequence is None or self.lengths[prefix.sequence.row] == len(prefix.token_ids)
+
     def begin_with(self, sequence: Sequence, source: Prefix, tokens: int) -> None:
         """A sequence begins with so many tokens of what another one has computed."""
         if source.sequence is not None:
