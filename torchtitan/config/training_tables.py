@@ -35,7 +35,7 @@ DIVERGENCES = ("k1", "k2", "k3")
 
 @dataclass(config=TABLE)
 class Model:
-    name: Literal["auto", "llama3", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"] = "auto"
+    name: Literal["auto", "llama3", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "gpt_oss"] = "auto"
     """Model family; auto reads it from hf_assets_path/config.json"""
 
     implementation: Literal["auto", "native", "transformers"] = "auto"

@@ -49,9 +49,10 @@ class MemoryEstimate:
     - activations: for each of the T tokens of a full micro-batch, a layer keeps its residual stream, normed inputs and
       projection outputs for the backward: about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (in a
       mixture, those of the token's experts, and its dispatched and combined rows), shared among the tensor-parallel
-      ranks. In place of query and key/value, a Gated DeltaNet layer keeps about 4 times the width of its convolution,
-      and of each head 3 values, 4 keys and its share of a chunk's state; layers count with their mean. A checkpointed
-      layer keeps 1 hidden instead, and one such layer at a time holds everything.
+      ranks. In place of query and key/value, a Gated DeltaNet layer keeps about 8 times the width of its convolution,
+      and of each head, in fp32, 4 values, 7 keys, 5 rows of a chunk's products and twice its share of a chunk's state;
+      layers count with their mean. A checkpointed layer keeps 1 hidden instead, and one such layer, the largest, holds
+      everything.
     - logits: model.logprob_head_budget_mb, or less if a micro-batch's logits are smaller; twice that on a GPU. With
       model.logprob_head full: T × vocabulary in fp32, four such tensors at the peak, divided among the tensor-parallel
       ranks.
@@ -104,14 +105,15 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         # A token has one row per chosen expert, both when dispatched and when combined.
         wide = args.experts.active_size + args.experts.per_token * args.hidden_size // 2
         experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
-    attention = (args.num_hidden_layers - len(args.delta_layers)) * (3 * query + 4 * key_value)
+    attention = most = 3 * query + 4 * key_value
     if (delta := args.delta) is not None:
-        state = delta.key_dim * delta.value_dim // CHUNK
-        per_head = 3 * delta.value_dim + 4 * delta.key_dim + 2 * state
-        attention += len(delta.layers) * (4 * delta.channels + delta.value_heads * per_head)
-    kept = 5 * args.hidden_size + attention // args.num_hidden_layers + 4 * wide
+        per_head = 4 * delta.value_dim + 7 * delta.key_dim + 5 * CHUNK + 2 * delta.key_dim * delta.value_dim // CHUNK
+        recurrent = 8 * delta.channels + delta.value_heads * per_head * BYTES["float32"] // computed
+        attention += (recurrent - attention) * len(delta.layers) // args.num_hidden_layers
+        most = max(most, recurrent)
+    kept = 5 * args.hidden_size + 4 * wide
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
-    per_token = whole * kept + checkpointed * args.hidden_size
+    per_token = whole * (kept + attention) + checkpointed * args.hidden_size
     tokens, head = -(-training.tokens_per_micro_batch // config.parallelism.context_parallel_degree), config.model
     budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
     budget = budget // tensor * (2 if trains_on_gpu() else 1)
@@ -138,7 +140,10 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     of_head = args.vocab_size * args.hidden_size // tensor
     by_head = of_head * computed if trains else 0
     logits = all_logits if head.logprob_head == "full" else min(all_logits, budget)
-    stays, one = tokens * per_token * computed // tensor, tokens * kept * computed // tensor if checkpointed else 0
+    stays, one = (
+        tokens * per_token * computed // tensor,
+        tokens * (kept + most) * computed // tensor if checkpointed else 0,
+    )
     moments = (
         # gathered, activations, logits, unreduced
         (muon_bytes(config, args, ranks), 0, 0, 0),

@@ -144,6 +144,13 @@ def _gpt_oss(layers: int, experts: int) -> ModelArgs:
     return ModelArgs.from_hf_config({"model_type": "gpt_oss", "tie_word_embeddings": False, **shape})
 
 
+def _qwen3_5() -> ModelArgs:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    sizes = {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}
+    rope = {"rope_theta": 10000000.0, "max_position_embeddings": 262144}
+    return ModelArgs.from_hf_config({"model_type": "qwen3_5_text", **sizes, **heads, **rope})
+
+
 FLAVORS: dict[str, dict[str, ModelArgs]] = {
     "llama3": {
         "debug": _debug("llama", rope_theta=500000.0, rope_scaling=Scaling("llama3", 8.0, 1024)),
@@ -179,6 +186,7 @@ FLAVORS: dict[str, dict[str, ModelArgs]] = {
         "30B-A3B": _qwen3_moe(768, 2048, 6144, 48, 32, 4),
         "235B-A22B": _qwen3_moe(1536, 4096, 12288, 94, 64, 4),
     },
+    "qwen3_5_text": {"9B": _qwen3_5()},
     "gpt_oss": {"20B": _gpt_oss(24, 32), "120B": _gpt_oss(36, 128)},
 }
 

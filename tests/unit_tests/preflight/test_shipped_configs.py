@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOR_GPUS = {
     "qwen3_30b_a3b_8gpu": 8,
     "gpt_oss_20b_8gpu": 8,
+    "qwen3.5_9b_8gpu": 8,
     "llama3.1_8b_128k_8gpu": 8,
     "qwen3_0.6b_gsm8k_vllm": 1,
     "qwen3_0.6b_1gpu": 1,
