@@ -116,7 +116,8 @@ def recur_pack(
         earlier = F.pad(mixed, (0, 0, back, 0))[: len(mixed)]
         taps.append(torch.where(places.position[:, None] >= back, earlier, 0.0))
     q, k, v = layer.operands(layer.convolve(taps))
-    if mixed.is_cuda and not torch.compiler.is_compiling() and (kernel := fla_kernel()) is not None:
+    halves = mixed.is_cuda and mixed.dtype in (torch.bfloat16, torch.float16)
+    if halves and not torch.compiler.is_compiling() and (kernel := fla_kernel()) is not None:
         return _by_kernel(kernel, q, k, v, g, beta, cumulative, int(bounds[-1])).to(v.dtype)
     return delta_rule(q, k, v, g, beta, places, bounds)[0]
 
@@ -133,7 +134,7 @@ def _by_kernel(
 ) -> torch.Tensor:
     share = v.shape[1] // k.shape[1]
     q, k = (one.repeat_interleave(share, 1) for one in (q, k))
-    # Its matrix products want half precision; decays stay fp32.
+    # Its products are in half precision, like the layer's; decays stay fp32.
     operands = [one[None, :used].bfloat16() for one in (q, k, v)]
     out, _ = kernel(*operands, g[None, :used], beta[None, :used].bfloat16(), scale=1.0, cu_seqlens=cumulative.long())
     return F.pad(out[0], (0, 0, 0, 0, 0, len(v) - used))

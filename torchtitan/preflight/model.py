@@ -361,6 +361,8 @@ def _check_teacher_shape(check: Check, config: JobConfig) -> None:
     text = f"parallelism.tensor_parallel_degree = {tensor} must divide its heads and feed-forward columns"
     check.refuse(TEACHER, any(size % tensor for size in sizes) or (tensor > 1 and args.undivided), text)
     count = 0 if args.experts is None else args.experts.count
+    text = f"parallelism.context_parallel_degree must be 1 with a teacher with Gated DeltaNet ({args.family})"
+    check.refuse(TEACHER, config.parallelism.context_parallel_degree > 1 and args.delta_layers, text)
     text = f"parallelism.expert_parallel_degree = {experts} must divide its {count} experts"
     check.refuse(TEACHER, count % experts, text)
 
