@@ -159,7 +159,7 @@ def plan(
     """Divide the matrices into buckets of similar ones, and the work of each bucket among the ranks: the same plan on
     all ranks. A rank that has all of a matrix is its owner, so that experts stay where they are."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    regions = {one: _regions(one, rank) for one in parameters}
+    regions = {one: _regions(one, ranks) for one in parameters}
     matrices = [
         Matrix(one, entry, *places)
         for one in parameters
@@ -198,10 +198,10 @@ def plan(
     return buckets
 
 
-def _regions(parameter: nn.Parameter, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
+def _regions(parameter: nn.Parameter, ranks: int) -> list[tuple[int, tuple[slice, ...]]]:
     """What each rank holds of a parameter."""
     if not is_distributed(parameter):
-        return [(rank, local_region(parameter))]
+        return [(rank, local_region(parameter)) for rank in range(ranks)]
     mesh = parameter.device_mesh
     return [
         (int(mesh.mesh[at]), region_at(parameter.shape, mesh.shape, at, parameter.placements))

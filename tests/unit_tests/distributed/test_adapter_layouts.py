@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
 from tests.unit_tests.distributed.test_parallel import COMPILED, EP, RECOMPUTED, TP
 from tests.unit_tests.models.test_lora import config_of, fill
+from torchtitan.config.job_config import Optimizer
 from torchtitan.distributed import collectives, device
-from torchtitan.distributed.placement import ParallelDims, full_tensor
+from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.models.adapter_math import is_factor
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, save_adapter
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
@@ -52,6 +54,7 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
     dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
     policy = build_policy(config, dims)
     assert {p.dtype for n, p in policy.named_parameters() if is_factor(n)} == {torch.float32}
+    muon = _muon(policy)
     fill(policy)
     optimizer = build_optimizer(policy, config.optimizer)
     rows = [0, 1] if dims.dp_size == 1 else [dims.dp_rank]
@@ -73,7 +76,23 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
     export_policy(policy, folder / "merged")
     save_adapter(policy, folder / "adapter")
     (folder / "largest").write_text(str(largest))
+    if device.rank() == 0:
+        save_file(muon, folder / "muon.safetensors")
     return {"loss": total.item(), "norm": norm.item(), "reference": reference.item()}
+
+
+def _muon(policy: Decoder) -> dict[str, torch.Tensor]:
+    """The factors after a step of Muon on gradients that are the same in every layout."""
+    fill(policy)
+    factors = {name: one for name, one in sorted(policy.named_parameters()) if one.requires_grad}
+    generator = torch.Generator().manual_seed(0)
+    for one in factors.values():
+        one.grad = torch.zeros_like(one)
+        copy_full_(one.grad, torch.randn(one.shape, generator=generator))
+    build_optimizer(policy, Optimizer(name="Muon", lr=1e-2)).step()
+    result = {name: full_tensor(one.detach()).clone() for name, one in factors.items()}
+    policy.zero_grad()
+    return result
 
 
 @pytest.mark.slow
@@ -104,6 +123,10 @@ def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, lay
     lora = config_of(str(directory), layout).lora
     products = lora.alpha / lora.rank * math.sqrt(2 * lora.rank) * max(one.abs().max().item() for one in saved.values())
     of_merged = min(products * factor, 3e-2)
+    ours, theirs = (load_file(tmp_path / ranks / "muon.safetensors") for ranks in ("two", "alone"))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-8)
     files = {"adapter/adapter_model.safetensors": factor, "merged/model.safetensors": of_merged}
     for file, rounding in files.items():
         ours, theirs = load_file(tmp_path / "two" / file), load_file(tmp_path / "alone" / file)
