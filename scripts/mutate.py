@@ -128,9 +128,12 @@ class Loader:
     def create_module(self, spec):
         return None
 
+    def get_code(self, name):  # python -m asks for it
+        return compile({source!r}, {path!r}, "exec")
+
     def exec_module(self, module):
         module.__file__ = {path!r}
-        exec(compile({source!r}, {path!r}, "exec"), vars(module))
+        exec(self.get_code(module.__name__), vars(module))
 
 sys.meta_path.insert(0, Loader())
 """
