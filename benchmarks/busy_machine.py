@@ -52,7 +52,7 @@ def work(arguments: dict[str, Any]) -> None:
 
     def step() -> float:
         optimizer.zero_grad()
-        log_probs, _ = policy(ids, PackedLayout([arguments["tokens"]]), ids.roll(-1))
+        log_probs, _ = policy(ids, PackedLayout([arguments["tokens"] // 8] * 8), ids.roll(-1))
         loss = -log_probs.mean()
         loss.backward()
         optimizer.step()
@@ -67,9 +67,9 @@ def work(arguments: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def busy() -> Iterator[tuple[str, ...]]:
+def busy(count: int) -> Iterator[tuple[str, ...]]:
     """Beside so many programs that do nothing but compute."""
-    loops = [common.Child(Path(__file__), {"loop": True}) for _ in range(BUSY_LOOPS)]
+    loops = [common.Child(Path(__file__), {"loop": True}) for _ in range(count)]
     try:
         yield ()
     finally:
@@ -102,7 +102,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
-    turns, steps = (1, 1) if arguments.quick else (arguments.turns, 4)
+    turns, steps, loops = (1, 1, 1) if arguments.quick else (arguments.turns, 4, BUSY_LOOPS)
     # Hardly anything of the small one is worth two threads.
     shape = {"layers": 1, "width": 64, "tokens": 16} if arguments.quick else {"layers": 4, "width": 256, "tokens": 384}
     figures: dict[str, float] = {}
@@ -123,7 +123,10 @@ def main() -> None:
         conditions[f"cores_{(len(prefix) and 'quota') or 'machine'}"] = answer["cores"]
         return float(answer["step"])
 
-    for place, around in (("alone", contextlib.nullcontext(())), ("busy", busy()), ("quota", quota())):
+    places = {"busy": busy(loops), "quota": quota()}
+    if not arguments.quick:
+        places = {"alone": contextlib.nullcontext(()), **places}
+    for place, around in places.items():
         spent: dict[str, list[float]] = {}
         try:
             with around as prefix:

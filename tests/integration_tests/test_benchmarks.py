@@ -36,7 +36,7 @@ KEYS = {
     "engine_log_probs": {"share_equal", "share_equal_packs"},
     "learning": {"sft_loss", "grpo_gain"},
     "optimizer_step": {"muon_vs_adamw", "muon_vs_adamw_step", "muon_two_ranks"},
-    "busy_machine": {"alone_speedup", "busy_speedup"},
+    "busy_machine": {"busy_speedup"},
 }
 SHARES = {
     "share_equal",
