@@ -220,7 +220,8 @@ class ShardServerConnection(ServerConnection):
         self.ask()
 
     def _lost(self, reason: str) -> None:
-        logger.info("no connection to the shard server of rank %d: %s", self.rank, reason)
+        if self._wanted.transfer is not None:  # between two versions it is idle, and the server closes it
+            logger.info("no connection to the shard server of rank %d: %s", self.rank, reason)
         self._wanted.lost(self.rank)
         if not self._wanted.leave_peer():
             # The first retry is immediate, because a channel also closes when the snapshot that it was sending is gone.

@@ -152,8 +152,6 @@ class SocketChannel(Channel):
             self._unsent.popleft()
             if on_sent is not None:
                 on_sent()
-            if self.closed:
-                return
         if slowest and allowance <= 0:
             self._pause = self._loop.call_later(1 / THROTTLE_SLICES_PER_SECOND, self._resume)
         self._watch()
