@@ -162,6 +162,10 @@ class Training:
     tokens_per_micro_batch: Count = 16384
     """Token budget of one packed micro-batch on one rank; at least seq_len"""
 
+    merge_prefixes: bool = True
+    """Compute what completions begin with together (their prompt, the turns of an episode) once in a micro-batch;
+    context parallelism and layers of transformers compute it for each of them"""
+
     max_norm: NotNegative = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off"""
 

@@ -1,142 +1,42 @@
 """Causal attention of packed sequences as one operator on tensors, so that it is a node of compiled graphs.
 
-A pack is one row of tokens [T] that holds whole sequences one after another. Projections run over the row, so they
-compute no padding; attention runs per sequence. The operator chooses torch's variable-length flash attention on GPUs in
-half precision, torch's flash attention over buckets of sequences on CPUs, and otherwise plain products for one block of
-queries at a time. None of them holds a score for every pair of tokens. The backward recomputes probabilities from the
-sums that the forward kept.
+A pack is one row of tokens [T] that holds runs of tokens one after another. A run continues another one, or none, so
+that a sequence is a path of runs, and what several sequences begin with is computed once (forest.py). Projections run
+over the row, so they compute no padding; attention runs per run, over the keys of its path. The operator chooses
+torch's variable-length flash attention on GPUs in half precision, torch's flash attention over buckets of runs on CPUs,
+and otherwise plain products for one block of queries at a time. None of them holds a score for every pair of tokens.
+The backward recomputes probabilities from the sums that the forward kept.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models.batch_invariance import KEY_BLOCK, key_length, padded_length
+from torchtitan.models.batch_invariance import KEY_BLOCK
+from torchtitan.models.forest import Buckets, buckets_of, forest_of, padded
 
-# A bucket takes sequences down to this share of its longest, so at most a quarter of its rows is padding (plus
-# rounding).
-BUCKET_FILL = 0.75
 # The sum of a padding query: no key has a probability under it, whatever its score.
 NO_QUERY = 1e30
 
 
-class Buckets:
-    """The mapping between a pack [T, heads, D] and buckets of sequences of similar length.
-
-    A key head and its query heads are treated as a separate sequence: a bucket is [sequences × key heads, width, ...],
-    so that keys need no copy per query head. Padding lies to the right of a sequence, where causality hides it from
-    every real token.
-    """
-
-    def __init__(self, lengths: tuple[int, ...], heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self.total, self.heads = sum(lengths), heads
-        self.widths: list[tuple[int, int, int]] = []
-        """(sequences × key heads, queries of each, keys of each) per bucket"""
-        size = torch.tensor(lengths)
-        offsets = F.pad(size.cumsum(0), (1, 0))
-        order = size.argsort(descending=True, stable=True).tolist()
-        queries, keys = _Rows(size, offsets, heads), _Rows(size, offsets, heads)
-        start = 0
-        while start < len(order):
-            longest = lengths[order[start]]
-            end = start
-            while end < len(order) and lengths[order[end]] >= BUCKET_FILL * longest:
-                end += 1
-            members, width = torch.tensor(order[start:end]), padded_length(longest)
-            further = key_length(width, head_dim, dtype, device)
-            self.widths.append((len(members) * heads, width, further))
-            queries.add(members, width)
-            keys.add(members, further)
-            start = end
-        self.queries, self.keys = queries.done(device), keys.done(device)
-
-    def split(self, x: torch.Tensor, padding: float | None = None) -> list[torch.Tensor]:
-        """x [T or more, heads of q, ...] -> [sequences × key heads, query heads of each, width, ...] of each bucket.
-
-        padding: the value of padding; None: it is undefined.
-        """
-        rows = x.unflatten(1, (self.heads, -1)).flatten(0, 1).index_select(0, self.queries.tokens)
-        if padding is not None:
-            rows.index_fill_(0, self.queries.padding, padding)
-        parts = rows.split([count * width for count, width, _ in self.widths])
-        return [
-            part.unflatten(0, (count, width)).transpose(1, 2)
-            for part, (count, width, _) in zip(parts, self.widths, strict=True)
-        ]
-
-    def split_keys(self, x: torch.Tensor, repeats: int) -> list[torch.Tensor]:
-        """x [T or more, key heads, D] -> [sequences × key heads, repeats, keys, D] of each bucket, without copies."""
-        rows = x.flatten(0, 1).index_select(0, self.keys.tokens)
-        parts = rows.split([count * width for count, _, width in self.widths])
-        return [
-            part.unflatten(0, (count, 1, width)).expand(-1, repeats, -1, -1)
-            for part, (count, _, width) in zip(parts, self.widths, strict=True)
-        ]
-
-    def join(self, parts: list[torch.Tensor], rows: int, of_keys: bool = False) -> torch.Tensor:
-        """Invert `split`: [sequences × key heads, width, ...] to `rows` rows; those past the last token are 0."""
-        flat = [part.flatten(0, 1) for part in parts]
-        places = self.keys.places if of_keys else self.queries.places
-        joint = (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, places)
-        joint = joint.unflatten(0, (self.total, self.heads))
-        return _padded(joint if of_keys else joint.flatten(1, 2), rows)
-
-
-class _Rows:
-    """Index tensors between rows (token, key head) and the places of all buckets in sequence."""
-
-    def __init__(self, size: torch.Tensor, offsets: torch.Tensor, heads: int):
-        self.size, self.offsets, self.heads, self.base = size, offsets, heads, 0
-        self.tokens = self.padding = torch.empty(0, dtype=torch.int64)
-        """The row of each place (any row for padding), and the places that are padding"""
-        self.places = torch.empty(int(size.sum()) * heads, dtype=torch.int64)
-        """The place of each row"""
-
-    def add(self, members: torch.Tensor, width: int) -> None:
-        column = torch.arange(width)
-        inside = (column < self.size[members][:, None])[:, None].expand(-1, self.heads, -1)
-        token = (self.offsets[members][:, None, None] + column) * self.heads + torch.arange(self.heads)[:, None]
-        token = torch.where(inside, token, 0)
-        place = self.base + torch.arange(token.numel()).view(token.shape)
-        self.places[token[inside]] = place[inside]
-        self.tokens = torch.cat((self.tokens, token.flatten()))
-        self.padding = torch.cat((self.padding, place[~inside]))
-        self.base += token.numel()
-
-    def done(self, device: torch.device) -> _Rows:
-        self.tokens, self.padding, self.places = (x.to(device) for x in (self.tokens, self.padding, self.places))
-        return self
-
-
-def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    return F.pad(x, (0,) * (2 * x.dim() - 1) + (rows - len(x),)) if len(x) < rows else x
-
-
-@functools.lru_cache(maxsize=16)
-def _buckets(
-    lengths: tuple[int, ...], heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, threads: int
-) -> Buckets:
-    # All layers of a pack request the same buckets. Suitable key lengths may depend on the number of threads.
-    return Buckets(lengths, heads, head_dim, dtype, device)
-
-
-def _pieces(length: int, keys: int, window: int, block: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, with the keys that they may attend to. Those begin at multiples of KEY_BLOCK, like the
-    kernels' own blocks, so that a token's sums do not depend on its place in its block of queries."""
-    for start in range(0, length, block):
-        end = min(start + block, length)
-        first = max(0, start - window + 1) // KEY_BLOCK * KEY_BLOCK if window else 0
-        yield slice(start, end), slice(first, keys if end == length else end)
+def _pieces(start: int, length: int, keys: int, window: int, block: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Blocks of the queries at positions start, start + 1, ...: (rows, positions, keys that they may attend to). Both
+    positions and keys begin at multiples of KEY_BLOCK, like the kernels' own blocks, so that a token's sums do not
+    depend on its place in its block of queries, nor on what of its sequence is computed elsewhere."""
+    last = start + length
+    for block_start in range(start // block * block, last, block):
+        begin, end = max(block_start, start), min(block_start + block, last)
+        first = max(0, begin - window + 1) // KEY_BLOCK * KEY_BLOCK if window else 0
+        yield slice(begin - start, end - start), slice(begin, end), slice(first, keys if end == last else end)
 
 
 def _mask(rows: slice, columns: slice, window: int, like: torch.Tensor) -> torch.Tensor:
-    """The addend for scores [rows, keys]: 0 where a query attends to a key, -inf elsewhere."""
+    """The addend for scores [positions of queries, keys]: 0 where a query attends to a key, -inf elsewhere."""
     back = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
     back = back - torch.arange(columns.start, columns.stop, device=like.device)
     seen = (back >= 0) & (back < window) if window else back >= 0
@@ -184,17 +84,18 @@ def with_sinks(out: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> t
 
 
 def _sequences_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole sequences: q [S, heads, L, D], k and v [S, heads, keys >= L, D] -> (like q, sums [S, heads, L])."""
+    """Runs q [S, heads, L, D] at positions start, ..., with the keys of their whole paths: k and v [S, heads, keys >=
+    start + L, D] -> (like q, sums [S, heads, L])."""
     length, keys = q.shape[2], k.shape[2]
-    if _flash_on_cpu(q, softcap) and not window:
+    if _flash_on_cpu(q, softcap) and not window and not start:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     done = [
         attend_masked(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], _mask(rows, columns, window, q), scale, softcap
+            q[:, :, rows], k[:, :, columns], v[:, :, columns], _mask(positions, columns, window, q), scale, softcap
         )
-        for rows, columns in _pieces(length, keys, window, KEY_BLOCK)
+        for rows, positions, columns in _pieces(start, length, keys, window, KEY_BLOCK)
     ]
     if len(done) == 1:
         return done[0]
@@ -208,6 +109,7 @@ def _sequences_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     total: torch.Tensor,
+    start: int,
     window: int,
     scale: float,
     softcap: float,
@@ -215,11 +117,11 @@ def _sequences_backward(
     """Gradients with respect to q, k and v of `_sequences_forward`."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     on_cpu = _flash_on_cpu(q, softcap)
-    if on_cpu and not window:
+    if on_cpu and not window and not start:
         return flash(gradient, q, k, v, out, total, 0.0, True, scale=scale)
     by_q, by_k, by_v = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, columns in _pieces(q.shape[2], k.shape[2], window, KEY_BLOCK):
-        mask = _mask(rows, columns, window, q)
+    for rows, positions, columns in _pieces(start, q.shape[2], k.shape[2], window, KEY_BLOCK):
+        mask = _mask(positions, columns, window, q)
         g, q_, o, t = (x[:, :, rows] for x in (gradient, q, out, total))
         k_, v_ = k[:, :, columns], v[:, :, columns]
         if on_cpu:
@@ -262,18 +164,22 @@ def _forward(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = tuple(bounds.diff().tolist())
     if uses_varlen_flash(q, softcap):
-        used, longest = sum(lengths), max(lengths)
+        forest = forest_of(bounds)
+        keys, ends, longest = forest.keys(q.device)
+        # Causality is that of the last query and the last key: a run's queries are the end of its path.
         out, total, *_ = torch.ops.aten._flash_attention_forward(
-            *(x[:used] for x in (q, k, v)),
-            *(cumulative, cumulative, longest, longest, 0.0, not window, False),
+            *(q[: forest.total], k.index_select(0, keys), v.index_select(0, keys)),
+            *(cumulative, ends, max(forest.lengths), longest, 0.0, not window, False),
             **_window_options(window, scale),
         )
-        out, total = _padded(out, len(q)), _padded(total.t().contiguous(), len(q))
+        out, total = padded(out, len(q)), padded(total.t().contiguous(), len(q))
     else:
-        buckets, parts = _operands(lengths, q, k, v)
-        done = [_sequences_forward(*part, window, scale, softcap) for part in parts]
+        buckets = _buckets_of(bounds, q, k)
+        done = [
+            _sequences_forward(*part, start, window, scale, softcap)
+            for part, start in zip(_operands(buckets, q, k, v), buckets.starts, strict=True)
+        ]
         out = buckets.join([one.transpose(1, 2) for one, _ in done], len(q))
         total = buckets.join([one.transpose(1, 2) for _, one in done], len(q))
     return (out, total) if sinks is None else with_sinks(out, total, sinks)
@@ -282,59 +188,60 @@ def _forward(
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _operands(
-    lengths: tuple[int, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[Buckets, list[_Operands]]:
-    """The buckets, and q, k and v of each."""
-    heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
-    buckets = _buckets(lengths, heads, q.shape[2], q.dtype, q.device, torch.get_num_threads())
-    parts = zip(buckets.split(q), buckets.split_keys(k, repeats), buckets.split_keys(v, repeats), strict=True)
-    return buckets, list(parts)
+def _buckets_of(bounds: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Buckets:
+    return buckets_of(forest_of(bounds), k.shape[1], q.shape[2], q.dtype, q.device, torch.get_num_threads())
+
+
+def _operands(buckets: Buckets, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Operands]:
+    """Return q, k and v of each bucket."""
+    repeats = q.shape[1] // k.shape[1]
+    return zip(buckets.split(q), buckets.split_keys(k, repeats), buckets.split_keys(v, repeats), strict=True)
 
 
 def _buckets_backward(
     gradient: torch.Tensor,
     buckets: Buckets,
-    parts: list[_Operands],
-    done: list[tuple[torch.Tensor, torch.Tensor]],
+    parts: Iterable[_Operands],
+    done: Iterable[Sequence[torch.Tensor]],
     window: int,
     scale: float,
     softcap: float,
-) -> Iterator[torch.Tensor]:
+) -> _Operands:
     """Gradients with respect to q, k and v, from each bucket's inputs and outputs."""
     found: list[list[torch.Tensor]] = [[], [], []]
-    for g, part, (out, total) in zip(buckets.split(gradient, 0.0), parts, done, strict=True):
-        of_q, of_k, of_v = _sequences_backward(g, *part, out, total, window, scale, softcap)
+    each = zip(buckets.split(gradient, 0.0), parts, done, buckets.starts, strict=True)
+    for g, part, (out, total), start in each:
+        of_q, of_k, of_v = _sequences_backward(g, *part, out, total, start, window, scale, softcap)
         found[0].append(of_q.transpose(1, 2))
         found[1].append(of_k.sum(1))
         found[2].append(of_v.sum(1))
-    return (buckets.join(one, len(gradient), of_keys=one is not found[0]) for one in found)
+    rows = len(gradient)
+    return buckets.join(found[0], rows), buckets.join_keys(found[1], rows), buckets.join_keys(found[2], rows)
 
 
 class _InBuckets(torch.autograd.Function):
     """The operator outside compiled graphs, where it can keep its buckets for the backward instead of rebuilding them:
-    (q, k, v, lengths, window, scale, softcap) -> out."""
+    (q, k, v, bounds, window, scale, softcap) -> out. Keys are rebuilt, because a bucket has a shared run's once for
+    every path."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lengths: tuple[int, ...],
-        *settings: Any,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *settings: Any
     ) -> torch.Tensor:
-        ctx.buckets, parts = _operands(lengths, q, k, v)
-        done = [_sequences_forward(*part, *settings) for part in parts]
-        ctx.settings = settings
-        ctx.save_for_backward(*(x for part, pair in zip(parts, done, strict=True) for x in (*part, *pair)))
-        return ctx.buckets.join([one.transpose(1, 2) for one, _ in done], len(q))
+        ctx.buckets, ctx.settings, ctx.repeats = _buckets_of(bounds, q, k), settings, q.shape[1] // k.shape[1]
+        saved, outputs = [], []
+        for part, start in zip(_operands(ctx.buckets, q, k, v), ctx.buckets.starts, strict=True):
+            out, total = _sequences_forward(*part, start, *settings)
+            saved += [part[0], out, total]
+            outputs.append(out.transpose(1, 2))
+        ctx.save_for_backward(k, v, *saved)
+        return ctx.buckets.join(outputs, len(q))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        saved = ctx.saved_tensors
-        groups = [saved[place : place + 5] for place in range(0, len(saved), 5)]
-        parts, done = [group[:3] for group in groups], [group[3:] for group in groups]
+        k, v, *saved = ctx.saved_tensors
+        keys, values = (ctx.buckets.split_keys(x, ctx.repeats) for x in (k, v))
+        parts, done = zip(saved[::3], keys, values, strict=True), zip(saved[1::3], saved[2::3], strict=True)
         return (*_buckets_backward(gradient, ctx.buckets, parts, done, *ctx.settings), None, None, None, None)
 
 
@@ -353,27 +260,35 @@ def _backward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """If out and total include the sinks, the same kernels give the gradients with sinks."""
-    lengths = tuple(bounds.diff().tolist())
+    forest = forest_of(bounds)
+    used = forest.total
     if uses_varlen_flash(q, softcap):
-        used, longest = sum(lengths), max(lengths)
+        keys, ends, longest = forest.keys(q.device)
         # The kernel wants a random state, although there is no dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        found = torch.ops.aten._flash_attention_backward(
-            *(x[:used].contiguous() for x in (gradient, q, k, v, out)),
-            total[:used].t().contiguous(),
-            *(cumulative, cumulative, longest, longest, 0.0, not window, state, state.new_empty(0)),
+        by_q, *found = torch.ops.aten._flash_attention_backward(
+            *(gradient[:used].contiguous(), q[:used].contiguous(), k.index_select(0, keys), v.index_select(0, keys)),
+            *(out[:used].contiguous(), total[:used].t().contiguous()),
+            *(cumulative, ends, max(forest.lengths), longest, 0.0, not window, state, state.new_empty(0)),
             **_window_options(window, scale),
         )
-        by_q, by_k, by_v = (_padded(x, len(q)) for x in found)
+        by_q = padded(by_q, len(q))
+        # A shared key's gradient is the sum over its paths, formed in full precision.
+        by_k, by_v = (
+            x.new_zeros(x.shape, dtype=torch.float32).index_add_(0, keys, of_path.float()).to(x.dtype)
+            for x, of_path in zip((k, v), found[:2], strict=True)
+        )
     else:
-        buckets, operands = _operands(lengths, q, k, v)
-        done = list(zip(buckets.split(out), buckets.split(total, NO_QUERY), strict=True))
-        by_q, by_k, by_v = _buckets_backward(gradient, buckets, operands, done, window, scale, softcap)
+        buckets = _buckets_of(bounds, q, k)
+        done = zip(buckets.split(out), buckets.split(total, NO_QUERY), strict=True)
+        by_q, by_k, by_v = _buckets_backward(
+            gradient, buckets, _operands(buckets, q, k, v), done, window, scale, softcap
+        )
     if sinks is None:
         return by_q, by_k, by_v, q.new_empty(0)
     # With p the sink's share of a query's weights, d out / d sink = -p out.
-    share = (sinks.to(total.dtype) - total).exp()[: sum(lengths)]
-    by_sinks = -(share * (_wide(gradient) * out)[: sum(lengths)].sum(-1)).sum(0)
+    share = (sinks.to(total.dtype) - total).exp()[:used]
+    by_sinks = -(share * (_wide(gradient) * out)[:used].sum(-1)).sum(0)
     return by_q, by_k, by_v, by_sinks.to(sinks.dtype)
 
 
@@ -432,19 +347,18 @@ def packed_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each sequence of a pack: q [T, heads, D] -> the same shape.
+    """Causal attention within each path of a pack: q [T, heads, D] -> the same shape.
 
     Args:
         k, v: [T, key-value heads, D]; each of their heads serves as many consecutive heads of q.
-        cumulative: [sequences + 1] int32 on q's device, offsets of the sequences; tokens past the last give zero.
-        bounds: the same in int64 on the host.
+        cumulative, bounds: of the pack, see PackedLayout; tokens past the last run give zero.
         window: a token attends to itself and the window - 1 tokens before it; 0: all before it.
         scale: factor of the products of q and k.
         softcap: scores become softcap · tanh(scores / softcap) (Gemma 2); 0: unchanged.
         sinks: [heads], scores of one more key with value 0.
     """
     if not torch.compiler.is_compiling() and sinks is None and not uses_varlen_flash(q, softcap):
-        return _InBuckets.apply(q, k, v, tuple(bounds.diff().tolist()), window, scale, softcap)
+        return _InBuckets.apply(q, k, v, bounds, window, scale, softcap)
     out: torch.Tensor = torch.ops.torchtitan.packed_attention(
         q, k, v, sinks, cumulative, bounds, window, scale, softcap
     )[0]
@@ -452,27 +366,41 @@ def packed_attention(
 
 
 class PackedLayout:
-    """Where each sequence lies in a pack of tokens.
+    """Where each run of tokens lies in a pack, and which run it continues. A sequence is a path of runs.
 
     Args:
-        lengths: tokens of each sequence, in the order of the pack; their sum is T.
+        lengths: tokens of each run, in the order of the pack; their sum is T.
         device: where the index tensors live.
+        parents: for each run the number of the earlier run that it continues, -1 for none; without it every run is a
+            sequence of its own.
 
     Attributes:
         positions: [T] int64, the position of each token in its own sequence.
-        cumulative: [sequences + 1] int32, offsets of the sequences (for varlen kernels).
-        bounds: the same in int64 on the host.
+        starts: the position of each run's first token.
+        cumulative: [runs + 1] int32, offsets of the runs (for varlen kernels).
+        bounds: [runs + 1, 2] int64 on the host: offset and parent of each run, and T.
+
+    Raises:
+        ValueError: a run without tokens, or one that continues a later one.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu", parents: list[int] | None = None):
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
+        parents = [-1] * len(lengths) if parents is None else parents
+        if len(parents) != len(lengths) or any(not -1 <= parent < run for run, parent in enumerate(parents)):
+            raise ValueError(f"each run continues an earlier one or none (-1), got parents {parents}")
         self.lengths = list(lengths)
         self.total = sum(lengths)
+        self.starts: list[int] = []
+        for parent in parents:
+            self.starts.append(0 if parent < 0 else self.starts[parent] + lengths[parent])
         size = torch.tensor(lengths)
-        self.bounds = F.pad(size.cumsum(0), (1, 0))
-        self.positions = (torch.arange(self.total) - self.bounds[:-1].repeat_interleave(size)).to(device)
-        self.cumulative = self.bounds.to(torch.int32).to(device)
+        offsets = F.pad(size.cumsum(0), (1, 0))
+        self.bounds = torch.stack((offsets, torch.tensor([*parents, -1])), 1)
+        shift = (torch.tensor(self.starts) - offsets[:-1]).repeat_interleave(size)
+        self.positions = (torch.arange(self.total) + shift).to(device)
+        self.cumulative = offsets.to(torch.int32).to(device)
 
 
 class AttentionLayer(Protocol):

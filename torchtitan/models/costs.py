@@ -242,13 +242,16 @@ class Passes:
     """Modules whose weights have gradients; None: all of them (operations for gradients of adapters are not counted)"""
 
 
-def model_flops(args: ModelArgs, lengths: Sequence[int], completions: int, passes: Passes) -> float:
+def model_flops(
+    args: ModelArgs, lengths: Sequence[int], completions: int, passes: Passes, starts: Sequence[int] | None = None
+) -> float:
     """Return the operations that the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two per weight
     and token in the forward and four in the backward, causal attention over each sequence (in a layer with a window,
     within that; in Gated DeltaNet, three products of the state with a vector per token), and the head over completion
     tokens. Recomputation that saves memory does not count, nor do gradients of frozen weights.
 
-    lengths: input tokens of each sequence; completions: sampled tokens of all sequences together.
+    lengths: input tokens of each sequence; completions: sampled tokens of all sequences together. starts: where the
+    lengths are of runs (models.attention.PackedLayout), the position of each one's first token.
     """
     query_and_value = args.num_attention_heads * (args.head_dim + args.value_dim)
     by_weights = {name: count * sum(lengths) for name, count in args.weights_per_token().items()}
@@ -259,7 +262,11 @@ def model_flops(args: ModelArgs, lengths: Sequence[int], completions: int, passe
     gradients = sum(by_weights[name] for name in by_weights if passes.updated is None or name in passes.updated)
     attending = set(range(args.num_hidden_layers)) - set(args.delta_layers)
     windows = Counter(args.window(layer) for layer in attending)
-    pairs = sum(layers * _attended(length, window) for window, layers in windows.items() for length in lengths)
+    pairs = sum(
+        layers * (_attended(start + length, window) - _attended(start, window))
+        for window, layers in windows.items()
+        for length, start in zip(lengths, starts or [0] * len(lengths), strict=True)
+    )
     attention = 2 * query_and_value * pairs
     if (delta := args.delta) is not None:
         # A token reads the state with its key and its query, and writes to it.

@@ -296,6 +296,12 @@ class Decoder(nn.Module):
         parts *= 1 if self.context is None else self.context.ranks
         return -(-tokens // parts) * parts
 
+    def computes_apart(self) -> str | None:
+        """Why every run of a pack has to be a whole sequence; None if a run may continue another one."""
+        if self.args.delta_layers:
+            return "layers of Gated DeltaNet carry a state from the first token of a sequence to its last"
+        return None if self.context is None else "context parallelism divides packs of whole sequences"
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -63,7 +63,7 @@ class GatedDeltaNet(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         g = -self.A_log.to(wide).exp() * softplus(a.to(wide) + self.dt_bias.to(wide))
         recur: Recurrence = getattr(attend, "recur", None) or functools.partial(
-            recur_pack, attend.cumulative, attend.bounds
+            recur_pack, attend.cumulative, attend.bounds[:, 0]
         )
         out = self.norm(recur(self, mixed, g, sigmoid(b.to(wide))).to(x.dtype))
         return self.out_proj(swiglu(z, out.flatten(-2)))

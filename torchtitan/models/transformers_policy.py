@@ -104,6 +104,9 @@ class TransformersPolicy(Decoder):
     def invariant_sizes(self) -> InvariantSizes:
         return InvariantSizes()
 
+    def computes_apart(self) -> str | None:
+        return "the layers are those of transformers, which may look back by other means than attention"
+
     def forward(self, *inputs: Any, **named: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """See Decoder.forward. Routing replay is not supported."""
         if not self.alone:

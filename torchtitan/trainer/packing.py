@@ -16,6 +16,7 @@ from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.mixture_args import MISSING
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Batch, Sample
+from torchtitan.trainer.prefixes import clusters, keep_apart, merge
 
 
 def packed_routes(branches: Sequence[Branch], args: ModelArgs) -> torch.Tensor:
@@ -31,20 +32,35 @@ def packed_routes(branches: Sequence[Branch], args: ModelArgs) -> torch.Tensor:
     """
     assert args.experts is not None
     layers, per_token = args.num_hidden_layers, args.experts.per_token
-    rows = []
-    for branch in branches:
-        known, tokens = branch_routes(branch), len(branch) - 1
-        if known is None:
-            known = np.full((tokens, layers, per_token), MISSING, np.int16)
-        if known.size != tokens * layers * per_token or int(known.max(initial=0)) >= args.experts.count:
-            raise UserError(
-                f"grpo.routing_replay: an engine names experts up to {int(known.max(initial=0))}, "
-                f"{known.size // max(tokens, 1)} for each token; this model has {args.experts.count} experts, "
-                f"{layers} layers × {per_token} for each token: does the engine serve another model?"
-            )
-        # SGLang returns flat numbers, which the reader must divide into layers.
-        rows.append(known.reshape(tokens, layers, per_token))
+    rows = [_routes(branch, args) for branch in branches]
     return torch.from_numpy(np.concatenate(rows) if rows else np.full((1, layers, per_token), MISSING, np.int16))
+
+
+def _routes(branch: Branch, args: ModelArgs) -> np.ndarray:
+    assert args.experts is not None
+    layers, per_token = args.num_hidden_layers, args.experts.per_token
+    known, tokens = branch_routes(branch), len(branch) - 1
+    if known is None:
+        known = np.full((tokens, layers, per_token), MISSING, np.int16)
+    if known.size != tokens * layers * per_token or int(known.max(initial=0)) >= args.experts.count:
+        raise UserError(
+            f"grpo.routing_replay: an engine names experts up to {int(known.max(initial=0))}, "
+            f"{known.size // max(tokens, 1)} for each token; this model has {args.experts.count} experts, "
+            f"{layers} layers × {per_token} for each token: does the engine serve another model?"
+        )
+    # SGLang returns flat numbers, which the reader must divide into layers.
+    return known.reshape(tokens, layers, per_token)
+
+
+def identities(branch: Branch, replayed: ModelArgs | None) -> np.ndarray:
+    """uint64 [tokens - 1]: equal numbers, behind equal ones, are tokens that the policy computes alike. With routing
+    replay a token's experts are a part of it, as a 64-bit multilinear hash (Carter & Wegman 1979)."""
+    found = np.array(branch.token_ids[:-1], np.uint64)
+    if replayed is not None:
+        routes = _routes(branch, replayed).reshape(len(found), -1).astype(np.uint64)
+        factors = np.random.default_rng(0).integers(2**64, size=routes.shape[1], dtype=np.uint64)
+        found = found + (routes * factors).sum(1, dtype=np.uint64)
+    return found
 
 
 def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
@@ -76,8 +92,9 @@ def split_for_ranks(bins: list[list[int]], ranks: int) -> list[list[int]]:
         if len(bins[largest]) < 2:
             bins.append([])
             continue
-        members = bins[largest]
-        bins[largest : largest + 1] = [members[0::2], members[1::2]]
+        # Neighbours have prefixes in common.
+        members, middle = bins[largest], len(bins[largest]) // 2
+        bins[largest : largest + 1] = [members[:middle], members[middle:]]
     return bins
 
 
@@ -88,10 +105,11 @@ def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
 
 @dataclass
 class MicroBatch:
-    """Packed sequences: inputs are tokens [0, L-1) of each, which predict its tokens [1, L).
+    """Packed sequences: inputs are tokens [0, L-1) of each, which predict its tokens [1, L). What sequences begin with
+    together is in the T tokens once.
 
-    Everything but token_ids [T] has one entry per active position [A], which is a position that predicts a sampled
-    token: the head computes nothing for given tokens.
+    Everything but token_ids [T] has one entry per active position [A], which is a position of a sequence that predicts
+    a sampled token: the head computes nothing for given tokens, and a position of several sequences once for each.
     """
 
     token_ids: torch.Tensor
@@ -99,7 +117,7 @@ class MicroBatch:
     """[A] int64: the tokens that the active positions predict"""
     layout: PackedLayout
     active: torch.Tensor
-    """[A] int64: indices of active positions among the T"""
+    """[A] int64: indices of active positions among the T; sequences may share some"""
     sequence: torch.Tensor
     """[A] int64: which sequence each active position belongs to"""
     advantages: torch.Tensor
@@ -119,10 +137,9 @@ class MicroBatch:
     """[T, layers, k] int16: the experts of each token, see packed_routes"""
     routed: tuple[int, int] = (0, 0)
     """The number of tokens for which the engine reported experts, and for which it was to report them"""
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.layout.lengths)
+    num_sequences: int = 1
+    inputs: int = 0
+    """Tokens of all sequences, each counted on its own; T are computed"""
 
 
 def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
@@ -149,14 +166,14 @@ def pack(
     mask_truncated: bool,
     device: torch.device,
     replayed: ModelArgs | None = None,
+    merged: bool = False,
 ) -> MicroBatch:
     """Pack whole branches into one micro-batch; without any, use one inert token (a rank must join every collective).
 
-    replayed: the model, if its experts are to be the engine's.
+    replayed: the model, if its experts are to be the engine's. merged: what branches begin with together is there once.
     """
-    tokens: list[int] = []
+    runs = (merge if merged else keep_apart)([identities(branch, replayed) for _, branch in rows])
     targets: list[int] = []
-    lengths: list[int] = []
     active: list[int] = []
     sequence: list[int] = []
     advantages: list[float] = []
@@ -167,14 +184,11 @@ def pack(
     trained: list[Branch] = []
     taught: list[float] = []
     for number, ((sample, branch), weight) in enumerate(zip(rows, weights, strict=True)):
-        start, whole = len(tokens), branch.token_ids
-        tokens += whole[:-1]
-        lengths.append(len(whole) - 1)
-        places = branch.sampled_at
+        whole, places = branch.token_ids, branch.sampled_at
         if not trained_tokens(sample, mask_truncated) or not places:
             continue
         trained.append(branch)
-        active += [start + place - 1 for place in places]
+        active += runs.places[number][np.array(places) - 1].tolist()
         targets += [whole[place] for place in places]
         for completion, advantage in zip(branch.sampled, turn_advantages(sample, branch), strict=True):
             advantages += [advantage] * len(completion.token_ids)
@@ -185,19 +199,23 @@ def pack(
         token_weights += [weight] * len(places)
         # Tokens that follow those of an older version may have been sampled with its KV cache.
         same += [all(span.version == version for span in sample.spans)] * len(places)
+    inputs = [len(branch) - 1 for _, branch in rows]
+    tokens = [token for number, first, end in runs.sources for token in rows[number][1].token_ids[first:end]]
     routes, routed = None, (0, 0)
     if replayed is not None:
         routes = packed_routes([branch for _, branch in rows], replayed)
-        routed = (int((routes[:, 0, 0] != MISSING).sum()), len(tokens))
-    if not lengths:
-        tokens, lengths = [0], [1]
+        routed = (int((routes[:, 0, 0] != MISSING).sum()), sum(inputs))
+        of_rows = routes.split(inputs or [1])
+        routes = torch.cat([of_rows[number][first:end] for number, first, end in runs.sources or [(0, 0, 1)]])
     return MicroBatch(
         routes=None if routes is None else routes.to(device),
         routed=routed,
+        num_sequences=max(len(rows), 1),
+        inputs=sum(inputs),
         teacher_log_probs=torch.tensor(taught, dtype=torch.float32, device=device) if taught else None,
-        token_ids=torch.tensor(tokens, device=device),
+        token_ids=torch.tensor(tokens or [0], device=device),
         targets=torch.tensor(targets, dtype=torch.int64, device=device),
-        layout=PackedLayout(lengths, device),
+        layout=PackedLayout(runs.lengths or [1], device, runs.parents or [-1]),
         active=torch.tensor(active, dtype=torch.int64, device=device),
         sequence=torch.tensor(sequence, dtype=torch.int64, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
@@ -221,26 +239,30 @@ def micro_batches(
     ranks: int,
     device: torch.device,
     replayed: ModelArgs | None = None,
+    merged: bool = False,
 ) -> list[MicroBatch]:
-    """This rank's share of a minibatch. Every rank gets the same number of micro-batches.
+    """This rank's share of a minibatch. Every rank gets the same number of micro-batches, each of at most `budget`
+    tokens that are computed, and as many that are trained.
 
-    Each branch of a trajectory is a separate sequence, but its tokens have the weights of the whole trajectory.
+    Each branch of a trajectory is a separate sequence, but its tokens have the weights of the whole trajectory. merged:
+    what branches begin with together is computed once in a micro-batch, and counts once in its budget.
     """
     by_sample = objective.token_weights(
         [trained_tokens(sample, mask_truncated) for sample in samples], max_completion_tokens
     )
     rows = [(sample, branch) for sample in samples for branch in sample.branches]
     weights = [weight for sample, weight in zip(samples, by_sample, strict=True) for _ in sample.branches]
-    bins = split_for_ranks(first_fit_decreasing([len(branch) - 1 for _, branch in rows], budget), ranks)
-    bins = bins or [[] for _ in range(ranks)]
+    active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
+    together, sizes = [[i] for i in range(len(rows))], [len(branch) - 1 for _, branch in rows]
+    if merged:
+        together, sizes = clusters([identities(branch, replayed) for _, branch in rows], active, budget)
+    bins = [sorted(i for one in members for i in together[one]) for members in first_fit_decreasing(sizes, budget)]
+    bins = split_for_ranks(bins, ranks) or [[] for _ in range(ranks)]
     if objective.local:
         # All micro-batches count the same, whatever they contain.
-        active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
         for members in bins:
             own = objective.token_weights([active[i] for i in members], max_completion_tokens)
             for i, weight in zip(members, own, strict=True):
                 weights[i] = weight / len(bins)
-    return [
-        pack([rows[i] for i in members], [weights[i] for i in members], version, mask_truncated, device, replayed)
-        for members in bins[rank::ranks]
-    ]
+    settings = version, mask_truncated, device, replayed, merged
+    return [pack([rows[i] for i in members], [weights[i] for i in members], *settings) for members in bins[rank::ranks]]

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
-ALL_SUMS = (*SUMS, *MISMATCH_SUMS, "replayed", "routed")
+ALL_SUMS = (*SUMS, *MISMATCH_SUMS, "replayed", "routed", "computed", "inputs", "operations")
 LARGEST = ("ratio", "mismatch")
 
 
@@ -84,6 +84,10 @@ class PolicyTrainer:
         self.reference = build_reference(config, dims, policy) if has_reference(config) else None
         teacher = None if self.reference is None else self.reference.policy
         self.teaching = Teaching(config, policy, teacher) if compares_vocabulary(config) else None
+        apart = next((said for one in self._policies() if (said := one.computes_apart())), None)
+        self._merged = config.training.merge_prefixes and apart is None
+        if config.training.merge_prefixes and apart:
+            logger.info("what completions begin with together is computed for each of them: %s", apart)
         self.dims = dims
         self.device = device()
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -93,6 +97,9 @@ class PolicyTrainer:
         self.expert_load = ExpertLoad(policy, rate) if rate else None
         self.is_told_to_stop: Callable[[], bool] = lambda: False
         """Whether a signal has told this rank; rides on the last reduction, too"""
+
+    def _policies(self) -> list[Decoder]:
+        return [self.policy] if self.reference is None else [self.policy, self.reference.policy]
 
     def train_batch(self, batch: Batch, slots: WeightSync | None = None) -> BatchResult:
         """Train on `batch`. `slots` holds copies of versions, where there are any: the new version's is reserved, and
@@ -110,7 +117,8 @@ class PolicyTrainer:
         divided = [samples for samples in divided if any(trained_tokens(sample, masked) for sample in samples)]
         parts = [self._pack(samples, batch.version) for samples in divided or [[]]]
         totals = _Totals(self.device)
-        totals.add_routed(parts)
+        packs = [micro_batch for part in parts for micro_batch in part]
+        totals.add_packs(packs, self._operations(packs))
         fixed = self._fixed_log_probs(parts, totals)
         schedule = [part for _ in range(self.config.grpo.num_iterations) for part in range(len(parts))]
         result = BatchResult()
@@ -145,7 +153,8 @@ class PolicyTrainer:
             self.reference.follow(self.policy, batch.version + 1)
         result.metrics = stage_figures(self.config, totals.reduce(self.dims, len(schedule)))
         seconds = time.perf_counter() - started
-        result.metrics |= throughput(self._operations(batch), seconds, self.dims.world_size, peak_flops())
+        operations = result.metrics.pop("operations") or 0.0
+        result.metrics |= throughput(operations, seconds, self.dims.world_size, peak_flops())
         result.metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else None,
             "learning_rate": learning_rate,
@@ -176,15 +185,15 @@ class PolicyTrainer:
         loss = -total / max(tokens, 1.0)
         return {"eval/loss": loss, "eval/tokens": tokens / ranks_per_pack(self.config.parallelism)}
 
-    def _operations(self, batch: Batch) -> float:
-        """What the model needs for this batch."""
+    def _operations(self, packs: list[MicroBatch]) -> float:
+        """What the model needs for these micro-batches."""
         grpo, lora = self.config.grpo, self.config.lora
         scored = int(grpo.recompute_old_log_probs) + (self.reference is not None)
         passes = Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
-        # The last token of a sequence is predicted, and goes in nowhere.
-        lengths = [len(branch) - 1 for sample in batch.samples for branch in sample.branches]
-        completions = sum(len(sample.completion_ids) for sample in batch.samples)
-        return model_flops(self.policy.args, lengths, completions, passes)
+        return sum(
+            model_flops(self.policy.args, one.layout.lengths, len(one.targets), passes, one.layout.starts)
+            for one in packs
+        )
 
     def _assign_advantages(self, batch: Batch) -> None:
         grpo = self.config.grpo
@@ -214,6 +223,7 @@ class PolicyTrainer:
             ranks=self.dims.dp_size,
             device=self.device,
             replayed=self.policy.args if self.config.grpo.routing_replay else None,
+            merged=self._merged,
         )
 
     def _forward(
@@ -378,11 +388,14 @@ class _Totals:
         self.sums["same_version"] += divergence[same].sum()
         self.sums["same_version_tokens"] += same.sum()
 
-    def add_routed(self, parts: list[list[MicroBatch]]) -> None:
-        """How much of the batch is trained with the experts of the engine."""
-        for replayed, routed in (micro_batch.routed for part in parts for micro_batch in part):
-            self.sums["replayed"] += replayed
-            self.sums["routed"] += routed
+    def add_packs(self, packs: list[MicroBatch], operations: float) -> None:
+        """What is computed, for how many tokens, and how much of it with the experts of the engine."""
+        self.sums["operations"] += operations
+        for micro_batch in packs:
+            self.sums["computed"] += micro_batch.layout.total
+            self.sums["inputs"] += micro_batch.inputs
+            self.sums["replayed"] += micro_batch.routed[0]
+            self.sums["routed"] += micro_batch.routed[1]
 
     def add_drift(self, old: torch.Tensor, log_probs: torch.Tensor) -> None:
         """How far all optimizer steps of the batch but the last have moved the policy."""
@@ -422,6 +435,9 @@ class _Totals:
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
             "mismatch_kl/drift": whole_way * sums["drift"] / drifted if drifted else None,
             "trained_tokens": sums["tokens"] / optimizer_steps,
+            "computed_tokens": sums["computed"],
+            "computed_share": sums["computed"] / max(sums["inputs"], 1.0),
+            "operations": sums["operations"],
         } | ({"routing/replayed_share": sums["replayed"] / sums["routed"]} if sums["routed"] else {})
 
 

@@ -106,7 +106,8 @@ def test_further_keys_change_neither_attention_nor_its_gradients(monkeypatch: py
     q, k, v, by = torch.randn(4, layout.total, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
 
     def attend(further: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(attention, "key_length", lambda length, *_: length + further)
+        monkeypatch.setattr(forest, "key_length", lambda length, *_: length + further)
+        forest.buckets_of.cache_clear()
         leaves = [q.clone().requires_grad_(), k[:, :2].clone().requires_grad_(), v[:, :2].clone().requires_grad_()]
         out = PackedAttention(layout)(Layer(), *leaves)
         out.backward(by)
