@@ -25,14 +25,14 @@ NO_QUERY = 1e30
 
 
 def _pieces(start: int, length: int, keys: int, window: int, block: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Blocks of the queries at positions start, start + 1, ...: (rows, positions, keys that they may attend to). Both
-    positions and keys begin at multiples of KEY_BLOCK, like the kernels' own blocks, so that a token's sums do not
-    depend on its place in its block of queries, nor on what of its sequence is computed elsewhere."""
-    last = start + length
-    for block_start in range(start // block * block, last, block):
-        begin, end = max(block_start, start), min(block_start + block, last)
-        first = max(0, begin - window + 1) // KEY_BLOCK * KEY_BLOCK if window else 0
-        yield slice(begin - start, end - start), slice(begin, end), slice(first, keys if end == last else end)
+    """Blocks of the queries at positions start, start + 1, ...: (rows, positions, keys that they may attend to). Keys
+    begin and end at multiples of KEY_BLOCK, like the kernels' own blocks, so that a token's sums do not depend on its
+    place in its block of queries, nor on what of its sequence is computed elsewhere."""
+    for begin in range(0, length, block):
+        end = min(begin + block, length)
+        first = max(0, start + begin - window + 1) // KEY_BLOCK * KEY_BLOCK if window else 0
+        seen = keys if end == length else min(keys, -(-(start + end) // KEY_BLOCK) * KEY_BLOCK)
+        yield slice(begin, end), slice(start + begin, start + end), slice(first, seen)
 
 
 def _mask(rows: slice, columns: slice, window: int, like: torch.Tensor) -> torch.Tensor:

@@ -216,6 +216,14 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
         out = F.scaled_dot_product_attention(q[:, :, :length], k[:, :, :keys], v[:, :, :keys], is_causal=True)
         return torch.equal(out, whole[:, :, :length])
 
+    def continued(start: int, length: int, keys: int) -> bool:
+        """Whether the rest of a sequence, behind what several have in common, gets the same results as in the whole."""
+        positions = torch.arange(start, start + length)[:, None]
+        mask = torch.where(torch.arange(keys) <= positions, 0.0, float("-inf"))
+        query = q[:, :, start : start + length]
+        out = F.scaled_dot_product_attention(query, k[:, :, :keys], v[:, :, :keys], attn_mask=mask)
+        return torch.equal(out, whole[:, :, start : start + length])
+
     fitting = (step for step in STEPS[:5] if all(generated(rows, longest) for rows in _multiples(step, 16)))
     queries = next(fitting, None)
     if queries is None:
@@ -231,7 +239,8 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
     # The trainer attends with one query per token of the sequence.
     for length in (KEY_STEP, 80, 208, 336, 464, KEY_BLOCK + 96, 2 * KEY_BLOCK - 80):
         rest = (length - 1) % KEY_BLOCK
-        if not sequence(length, length - 1 - rest + next(one for one in good if one > rest)):
+        keys = length - 1 - rest + next(one for one in good if one > rest)
+        if not (sequence(length, keys) and continued(length // 3, length - length // 3, keys)):
             return _AttentionSizes(queries, ())
     return _AttentionSizes(queries, good)
 

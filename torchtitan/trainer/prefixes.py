@@ -47,7 +47,8 @@ def clusters(sequences: Sequence[np.ndarray], trained: Sequence[int], budget: in
     computed, or those that are trained if these are more, because both need memory.
     """
     found: list[list[int]] = []
-    computed, active = [], []
+    computed: list[int] = []
+    active: list[int] = []
     for number, common in zip(*sorted_with_prefixes(sequences), strict=True):
         further = len(sequences[number]) - common
         joins = common >= LEAST_SAVED and max(computed[-1] + further, active[-1] + trained[number]) <= budget

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.models import attention
+from torchtitan.models import attention, forest
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
@@ -125,41 +125,56 @@ def test_what_the_operator_registers_holds() -> None:
     torch.library.opcheck(torch.ops.torchtitan.packed_attention.default, arguments)
 
 
+@pytest.mark.parametrize("parents", [[-1, -1, -1], [-1, 0, 0]], ids=["sequences", "tree"])
 @pytest.mark.parametrize("window", [0, 3])
-def test_variable_length_kernel_where_it_applies(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel itself needs CUDA; here a stand-in with its interface shows that it gets the right arguments."""
-    layout, layer = PackedLayout([5, 4, 3]), Layer(window, sinks=torch.randn(4))
+def test_variable_length_kernel_where_it_applies(
+    window: int, parents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself needs CUDA; here a stand-in with its interface shows that it gets the right arguments: one
+    sequence after the other, whose last query is at the place of its last key."""
+    layout, layer = PackedLayout([5, 4, 3], parents=parents), Layer(window, sinks=torch.randn(4))
     q, k, v = (torch.randn(14, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     assert not attention.uses_varlen_flash(q)
     expected = PackedAttention(layout)(layer, q, k, v)
     by = torch.randn(expected.shape)
     gradients = torch.autograd.grad(expected, (q, k, v), by)
-    own = torch.ops.torchtitan
     calls: list[str] = []
 
-    def check(cumulative: Any, other: Any, longest: int, again: int, dropout: float, causal: bool) -> None:
-        assert cumulative is other is layout.cumulative and cumulative.dtype == torch.int32
-        assert longest == again == 5 and dropout == 0.0 and causal == (window == 0)
+    def one_by_one(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        of_queries, of_keys, longest, longest_keys, dropout, causal = rest[:6]
+        assert of_queries is layout.cumulative and of_keys.dtype == torch.int32 and of_keys[-1] == len(k) == len(v)
+        assert (longest, longest_keys) == (5, max(of_keys.diff().tolist())) and dropout == 0.0
+        assert causal == (window == 0) and named["window_size_right"] == 0
+        assert named["window_size_left"] == (window - 1 if window else -1)
+        outputs, totals = [], []
+        for begin, end, first, last in zip(
+            of_queries[:-1].tolist(), of_queries[1:].tolist(), of_keys[:-1].tolist(), of_keys[1:].tolist(), strict=True
+        ):
+            back = torch.arange(end - begin)[:, None] + (last - first) - (end - begin) - torch.arange(last - first)
+            seen = (back >= 0) & (back < window) if window else back >= 0
+            keys, values = (x[first:last].repeat_interleave(2, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys) * named["scale"]
+            totals.append(scores.masked_fill(~seen, -math.inf).logsumexp(-1))
+            weights = (scores - totals[-1][..., None]).exp().masked_fill(~seen, 0.0)
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        return torch.cat(outputs), torch.cat(totals, 1)
 
-    def options(scale: float, window_size_left: int, window_size_right: int) -> tuple[int, float, float]:
-        assert (window_size_left, window_size_right) == (window - 1 if window else -1, 0)
-        return window, scale, 0.0
-
-    def forward(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
-        check(*rest[:6])
+    def forward(*arguments: Any, **named: Any) -> Any:
         calls.append("forward")
-        with monkeypatch.context() as inside:
-            inside.setattr(attention, "uses_varlen_flash", lambda *_: False)
-            out, total = own.packed_attention(q, k, v, None, layout.cumulative, layout.bounds, *options(**named))
-        return out, total.t(), None, None, None
+        return *one_by_one(*arguments, **named), None, None, None
 
     def backward(g: Any, q: Any, k: Any, v: Any, out: Any, total: Any, *rest: Any, **named: Any) -> Any:
-        check(*rest[:6])
+        """As the kernel does it: from the sums and outputs that it is given, which hold the sinks."""
         calls.append("backward")
-        saved = (q, k, v, None, out, total.t(), layout.cumulative, layout.bounds)
-        with monkeypatch.context() as inside:
-            inside.setattr(attention, "uses_varlen_flash", lambda *_: False)
-            return own.packed_attention_backward(g, *saved, *options(**named))[:3]
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            alone, sums = one_by_one(*leaves, *rest, **named)
+            # d out / d score with a sink: the share that is left for the keys, for outputs and sums together.
+            share = (sums.detach() - total).exp().t()[..., None]
+            pull = (g * (share * alone.detach() - out)).sum(-1)
+            lost = (g * share * alone.detach()).sum(-1) - (g * out).sum(-1) * share[..., 0]
+            assert pull.abs().max() < 1e-5
+            return torch.autograd.grad((g * share * alone).sum() + (lost.detach() * sums.t()).sum(), leaves)
 
     monkeypatch.setattr(attention, "uses_varlen_flash", lambda *_: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
@@ -169,6 +184,66 @@ def test_variable_length_kernel_where_it_applies(window: int, monkeypatch: pytes
     for found, one in zip(torch.autograd.grad(output, (q, k, v), by), gradients, strict=True):
         torch.testing.assert_close(found, one)
     assert calls == ["forward", "backward"]
+
+
+@settings(max_examples=40)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 20)), min_size=1, max_size=9),
+    window=st.sampled_from([0, 0, 1, 7, 32]),
+    softcap=st.sampled_from([0.0, 0.0, 2.0]),
+    with_sinks=st.booleans(),
+    whole_graph=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_tree_is_its_paths_one_by_one(
+    runs: list[tuple[int, int]], window: int, softcap: float, with_sinks: bool, whole_graph: bool, seed: int
+) -> None:
+    _check_tree(runs, window, softcap, with_sinks, whole_graph, seed)
+
+
+@pytest.mark.parametrize("window", [0, 100, 700])
+def test_trees_of_several_blocks(window: int) -> None:
+    _check_tree([(350, 0), (700, 1), (180, 1), (600, 2), (31, 2)], window, 0.0, True, False, 0)
+
+
+def _check_tree(
+    runs: list[tuple[int, int]], window: int, softcap: float, with_sinks: bool, whole_graph: bool, seed: int
+) -> None:
+    """runs: tokens of each, and any number for its parent."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, parents = [length for length, _ in runs], [any_ % (run + 1) - 1 for run, (_, any_) in enumerate(runs)]
+    layout = PackedLayout(lengths, parents=parents)
+    operands = [
+        torch.randn(layout.total + 1, heads, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_() if with_sinks else None
+    layer = Layer(window, 0.4, softcap, sinks)
+    leaves = operands + ([] if sinks is None else [sinks])
+    by = torch.randn(layout.total, 4, 8, generator=generator, dtype=torch.float64)
+    # Every run as the end of a sequence of its own, which is all of its path.
+    paths: list[torch.Tensor] = []
+    for offset, length, parent in zip(layout.cumulative.tolist(), lengths, parents, strict=False):
+        own = torch.arange(offset, offset + length)
+        paths.append(own if parent < 0 else torch.cat((paths[parent], own)))
+    rows = torch.cat(paths)
+    apart = plain_attention(layer, [len(path) for path in paths], *(x[rows] for x in operands))
+    parts = zip(apart.split([len(path) for path in paths]), lengths, strict=True)
+    expected = torch.cat([part[len(part) - length :] for part, length in parts])
+    positions = [place for path, length in zip(paths, lengths, strict=True) for place in range(len(path))[-length:]]
+    assert layout.positions.tolist() == positions
+    found = (
+        torch.ops.torchtitan.packed_attention(
+            *operands, sinks, layout.cumulative, layout.bounds, window, layer.scale, softcap
+        )[0]
+        if whole_graph
+        else PackedAttention(layout)(layer, *operands)
+    )
+    assert not found[layout.total :].any()
+    torch.testing.assert_close(found[: layout.total], expected, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(found[: layout.total], leaves, by)
+    for one, other in zip(found, torch.autograd.grad(expected, leaves, by), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * float(1 + other.abs().max()))
 
 
 def _losses(policy: Decoder, packs: list[list[int]]) -> list[float]:

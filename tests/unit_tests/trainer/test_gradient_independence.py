@@ -45,6 +45,7 @@ class Cut:
     head: str = "full"
     budget: int = 1 << 30
     shuffle: int = 0
+    merged: bool = False
 
 
 def make_batch(seed: int) -> Batch:
@@ -72,6 +73,7 @@ def make_batch(seed: int) -> Batch:
 def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tuple[float, torch.Tensor]:
     """Loss, and the gradient of every parameter in one vector, summed over the ranks."""
     config.training.tokens_per_micro_batch, config.model.logprob_head = cut.tokens, cut.head
+    config.training.merge_prefixes = cut.merged
     policy.lm_head.fused, policy.lm_head.budget_bytes = cut.head != "full", cut.budget
     groups = list(batch.groups)
     random.Random(cut.shuffle).shuffle(groups)
@@ -123,6 +125,7 @@ def distance_from_a_bound(policy: Decoder, config: JobConfig, batch: Batch) -> f
         # Part of the vocabulary, a few rows of it, everything.
         budget=st.sampled_from([1, 4 * 128 * 16, 1 << 20]),
         shuffle=st.integers(0, 9),
+        merged=st.booleans(),
     ),
 )
 @pytest.mark.parametrize("tied", [True, False])

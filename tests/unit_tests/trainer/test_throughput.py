@@ -40,10 +40,12 @@ def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., P
     # Logits that are computed again to save memory would be counted again.
     config.model.logprob_head = "full"
     config.grpo.recompute_old_log_probs = scored
+    # So that the operations of attention are half of a square for each sequence; products are counted either way.
+    config.training.merge_prefixes = False
     trainer, batch = SpiedTrainer(config), make_batch(0)
     with FlopCounterMode(display=False) as counter:
         metrics = trainer.train_batch(batch).metrics
-    flops = trainer._operations(batch)
+    flops = trainer._operations(trainer._pack(batch.samples, 0))
     attention = attention_flops(trainer.policy.args, batch.samples, 3 + scored)
     # The head leaves out tokens without weight.
     assert flops - attention == pytest.approx(products(counter), rel=0.02)
@@ -58,6 +60,7 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
         config = run_config(tiny_checkpoint("qwen3", tied=tied))
         config.model.logprob_head = "full"
         # Trained norms cost nothing here, but have gradients go through all of the first layer.
+        config.training.merge_prefixes = False
         config.lora = Lora(rank=1, target_modules=["o_proj"], modules_to_save=["input_layernorm", *saved])
         trainer, batch = SpiedTrainer(config), make_batch(0)
         with FlopCounterMode(display=False) as counter:
@@ -65,7 +68,8 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
         args, samples = trainer.policy.args, batch.samples
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples)
         adapters = 6 * args.num_hidden_layers * sum(args.projection_shapes()["o_proj"]) * tokens
-        return products(counter) - adapters, trainer._operations(batch) - attention_flops(args, samples, 3)
+        ours = trainer._operations(trainer._pack(samples, 0))
+        return products(counter) - adapters, ours - attention_flops(args, samples, 3)
 
     torch_alone, ours_alone = count()
     assert ours_alone == pytest.approx(torch_alone, rel=0.02)
@@ -81,6 +85,27 @@ def attention_flops(args: ModelArgs, samples: list[Sample], forwards: int) -> fl
     lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
     square = sum(length * (length + 1) for length in lengths) / 2
     return forwards * args.num_hidden_layers * args.num_attention_heads * args.head_dim * square * 2 * 2
+
+
+def test_what_is_computed_once_counts_once(tiny_checkpoint: Callable[..., Path]) -> None:
+    """In products with weights by torch's count, and in pairs of attention by the definition."""
+    found = []
+    for merged in (False, True):
+        config = run_config(tiny_checkpoint())
+        config.model.logprob_head, config.training.merge_prefixes = "full", merged
+        config.training.tokens_per_micro_batch = 4000
+        trainer, batch = SpiedTrainer(config), make_batch(0)
+        with FlopCounterMode(display=False) as counter:
+            metrics = trainer.train_batch(batch).metrics
+        (pack,) = trainer._pack(batch.samples, 0)
+        pairs = float((pack.layout.positions + 1).sum())
+        args = trainer.policy.args
+        attention = 3 * args.num_hidden_layers * args.num_attention_heads * args.head_dim * pairs * 2 * 2
+        assert trainer._operations([pack]) - attention == pytest.approx(products(counter), rel=0.02)
+        assert metrics["computed_tokens"] == len(pack.token_ids)
+        found.append((metrics["computed_tokens"], metrics["computed_share"], metrics["trained_tokens"]))
+    (apart, whole, trained), (once, share, also_trained) = found
+    assert whole == 1.0 and once == apart * share < apart and trained == also_trained
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 129, 700])
