@@ -120,7 +120,7 @@ class _Continued:
         self._before = [start % CHUNK for _, start, _ in parts]
         lengths = [before + end - start for before, (_, start, end) in zip(self._before, parts, strict=True)]
         layout = PackedLayout(lengths, device)
-        self._bounds, self._places = layout.bounds, places_of(layout.cumulative, layout.total)
+        self._bounds, self._places = layout.bounds[:, 0], places_of(layout.cumulative, layout.total)
         self._total = layout.total
         is_new = np.concatenate([np.arange(n) >= before for n, before in zip(lengths, self._before, strict=True)])
         self._new = torch.from_numpy(np.flatnonzero(is_new)).to(device)
