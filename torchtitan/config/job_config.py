@@ -8,7 +8,7 @@ The string under a field is its documentation.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import field
+from dataclasses import asdict, field
 from functools import cache
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
@@ -30,7 +30,7 @@ from torchtitan.config.training_tables import (
     Sft,
     Training,
 )
-from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, PathText, Range, RunName
+from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, PathText, Range, RunName, show, show_key
 
 # Ranks leave by themselves within the save deadline; the launcher kills what is left a little later.
 MAX_SAVE_DEADLINE_S = 600
@@ -188,3 +188,18 @@ def free_table(name: str) -> str:
     """The key whose table of free names has `name` (inference.engine_args of inference.engine_args.seed), or empty."""
     keys = known_keys().items()
     return next((key for key, info in keys if get_origin(info.annotation) is dict and name.startswith(f"{key}.")), "")
+
+
+def config_to_toml(config: JobConfig) -> str:
+    """The whole configuration as TOML that loads to the same configuration."""
+    lines: list[str] = []
+    for table, values in asdict(config).items():
+        lines.append(f"[{table}]")
+        # What follows a table's own table would belong to that.
+        inner = {name: value for name, value in values.items() if isinstance(value, dict)}
+        lines += [f"{name} = {show(value)}" for name, value in values.items() if name not in inner]
+        for name, value in inner.items():
+            lines += ["", f"[{table}.{name}]"]
+            lines += [f"{show_key(key)} = {show(item)}" for key, item in value.items()]
+        lines.append("")
+    return "\n".join(lines)

@@ -6,10 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from torchtitan.config.job_config import GRPO
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,10 @@ def describe(loss_type: str) -> Descriptor:
     return OBJECTIVES.get(loss_type) or Descriptor("the user's own", None)
 
 
-def largest_weight(grpo: GRPO) -> tuple[str, float]:
+def largest_weight(grpo: Mapping[str, Any]) -> tuple[str, float]:
     """(the key of [grpo] that decides it, the largest weight that the objective gives a token for any ρ); infinity and
-    loss_type where nothing is known to bound it."""
-    keys = describe(grpo.loss_type).bounded_by
-    weights = [(_ALLOWED.get(key, float)(getattr(grpo, key)), key) for key in keys]
+    loss_type where nothing is known to bound it. grpo: the values of that table."""
+    keys = describe(grpo["loss_type"]).bounded_by
+    weights = [(_ALLOWED.get(key, float)(grpo[key]), key) for key in keys]
     weight, key = max(weights, default=(math.inf, "loss_type"))
     return key, weight

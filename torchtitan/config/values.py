@@ -15,9 +15,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -28,9 +28,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-if TYPE_CHECKING:
-    from torchtitan.config.job_config import JobConfig
 
 # Nothing but an integer where a number is asked for is converted; the string under a field documents it.
 TABLE = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
@@ -208,18 +205,3 @@ def show(value: Any) -> str:
 def show_key(name: str) -> str:
     """A key as TOML writes it: quoted where it must be."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else show(name)
-
-
-def config_to_toml(config: JobConfig) -> str:
-    """The whole configuration as TOML that loads to the same configuration."""
-    lines: list[str] = []
-    for table, values in asdict(config).items():
-        lines.append(f"[{table}]")
-        # What follows a table's own table would belong to that.
-        inner = {name: value for name, value in values.items() if isinstance(value, dict)}
-        lines += [f"{name} = {show(value)}" for name, value in values.items() if name not in inner]
-        for name, value in inner.items():
-            lines += ["", f"[{table}.{name}]"]
-            lines += [f"{show_key(key)} = {show(item)}" for key, item in value.items()]
-        lines.append("")
-    return "\n".join(lines)

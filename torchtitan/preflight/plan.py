@@ -12,8 +12,7 @@ from torchtitan.config.derived import (
     trains_on_gpu,
     without_masters,
 )
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.values import config_to_toml
+from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import agent_settings, find_python
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver

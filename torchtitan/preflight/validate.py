@@ -248,7 +248,7 @@ def _unbounded(config: JobConfig) -> str:
     grpo = config.grpo
     caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_high}
     correction = caps.get(grpo.off_policy_correction, math.inf)
-    key, objective = largest_weight(grpo)
+    key, objective = largest_weight(vars(grpo))
     if grpo.recompute_old_log_probs:
         # The objective sees π/π_old; the correction bounds π_old/μ.
         if correction > NO_BOUND:

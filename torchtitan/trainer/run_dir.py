@@ -24,8 +24,8 @@ from typing import Any
 
 import xxhash
 
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.values import config_to_toml, read_toml, show
+from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.conftest import GOOD, WriteConfig
 from torchtitan.config.derived import engine_words
-from torchtitan.config.job_config import JobConfig, free_table, known_keys
+from torchtitan.config.job_config import JobConfig, config_to_toml, free_table, known_keys
 from torchtitan.config.reading import Draft, read_command_line
 from torchtitan.config.reference import markdown
 from torchtitan.config.training_tables import LOSS_TYPES
-from torchtitan.config.values import Names, Range, config_to_toml
+from torchtitan.config.values import Names, Range
 from torchtitan.errors import ConfigError
 from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import ClipRange

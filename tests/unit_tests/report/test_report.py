@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.values import config_to_toml
+from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.report import page
 from torchtitan.report.__main__ import main
 from torchtitan.report.metrics import REQUIRED_KEYS

@@ -27,9 +27,9 @@ from simulator.scenario import Scenario, slowest_of
 from simulator.world import World
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.actor.puller import Puller
+from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey
 from torchtitan.weight_sync.registry.registry import STATUS_SECONDS
-from torchtitan.weight_sync.wire.clients import ShardServerConnection
 
 SMALL: dict[str, Any] = {
     "hours": 0.05,

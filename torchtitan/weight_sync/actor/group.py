@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync.actor.puller import Puller, Served
+from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.slots import anonymous_file, file_reference
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.memory.transfer import BYTES
-from torchtitan.weight_sync.wire.clients import ShardServerConnection
 from torchtitan.weight_sync.wire.handshake import WORKER, Acceptor, Identity
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError
 from torchtitan.weight_sync.wire.sockets import SocketRuntime

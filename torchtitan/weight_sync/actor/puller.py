@@ -1,8 +1,4 @@
-"""An actor's part: learns of the newest version, pulls its buckets, verifies them, has the engine apply the version.
-
-Each actor decides for itself what to pull. One rule applies to all: an actor whose pull was gone twice in a row is
-slow, and waits until there is room for another lane.
-"""
+"""An actor's part: learns of the newest version, pulls its buckets, verifies them, has the engine apply the version."""
 
 from __future__ import annotations
 
@@ -14,17 +10,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
 from torchtitan.weight_sync.memory.transfer import Engine, Transfer
 from torchtitan.weight_sync.transports.bucket_server import Relay
 from torchtitan.weight_sync.wire import hook
-from torchtitan.weight_sync.wire.clients import RegistryClient, ShardServerConnection
+from torchtitan.weight_sync.wire.clients import RegistryClient
 from torchtitan.weight_sync.wire.handshake import PEER, Identity
 from torchtitan.weight_sync.wire.runtime import Message, PayloadTarget, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.actor.puller")
 
-# An actor is slow after this many pulls in a row that ended as gone.
+# After this many pulls in a row that ended as gone, an actor is slow, and waits until there is room for another lane.
 SLOW_AFTER = 2
 # A bucket that arrives corrupt this often ends the pull; the next pull begins after a pause that grows.
 MAX_CORRUPTIONS = 3
