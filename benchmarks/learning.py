@@ -86,6 +86,7 @@ GRPO: dict[str, Any] = {
 # never say, one token has a gradient ten times that of all others. Adapters forget less of the arithmetic meanwhile.
 DISTILL: dict[str, Any] = {
     "job.stage": "distill",
+    "distill.divergence": "forward_kl",
     "training.global_batch_size": 2,
     "training.max_norm": 0.2,
     "grpo.group_size": 2,
