@@ -3,13 +3,14 @@ user's own functions."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import functools
 import importlib
 import signal
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torchtitan
@@ -94,14 +95,21 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def called(*arguments: Any, **named: Any) -> Any:
-        try:
+        with blaming(name, what):
             return function(*arguments, **named)
-        except Exception as error:  # a user's function may fail in any way
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            raised = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
-            raise UserError(f"{what} = {name!r} raised {raised}") from error
 
     return called
+
+
+@contextlib.contextmanager
+def blaming(name: str, what: str) -> Iterator[None]:
+    """Make any exception a UserError that says where this function of the user's has raised it."""
+    try:
+        yield
+    except Exception as error:  # a user's function may fail in any way
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        raise UserError(f"{what} = {name!r} raised {raised}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchtitan.config.derived import (
     plays_through_gateway,
 )
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError, load_function
+from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import NEEDS_ANSWER
@@ -82,7 +82,10 @@ def load_rows(dataset: str, split: str = "train") -> list[Row]:
     if dataset in BUILT_IN:
         return BUILT_IN[dataset]()
     if FUNCTION.fullmatch(dataset):
-        rows: list[Row] = list(load_function(dataset, "dataset")())
+        function = load_object(dataset, "dataset")
+        with blaming(dataset, "dataset"):  # while it returns, and while a generator yields
+            made = function()
+            rows: list[Row] = list(made) if isinstance(made, Iterable) else []
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise UserError(f"dataset {dataset!r} must return rows, each a dict of columns")
         return rows

@@ -150,15 +150,22 @@ def texts():
     return ["01+02="]
 def fails():
     raise OSError("no disk")
+def breaks_off():
+    yield {"prompt": "1", "answer": "1"}
+    raise KeyError("question")
+def nothing():
+    pass
 """
     (tmp_path / "rows_of_a_user.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_rows("rows_of_a_user:good") == [{"prompt": f"{i}", "answer": f"{i}"} for i in range(3)]
-    for name in ("empty", "texts"):
+    for name in ("empty", "texts", "nothing"):
         with pytest.raises(UserError, match=f"'rows_of_a_user:{name}' must return rows, each a dict"):
             load_rows(f"rows_of_a_user:{name}")
     with pytest.raises(UserError, match="'rows_of_a_user:fails' raised OSError: no disk .*rows_of_a_user.py, line 10"):
         load_rows("rows_of_a_user:fails")
+    with pytest.raises(UserError, match="'rows_of_a_user:breaks_off' raised KeyError: 'question' .*_user.py, line 13"):
+        load_rows("rows_of_a_user:breaks_off")
 
 
 def test_hugging_face_names_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
