@@ -288,9 +288,9 @@ class ShardServerThread(Supervised):
         publisher, runtime = self._publisher, self.runtime
         slots, layout, rank = publisher.slots, publisher.layout, publisher.rank
         ranks, facts = self._facts["ranks"], {name: fact for name, fact in self._facts.items() if name != "ranks"}
-        sending = self._transport.sending(runtime, slots, layout, facts["epoch"], rank, ranks)
-        about = {"rank": rank, "address": self.address, **facts, **sending}
+        about = {"rank": rank, "address": self.address, **facts}
         try:
+            about |= self._transport.sending(runtime, slots, layout, facts["epoch"], rank, ranks)
             # Duplicates: the rank's own sockets survive every life of the server.
             with (
                 publisher.server_bell.dup() as bell,
