@@ -10,6 +10,8 @@ import numpy as np
 
 # A shared run costs each layer another call of its attention, so one that saves fewer tokens stays in every sequence.
 LEAST_SAVED = 4
+# Attention holds the keys of every path at a time, so a micro-batch has at most this many for each token of its budget.
+KEYS_PER_TOKEN = 8
 
 
 @dataclass
@@ -43,24 +45,31 @@ def sorted_with_prefixes(sequences: Sequence[np.ndarray]) -> tuple[list[int], li
 def clusters(sequences: Sequence[np.ndarray], trained: Sequence[int], budget: int) -> tuple[list[list[int]], list[int]]:
     """Sequences that are worth computing together, each cluster within the budget as far as its sequences are.
 
-    trained: how many tokens of each sequence are trained. Returns the clusters and their sizes: the tokens that are
-    computed, or those that are trained if these are more, because both need memory.
+    trained: how many tokens of each sequence are trained. Returns the clusters and their sizes: the most tokens that
+    `merge` lets be computed, or the trained ones or the KEYS_PER_TOKEN-th part of all keys if these are more, because
+    all of them need memory.
     """
     found: list[list[int]] = []
-    computed: list[int] = []
-    active: list[int] = []
+    needs: list[tuple[int, int, int]] = []
+    """(computed, trained, keys) of each cluster"""
+
+    def size(computed: int, active: int, keys: int) -> int:
+        return max(computed, active, -(-keys // KEYS_PER_TOKEN))
+
     for number, common in zip(*sorted_with_prefixes(sequences), strict=True):
-        further = len(sequences[number]) - common
-        joins = common >= LEAST_SAVED and max(computed[-1] + further, active[-1] + trained[number]) <= budget
-        if joins:
-            found[-1].append(number)
-            computed[-1] += further
-            active[-1] += trained[number]
-        else:
-            found.append([number])
-            computed.append(len(sequences[number]))
-            active.append(trained[number])
-    return found, [max(pair) for pair in zip(computed, active, strict=True)]
+        length = len(sequences[number])
+        if common >= LEAST_SAVED:
+            computed, active, keys = needs[-1]
+            # Where sequences part, up to LEAST_SAVED - 1 tokens may stay in each of them.
+            further = length - common + LEAST_SAVED - 1
+            together = computed + further, active + trained[number], keys + length
+            if size(*together) <= budget:
+                found[-1].append(number)
+                needs[-1] = together
+                continue
+        found.append([number])
+        needs.append((length, trained[number], length))
+    return found, [size(*one) for one in needs]
 
 
 def merge(sequences: Sequence[np.ndarray]) -> MergedRuns:

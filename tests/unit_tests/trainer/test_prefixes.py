@@ -22,7 +22,7 @@ from torchtitan.models.shape import FLAVORS
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer import prefixes
 from torchtitan.trainer.packing import pack
-from torchtitan.trainer.prefixes import MergedRuns, clusters, keep_apart, merge
+from torchtitan.trainer.prefixes import KEYS_PER_TOKEN, MergedRuns, clusters, keep_apart, merge
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
 
@@ -50,15 +50,24 @@ def test_a_token_is_computed_once_where_it_follows_the_same_tokens(lists: list[l
 
 
 @settings(max_examples=100)
-@given(SEQUENCES, st.integers(12, 40), st.integers(0, 99))
+@given(SEQUENCES, st.integers(12, 60), st.integers(0, 99))
 def test_clusters_stay_within_the_budget(lists: list[list[int]], budget: int, seed: int) -> None:
     sequences, rng = [np.array(one, np.uint64) for one in lists], random.Random(seed)
     trained = [rng.randint(0, len(one)) for one in lists]
     found, sizes = clusters(sequences, trained, budget)
     assert sorted(number for members in found for number in members) == list(range(len(lists)))
     for members, size in zip(found, sizes, strict=True):
-        computed = len({tuple(lists[n][:end]) for n in members for end in range(1, len(lists[n]) + 1)})
+        computed = sum(merge([sequences[n] for n in members]).lengths)
         assert max(computed, sum(trained[n] for n in members)) <= size <= budget
+
+
+def test_keys_of_paths_are_bounded_by_the_budget() -> None:
+    """A hundred short answers to one long prompt fit by their tokens, but each of them attends to all of the prompt."""
+    sequences = [np.array([*range(1000), 2000 + answer, 0], np.uint64) for answer in range(100)]
+    found, sizes = clusters(sequences, [2] * 100, 2000)
+    most = KEYS_PER_TOKEN * 2000 // 1002
+    assert [len(members) for members in found] == [most] * (100 // most) + [100 % most]
+    assert max(sizes) <= 2000
 
 
 def make_tree(seed: int) -> Batch:
