@@ -83,11 +83,11 @@ class PolicyTrainer:
         self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.reference = build_reference(config, dims, policy) if has_reference(config) else None
         teacher = None if self.reference is None else self.reference.policy
-        self.teaching = Teaching(config, policy, teacher) if compares_vocabulary(config) else None
         apart = next((said for one in self._policies() if (said := one.computes_apart())), None)
         self._merged = config.training.merge_prefixes and apart is None
         if config.training.merge_prefixes and apart:
             logger.info("what completions begin with together is computed for each of them: %s", apart)
+        self.teaching = Teaching(config, policy, teacher, self._merged) if compares_vocabulary(config) else None
         self.dims = dims
         self.device = device()
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]

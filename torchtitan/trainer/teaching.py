@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,6 +19,7 @@ from torchtitan.models.divergence_head import Comparison, TeacherStates, TopToke
 from torchtitan.models.logprob_head import HeadOptions
 from torchtitan.models.lora import without_dropout
 from torchtitan.trainer.packing import MicroBatch
+from torchtitan.trainer.prefixes import keep_apart, merge
 
 
 class _Operands:
@@ -41,11 +43,14 @@ class _Operands:
 
 class Teaching:
     """The teacher of a run: `reference` if the trainer holds one, a server's answers if distill.teacher_url is set, or
-    else the policy itself as it is now, with another prompt (OPSD, Zhao et al. 2026; SDFT, Shenfeld et al. 2026)."""
+    else the policy itself as it is now, with another prompt (OPSD, Zhao et al. 2026; SDFT, Shenfeld et al. 2026).
 
-    def __init__(self, config: JobConfig, policy: Decoder, reference: Decoder | None):
+    merged: what sequences begin with together is computed once, with the teacher's prompts, too.
+    """
+
+    def __init__(self, config: JobConfig, policy: Decoder, reference: Decoder | None, merged: bool):
         self._distill, self._temperature = config.distill, config.rollout.temperature or 1.0
-        self._policy = policy if reference is None else reference
+        self._policy, self._merged = policy if reference is None else reference, merged
         self._gathers: FSDPModule | None = None
         teacher: Any = reference
         if isinstance(teacher, FSDPModule):
@@ -63,7 +68,7 @@ class Teaching:
         operands = _Operands()
         token_ids, layout, active = micro_batch.token_ids, micro_batch.layout, micro_batch.active
         if any(one.hint_ids is not None for branch in micro_batch.trained for one in branch.sampled):
-            token_ids, layout, active = hinted(micro_batch.trained)
+            token_ids, layout, active = hinted(micro_batch.trained, self._merged)
         with torch.no_grad(), without_dropout(self._policy):
             hidden = self._policy(
                 token_ids,
@@ -79,23 +84,24 @@ class Teaching:
             self._gathers.reshard()
 
 
-def hinted(branches: Sequence[Branch]) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:
+def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:
     """(tokens [T], their layout, the positions [A] that predict the sampled tokens, in the same order as for the
     policy): branches with what the teacher reads in place of their prompts."""
-    tokens: list[int] = []
-    lengths: list[int] = []
-    active: list[int] = []
+    sequences: list[np.ndarray] = []
+    predicting: list[np.ndarray] = []
     for branch in branches:
         prompt, whole = len(branch.segments[0].token_ids), branch.token_ids
         hint = branch.sampled[0].hint_ids
         begin = whole[:prompt] if hint is None else hint
-        active += [len(tokens) + place - prompt + len(begin) - 1 for place in branch.sampled_at]
-        tokens += begin + whole[prompt:-1]
-        lengths.append(len(begin) + len(whole) - prompt - 1)
+        sequences.append(np.array(begin + whole[prompt:-1], np.uint64))
+        predicting.append(np.array(branch.sampled_at) + (len(begin) - prompt - 1))
+    runs = (merge if merged else keep_apart)(sequences)
+    tokens = np.concatenate([sequences[number][first:end] for number, first, end in runs.sources])
+    active = np.concatenate([places[at] for places, at in zip(runs.places, predicting, strict=True)])
     return (
-        torch.tensor(tokens, device=device()),
-        PackedLayout(lengths, device()),
-        torch.tensor(active, dtype=torch.int64, device=device()),
+        torch.from_numpy(tokens.astype(np.int64)).to(device()),
+        PackedLayout(runs.lengths, device(), runs.parents),
+        torch.from_numpy(active).to(device()),
     )
 
 

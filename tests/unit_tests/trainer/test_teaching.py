@@ -20,6 +20,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.group_maker import Teacher
@@ -27,6 +28,7 @@ from torchtitan.rollout.journal import decode_batch, encode_batch
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch, Trajectory
+from torchtitan.trainer.teaching import hinted
 
 BETA = 0.3
 HINT = [5, 3, 4]
@@ -100,6 +102,22 @@ def test_the_gradient_is_that_of_transformers_in_float64(
             torch.testing.assert_close(
                 trainer.gradients[name], one.grad.float(), rtol=1e-3, atol=2e-6 * float(one.grad.abs().max() + 1)
             )
+
+
+def test_what_a_teacher_reads_is_computed_once(checkpoints: list[str]) -> None:
+    """Completions of one prompt with one hint are merged for the teacher as for the policy, in the same order."""
+    hint, branches = list(range(20, 60)), []
+    for answer in ([3, 4, 5], [3, 4, 6, 7], [8]):
+        span = VersionSpan("e", 0, 0, len(answer))
+        completion = Completion(answer, [-1.0] * len(answer), "stop", [span], hint_ids=hint)
+        branches.append(Branch([Given([1, 2]), completion]))
+    policy, states = load_policy(checkpoints[0]).double(), []
+    for merged, computed in ((False, 3 * 40 + 2 + 3), (True, 40 + 2 + 3)):
+        tokens, layout, active = hinted(branches, merged)
+        assert len(tokens) == layout.total == computed
+        assert tokens[active].tolist() == [59, 3, 4, 59, 3, 4, 6, 59]
+        states.append(policy.hidden_states(tokens, layout.positions, layout, None)[active])
+    torch.testing.assert_close(*states)
 
 
 def figures(checkpoints: list[str], tp: int) -> list[list[float]]:
