@@ -19,7 +19,8 @@ from tests.integration_tests.weight_sync_worker import WORKERS
 from tests.patience import PATIENCE_S
 from tests.processes import fork
 from torchtitan import faults
-from torchtitan.weight_sync.actor.actor import Actor, Worker, puller
+from torchtitan.weight_sync.actor import puller
+from torchtitan.weight_sync.actor.actor import Actor, Worker
 from torchtitan.weight_sync.actor.puller import Served
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key

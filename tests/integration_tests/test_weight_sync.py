@@ -20,7 +20,8 @@ from tests.integration_tests.versioned_weights import SHAPES, parameter_values, 
 from tests.journals import journal_of
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync.actor.actor import Actor, puller
+from torchtitan.weight_sync.actor import puller
+from torchtitan.weight_sync.actor.actor import Actor
 from torchtitan.weight_sync.facade import MAX_FAILURES, WeightSync
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.servers import ServerProcess
