@@ -25,6 +25,8 @@ ATTEMPTS = 3
 PAUSE_S = 1.0
 # Concurrent requests: a server processes a prompt as a whole, so further requests would only queue there.
 CONCURRENT = 32
+# So much of a reference answer goes with each sample to other ranks and into the journal: it may be a whole test suite.
+ANSWER_CHARACTERS = 1000
 
 
 class GroupMaker:
@@ -134,8 +136,8 @@ class GroupMaker:
 def make_sample(
     trajectory: Trajectory, reward: float, rewards: dict[str, float | None], answer: object = None
 ) -> Sample:
-    """answer: the reference answer, which is shown beside the completion."""
-    shown = {} if answer is None else {"answer": str(answer)}
+    """answer: the reference answer, whose end is shown beside the completion."""
+    shown = {} if answer is None else {"answer": str(answer)[-ANSWER_CHARACTERS:]}
     return Sample(
         trajectory.branches, trajectory.finish_reason, reward, rewards,
         turn_rewards=trajectory.turn_rewards, extra={**shown, **trajectory.extra},

@@ -21,7 +21,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.rollout.group_maker import Teacher
+from torchtitan.rollout.group_maker import Teacher, make_sample
 from torchtitan.rollout.journal import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Trajectory
 from torchtitan.trainer.policy_trainer import PolicyTrainer
@@ -109,3 +109,11 @@ async def test_a_server_that_fails_is_asked_three_times(monkeypatch: pytest.Monk
             await teacher.score([3, 5])
         await teacher.close()
     assert len(asked) == 3
+
+
+def test_of_a_long_reference_answer_the_end_goes_with_a_sample() -> None:
+    answer = "def test(): ...\n" * 10_000 + "#### 18"
+    shown = make_sample(Trajectory([], "stop", ""), 1.0, {}, answer).extra["answer"]
+    assert answer.endswith(shown) and 100 < len(shown) <= 1000
+    logged = Trajectory([], "stop", "", extra={"answer": "of a reward function"})
+    assert make_sample(logged, 1.0, {}, answer).extra == logged.extra
