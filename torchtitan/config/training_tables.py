@@ -164,7 +164,7 @@ class Training:
 
     merge_prefixes: bool = True
     """Compute what completions begin with together (their prompt, the turns of an episode) once in a micro-batch;
-    context parallelism and layers of transformers compute it for each of them"""
+    context parallelism, Gated DeltaNet and layers of transformers compute it for each"""
 
     max_norm: NotNegative = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off"""
