@@ -283,12 +283,13 @@ class LogProbHead(nn.Module):
 
 
 def _project(hidden: list[torch.Tensor], weight: list[torch.Tensor]) -> torch.Tensor:
-    """Logits Σ hidden_i weight_iᵀ [N, V] in fp32 from operands of any type; logit_tiles.py explains why in fp32."""
+    """Logits Σ hidden_i weight_iᵀ [..., V] in fp32 from operands [..., H] and [V, H] of any type; logit_tiles.py
+    explains why in fp32."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or on_gpu(weight[0]):
         products = (F.linear(h.float(), w.float()) for h, w in zip(hidden, weight, strict=True))
         return functools.reduce(torch.add, products)
     # Few tokens times a large vocabulary: rows of the weight are converted and multiplied while they are in the cache.
-    wide, (vocabulary, size) = [h.float() for h in hidden], weight[0].shape
+    wide, (vocabulary, size) = [h.float().flatten(0, -2) for h in hidden], weight[0].shape
     step = max(COLUMN_STEP, BLOCK_BYTES // (4 * size) // COLUMN_STEP * COLUMN_STEP)
     # A short rest goes with the rows before it, because kernels may sum narrow products in another order.
     starts = range(0, max(1, vocabulary - step // 2), step)
@@ -296,4 +297,4 @@ def _project(hidden: list[torch.Tensor], weight: list[torch.Tensor]) -> torch.Te
     for start, end in zip(starts, [*starts[1:], vocabulary], strict=True):
         for index, (h, w) in enumerate(zip(wide, weight, strict=True)):
             matmul(h, matmul_operand(w[start:end]).t(), out=logits[:, start:end], accumulate=index > 0)
-    return logits
+    return logits.view(*hidden[0].shape[:-1], vocabulary)

@@ -108,9 +108,11 @@ class TestAttention:
     ) -> None:
         def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
             whole = F.pad(k, (0, 0, 0, 1536 - k.shape[2])), F.pad(v, (0, 0, 0, 1536 - k.shape[2]))
+            rows = max(0, 32 - q.shape[2])
             if "attn_mask" in options:
-                options["attn_mask"] = F.pad(options["attn_mask"], (0, 1536 - k.shape[2]), value=-torch.inf)
-            filled = F.pad(q, (0, 0, 0, max(0, 32 - q.shape[2])))
+                mask = F.pad(options["attn_mask"], (0, 1536 - k.shape[2]), value=-torch.inf)
+                options["attn_mask"] = F.pad(mask, (0, 0, 0, rows if mask.shape[-2] > 1 else 0))
+            filled = F.pad(q, (0, 0, 0, rows))
             out = ATTEND(filled, *whole, **options)[:, :, : q.shape[2]]
             return out + 1 if differs(q.shape[2], k.shape[2]) else out
 

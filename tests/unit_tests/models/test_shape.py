@@ -36,6 +36,7 @@ PUBLISHED = {
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
     ("gpt_oss", "20B"): 20_914_757_184,
     ("gpt_oss", "120B"): 116_829_156_672,
+    ("qwen3_5_text", "9B"): 8_953_803_264,
 }
 ALL = [(family, flavor) for family, flavors in FLAVORS.items() for flavor in flavors]
 

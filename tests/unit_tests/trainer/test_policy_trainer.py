@@ -244,7 +244,7 @@ def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
     config.parallelism.fsdp_reduce_gradients = reduce  # type: ignore[assignment]
     trainer = SpiedTrainer(config)
     places: list[bool] = []
-    find = fused_head._places
+    find = fused_head.places_of
 
     def spied(*arguments: Any) -> list[torch.Tensor | None]:
         found = find(*arguments)
@@ -252,7 +252,7 @@ def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
         return found
 
     with (
-        mock.patch.object(fused_head, "_places", spied),
+        mock.patch.object(fused_head, "places_of", spied),
         mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions,
     ):
         metrics = trainer.train(0)
@@ -296,7 +296,7 @@ def test_a_default_run_adds_to_the_heads_gradient_in_place(
     assert len(trainer.given[0][0]) >= 2
     # Only the first micro-batch's backward makes a gradient.
     assert ours.returned == [True] + [False] * (len(ours.returned) - 1) and len(set(ours.places)) == 1
-    monkeypatch.setattr(fused_head, "_places", lambda weights, needed: [None] * len(weights))
+    monkeypatch.setattr(fused_head, "places_of", lambda weights, needed: [None] * len(weights))
     trainer = SpiedTrainer(run_config(checkpoint))
     separate = Gradients(trainer)
     trainer.train(0)
