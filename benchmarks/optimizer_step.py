@@ -13,7 +13,6 @@ A Qwen3 of 27 million parameters in fp32 on CPUs (gloo, a thread per rank); 2,04
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -64,26 +63,17 @@ def work(folder: Path, quick: bool) -> None:
 
     forward_backward()
     once("Muon")
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _memory("VmRSS")
-    once("Muon")
+    peak = common.peak_mib(lambda: once("Muon"))
     config.optimizer.name = "Muon"
     planned = muon_bytes(config, policy.args, device.world_size()) / 2**20
     result = {
-        "memory": (_memory("VmHWM") - before) / planned,
+        "memory": peak / planned,
         "seconds": common.interleaved({name: lambda name=name: once(name) for name in NAMES}, 2 if quick else 5),
         "forward_backward": [common.timed(forward_backward) for _ in range(1 if quick else 2)],
     }
     if device.rank() == 0:
         (folder / f"{device.world_size()}.json").write_text(json.dumps(result))
     device.shutdown()
-
-
-def _memory(name: str) -> float:
-    """MiB, as the kernel says."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith(name)).split()[1]) / 1024
 
 
 def make_model(folder: Path, quick: bool) -> int:
