@@ -46,16 +46,16 @@ class MemoryEstimate:
       root alone. Of a layer's experts, those of one rank of expert_parallel_degree count; of quantised projections, the
       largest one also counts in the type that it is computed in. On one rank, an offloaded reference is copied to the
       device in the same units.
-    - activations: for each of the T tokens of a full micro-batch, a layer keeps its residual stream, normed inputs and
-      projection outputs for the backward: about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (in a
-      mixture, those of the token's experts, and its dispatched and combined rows), shared among the tensor-parallel
-      ranks. In place of query and key/value, a Gated DeltaNet layer keeps about 8 times the width of its convolution,
-      and of each head, in fp32, 4 values, 7 keys, 5 rows of a chunk's products and twice its share of a chunk's state;
-      layers count with their mean. A checkpointed layer keeps 1 hidden instead, and one such layer, the largest, holds
-      everything.
-    - logits: model.logprob_head_budget_mb, or less if a micro-batch's logits are smaller; twice that on a GPU. With
-      model.logprob_head full: T × vocabulary in fp32, four such tensors at the peak, divided among the tensor-parallel
-      ranks.
+    - activations: for each of the T tokens that a full micro-batch computes (common prefixes count once), a layer keeps
+      its residual stream, normed inputs and projection outputs for the backward: about 5 hidden + 3 query + 4 key/value
+      + 4 intermediate elements (in a mixture, those of the token's experts, and its dispatched and combined rows),
+      shared among the tensor-parallel ranks. In place of query and key/value, a Gated DeltaNet layer keeps about 8
+      times the width of its convolution, and of each head, in fp32, 4 values, 7 keys, 5 rows of a chunk's products and
+      twice its share of a chunk's state; layers count with their mean. A checkpointed layer keeps 1 hidden instead, and
+      one such layer, the largest, holds everything.
+    - logits: of at most as many trained tokens: model.logprob_head_budget_mb, or less if a micro-batch's logits are
+      smaller; twice that on a GPU. With model.logprob_head full: T × vocabulary in fp32, four such tensors at the peak,
+      divided among the tensor-parallel ranks.
     - unreduced: gradients that FSDP2 has not reduced yet. In the head: the fp32 sum of its weight's gradient, and its
       rounded copy. In a layer: that copy, the layer's gradients, and those being sent in mixed_precision_reduce. At the
       end: the same for the root.

@@ -116,7 +116,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         f"actors: {_actors(config, ranks)}",
         f"batch: {batch // each} groups × {each} = {batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
-        f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated",
+        f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated{_computed(config, batch)}",
     ]
     if args is None:
         lines.append(f"model: not known before {config.model.hf_assets_path} is made; no byte figures")
@@ -135,6 +135,15 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         if is_colocated(config) or shares_devices(config):
             lines += _describe_shared(config, ranks, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _computed(config: JobConfig, batch: int) -> str:
+    alone = group_size(config) == 1 or config.parallelism.context_parallel_degree > 1
+    if alone or not config.training.merge_prefixes:
+        return ""
+    completion = min(config.rollout.max_completion_tokens, config.training.seq_len)
+    prompts = batch // group_size(config) * (config.training.seq_len - completion)
+    return f"; {prompts + batch * completion:,} are computed where every prompt is computed once for its group"
 
 
 def _device(config: JobConfig) -> str:

@@ -49,7 +49,7 @@ def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
     text = describe_plan(config, 1)
     assert f"model: {parameters:,} parameters\n# bytes per weight version: {2 * parameters:,} (" in text
     assert "batch: 4 groups × 8 = 32 completions" in text
-    assert "tokens per step: at most 2,048, of which at most 1,024 are generated" in text
+    assert "tokens per step: at most 2,048, of which at most 1,024 are generated; 1,152 are computed where" in text
     memory = estimate(config)
     assert (memory.parameters, memory.gradients, memory.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
     assert (memory.slots, memory.gathered) == (4 * 2 * parameters, 0)
