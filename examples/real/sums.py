@@ -1,4 +1,4 @@
-"""Sums and differences of two digits from reasoning-gym (chain_sum), with its own verifier as the reward.
+"""Sums and differences of one-digit numbers from reasoning-gym (chain_sum), with its own verifier as the reward.
 
 train_configs/smollm2_cpu.toml and examples/real_model.py use it. There are only 200 such questions. A model could
 remember them, so 128 or 129 are held out, by classes: 3 + 5 and 5 + 3, or 3 - 5 and 5 - 3, are on one side.
