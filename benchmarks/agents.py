@@ -194,12 +194,12 @@ async def conversation(stand: Stand, name: str, group: int, size: Size) -> int:
 async def chat(stand: Stand, http: aiohttp.ClientSession, name: str, size: Size) -> int:
     """The same through the gateway."""
     sampling = SamplingParameters(size.sampled, seed=zlib.crc32(name.encode()))
-    door = await stand.gateway.open(name, sampling, shares=name)
+    access = await stand.gateway.open(name, sampling, shares=name)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * size.prompt}]
-    headers = {"Authorization": f"Bearer {door.key}"}
+    headers = {"Authorization": f"Bearer {access.key}"}
     for turn in range(size.turns):
         body = {"model": "chat", "messages": messages, "max_tokens": size.sampled}
-        async with http.post(f"{door.base_url}/chat/completions", json=body, headers=headers) as response:
+        async with http.post(f"{access.base_url}/chat/completions", json=body, headers=headers) as response:
             answer = await response.json()
             if response.status != 200:
                 raise SystemExit(f"the gateway answered {response.status}: {answer}")

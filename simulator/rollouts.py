@@ -13,7 +13,7 @@ from random import Random
 from deterministic.machine import Event, Machine
 from simulator.scenario import Scenario
 from torchtitan.inference.pool import GRACE_S
-from torchtitan.rollout.pace import Pace
+from torchtitan.rollout.staleness_budget import StalenessBudget
 
 # Sequences that would end within this share of a mean completion of each other end together, up to half of it too early
 # or too late. This saves events without changing the figures.
@@ -141,7 +141,7 @@ class Rollouts:
         self.trained_tokens = self.stale_tokens = self.unusable_tokens = self.redone_groups = 0
         self.ready: dict[int, Group] = {}
         self._machine, self._scenario, self._changed = machine, scenario, changed
-        self._pace = Pace(scenario.groups_per_batch, scenario.max_staleness, scenario.max_groups_in_flight)
+        self._budget = StalenessBudget(scenario.groups_per_batch, scenario.max_staleness, scenario.max_groups_in_flight)
         self._numbers = itertools.count()
         self._in_flight: dict[int, Group] = {}
         self._redo: list[int] = []
@@ -150,20 +150,20 @@ class Rollouts:
 
     def set_version(self, version: int) -> None:
         """Adopt `version`, which the trainer has made from the last batch, if there was one."""
-        self._pace.version, self._pace.handed_out = version, False
+        self._budget.version, self._budget.handed_out = version, False
         self._redo_stale()
         self._fill()
 
     def take_batch(self) -> bool:
         """Hand out the next batch if it is complete."""
-        batch = self._pace.batch([*self._in_flight, *self._redo])
+        batch = self._budget.batch([*self._in_flight, *self._redo])
         if batch is None:
             return False
         for index in batch:
             group = self.ready.pop(index)
-            self.staleness[self._pace.version - group.oldest] += len(group.lengths)
+            self.staleness[self._budget.version - group.oldest] += len(group.lengths)
             self.trained_tokens += group.tokens
-        self._pace.hand_out(batch)
+        self._budget.hand_out(batch)
         self._redo_stale()
         self._fill()
         return True
@@ -171,12 +171,12 @@ class Rollouts:
     def finished(self, group: Group) -> None:
         """Handle a group that an engine has generated completely."""
         del self._in_flight[group.index]
-        self._pace.count(group.usable)
+        self._budget.count(group.usable)
         if group.usable:
             self.ready[group.index] = group
         else:
             self.unusable_tokens += group.tokens
-        self._pace.add(group.index, group.oldest, group.usable)
+        self._budget.add(group.index, group.oldest, group.usable)
         self._redo_stale(group.index)
         self._fill()
         self.dispatch()
@@ -197,18 +197,18 @@ class Rollouts:
             self._machine.at(0.0, None, self._dispatch)
 
     def _redo_stale(self, only: int | None = None) -> None:
-        for index in self._pace.take_stale(self._scenario.max_staleness, only):
+        for index in self._budget.take_stale(self._scenario.max_staleness, only):
             heapq.heappush(self._redo, index)
             if index in self.ready:
                 self.stale_tokens += self.ready.pop(index).tokens
 
     def _fill(self) -> None:
         while True:
-            position = self._pace.position(self._redo[0] if self._redo else None, self._in_flight)
-            if position >= self._pace.wanted():
+            position = self._budget.position(self._redo[0] if self._redo else None, self._in_flight)
+            if position >= self._budget.wanted():
                 return
             index = heapq.heappop(self._redo) if self._redo else next(self._numbers)
-            self._in_flight[index] = self._draw(index, self._pace.oldest_useful_version(position))
+            self._in_flight[index] = self._draw(index, self._budget.oldest_useful_version(position))
             self._waiting.append(self._in_flight[index])
             self.dispatch()
 

@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Branch, SamplingParameters
-from torchtitan.rollout.gateway.process import Door, Gateway
+from torchtitan.rollout.gateway.process import Gateway, SessionAccess
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 MAX_CALLS = 16
@@ -46,7 +46,9 @@ class Behind:
     sampling: SamplingParameters
     config: JobConfig
 
-    async def open(self, name: str, seed: int = 1, shares: str = "", many: bool = False, **sampling: Any) -> Door:
+    async def open(
+        self, name: str, seed: int = 1, shares: str = "", many: bool = False, **sampling: Any
+    ) -> SessionAccess:
         """A session, whose sampling is the run's or as it is said."""
         own = replace(self.sampling, seed=seed, **sampling)
         return await self.gateway.open(name, own, shares=shares, many=many)
@@ -94,21 +96,21 @@ async def playing(config: JobConfig, run_dir: Path, eos: int) -> AsyncIterator[B
         trainer.close()
 
 
-def client(door: Door) -> Any:
+def client(access: SessionAccess) -> Any:
     """OpenAI's, as an agent makes it."""
     import openai
 
-    return openai.AsyncOpenAI(base_url=door.base_url, api_key=door.key, max_retries=0, timeout=PATIENCE_S)
+    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0, timeout=PATIENCE_S)
 
 
 async def play_both_ways(behind: Behind) -> AsyncIterator[Branch]:
     """The conversation with tools, whole and streamed: what the gateway has recorded of each."""
     for stream in (False, True):
-        door = await behind.open(f"tools-{stream}", temperature=0.0)
-        messages = await play_with_tools(door, stream)
+        access = await behind.open(f"tools-{stream}", temperature=0.0)
+        messages = await play_with_tools(access, stream)
         assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
         assert messages[-1]["content"] == SAID[1]
-        played = await behind.gateway.end(door.session)
+        played = await behind.gateway.end(access.session)
         (branch,) = played.branches
         assert (played.calls, played.failed, played.cut) == (2, 0, False)
         spans = {(span.epoch, span.version) for one in branch.sampled for span in one.spans}
@@ -116,10 +118,10 @@ async def play_both_ways(behind: Behind) -> AsyncIterator[Branch]:
         yield branch
 
 
-async def play_with_tools(door: Door, stream: bool) -> list[dict[str, Any]]:
+async def play_with_tools(access: SessionAccess, stream: bool) -> list[dict[str, Any]]:
     """The loop of every agent: call tools until the policy has said its last."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
-    async with client(door) as api:
+    async with client(access) as api:
         while True:
             arguments: dict[str, Any] = {"model": "chat", "messages": messages, "tools": TOOLS}
             if stream:

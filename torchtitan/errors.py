@@ -16,7 +16,7 @@ from typing import Any
 import torchtitan
 
 # Exit code of a rank whose failure a restart may cure, such as the loss of another rank.
-BROKEN_OFF = 75
+EXIT_RETRYABLE = 75
 # Errors of a disk that cannot be written to.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -63,7 +63,7 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    return UserError.exit_code if isinstance(error, OSError) and error.errno in DISK_ERRORS else BROKEN_OFF
+    return UserError.exit_code if isinstance(error, OSError) and error.errno in DISK_ERRORS else EXIT_RETRYABLE
 
 
 def load_object(name: str, what: str) -> Callable[..., Any]:

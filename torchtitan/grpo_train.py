@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import read_command_line
-from torchtitan.errors import BROKEN_OFF, DISK_ERRORS, UserError
+from torchtitan.errors import DISK_ERRORS, EXIT_RETRYABLE, UserError
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
@@ -119,7 +119,7 @@ def entry_point() -> NoReturn:
     except Exception:
         # A defect, or a collective that another rank has left: the launcher restarts all ranks if it may.
         traceback.print_exc()
-        code = BROKEN_OFF
+        code = EXIT_RETRYABLE
     leave(code)
 
 

@@ -107,12 +107,12 @@ class Colocated:
         engine: Any = self.replica._engine
         step = engine.step
 
-        def noting() -> Any:
+        def recording() -> Any:
             finished = step()
             self.tokens |= {name: completion.token_ids for name, completion in finished}
             return finished
 
-        engine.step = noting
+        engine.step = recording
 
 
 def draws_to_come() -> str:

@@ -62,14 +62,14 @@ class Engine:
         given = zip(answers, PROBE[-SCORED:], strict=True)
         return [answer.outputs[0].logprobs[0][token].logprob for answer, token in given]
 
-    def load(self, weights: Any, notes: Any = None) -> None:
+    def load(self, weights: Any, recorder: Any = None) -> None:
         """As our backend does."""
         from vllm.config import set_current_vllm_config
 
         from torchtitan.inference.vllm.loading import load_weights
 
         with set_current_vllm_config(self.worker.vllm_config):
-            load_weights(self.model, self.worker.model_config, weights, notes)
+            load_weights(self.model, self.worker.model_config, weights, recorder)
 
 
 def in_trainers_order(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     def load_in_place() -> None:
         """From staging memory, which is another version's as soon as this one is loaded."""
-        staged, again = received(in_trainers_order(new), ranks=1).tensors, loading.Notes()
+        staged, again = received(in_trainers_order(new), ranks=1).tensors, loading.LoadRecorder()
         engine.load(iter(old.items()), again)
         with mock.patch.object(loading, "_joined", mock.Mock(side_effect=loading._joined)) as joined:
             engine.load(staged, again)
@@ -189,9 +189,9 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
         weights = {name: tensor.clone() for name, tensor in new.items()}
         if doubled:
             weights[doubled].view(-1)[13] *= 2
-        engine.load(received(in_trainers_order(weights)).tensors, notes)
+        engine.load(received(in_trainers_order(weights)).tensors, recorder)
         staged = received(in_trainers_order(new)).tensors
-        return sorted(set(backend.differences(engine.model, notes.loads.values(), staged)) - {""})
+        return sorted(set(backend.differences(engine.model, recorder.loads.values(), staged)) - {""})
 
     results["first"] = engine.log_probs()
     record("loaded", load_all)
@@ -202,7 +202,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     record("after_a_failure", load_after_a_failure)
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
     record("loaded_again", load_all)
-    notes = loading.Notes()
+    recorder = loading.LoadRecorder()
     parameters = ["self_attn.k_proj", "self_attn.q_norm", "mlp.down_proj"]
     parameters = [f"model.layers.1.{name}.weight" for name in parameters] + ["model.embed_tokens.weight", ""]
     results["found"] = {name: found(name) for name in parameters}

@@ -22,7 +22,7 @@ from tests.roundings import forward_rounding
 from torchtitan.inference import actor_parts
 from torchtitan.inference.types import Branch
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.rollout.gateway.process import Door, GatewayLost, Played
+from torchtitan.rollout.gateway.process import GatewayLost, SessionAccess, SessionRecord
 
 openai = pytest.importorskip("openai")
 
@@ -63,10 +63,10 @@ async def test_an_openai_client_plays_with_tools(model: Path, record: Path, tmp_
     async with playing(make_config(model), tmp_path / "run", END) as behind:
         async for branch in play_both_ways(behind):
             assert pairs([branch]) == behind.sampled(record)[-2:]
-        # The tools' door for agents that sample tokens themselves, whatever form of entry they read.
-        door = await behind.open("many", temperature=0.0, many=True)
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {door.key}"}) as http:
-            async with http.get(f"{door.base_url}/models") as response:
+        # The tools' access for agents that sample tokens themselves, whatever form of entry they read.
+        access = await behind.open("many", temperature=0.0, many=True)
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {access.key}"}) as http:
+            async with http.get(f"{access.base_url}/models") as response:
                 assert (await response.json())["data"][0]["max_model_len"] == 1024
             prompt = branch.segments[0].token_ids
             body = {"model": "chat", "token_ids": prompt, "sampling_params": {"max_tokens": 4, "logprobs": 1}}
@@ -91,11 +91,11 @@ async def test_every_token_is_one_that_the_engine_sampled(model: Path, record: P
     config.rollout.max_completion_tokens = 24
     config.rollout.temperature = 1.5
 
-    async def episode(behind: Behind, number: int) -> Played:
+    async def episode(behind: Behind, number: int) -> SessionRecord:
         generator = random.Random(number)
-        door = await behind.open(f"e{number}", seed=number, shares=f"group-{number // 4}")
+        access = await behind.open(f"e{number}", seed=number, shares=f"group-{number // 4}")
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"Question {number // 4} <|im_end|>"}]
-        async with client(door) as api:
+        async with client(access) as api:
             for turn in range(8):
                 answer = await api.chat.completions.create(model="chat", messages=messages)
                 said = answer.choices[0].message.model_dump()
@@ -103,7 +103,7 @@ async def test_every_token_is_one_that_the_engine_sampled(model: Path, record: P
                 messages += [said, {"role": "user", "content": more}]
                 if turn == 4 and number % 4 == 0:
                     messages[1] = {"role": "assistant", "content": "(something)"}
-        return await behind.gateway.end(door.session)
+        return await behind.gateway.end(access.session)
 
     async with playing(config, tmp_path / "run", END) as behind:
         await eventually(lambda: list(behind.pool.actors.values()).count("ready") == 2)
@@ -184,8 +184,8 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
     question: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": QUESTION}]}
     async with playing(config, tmp_path / "run", END) as behind:
         # Programs' mistakes are theirs.
-        door = await behind.open("mistakes")
-        async with client(door) as api:
+        access = await behind.open("mistakes")
+        async with client(access) as api:
             for wrong in ({"n": 2}, {"stop": "two words"}, {"tool_choice": "required"}, {"messages": []}):
                 with pytest.raises(openai.BadRequestError):
                     await api.chat.completions.create(**{**question, **wrong})
@@ -199,23 +199,23 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
             with pytest.raises(openai.RateLimitError):
                 await api.chat.completions.create(**question)
         with pytest.raises(openai.AuthenticationError):
-            await client(Door("", door.base_url, "guessed")).chat.completions.create(**question)
+            await client(SessionAccess("", access.base_url, "guessed")).chat.completions.create(**question)
         played = await behind.gateway.end("mistakes")
         assert (played.calls, played.failed, played.cut) == (MAX_CALLS, 0, True)
 
         # An episode that is over, twice: one event.
         for _ in range(2):
             with pytest.raises(openai.APIStatusError, match="has ended") as failure:
-                await client(door).chat.completions.create(**question)
+                await client(access).chat.completions.create(**question)
             assert failure.value.status_code == 410
         (event,) = behind.events("call_after_end")
         assert event["session"] == "mistakes"
 
         # The engine's fault is no play, and none once the same call has been answered.
-        door = await behind.open("faults")
+        access = await behind.open("faults")
         for actor in behind.pool._actors:
             psutil.Process(actor._process.pid).suspend()  # type: ignore[union-attr]
-        refused = asyncio.create_task(client(door).chat.completions.create(**question))
+        refused = asyncio.create_task(client(access).chat.completions.create(**question))
         await asyncio.sleep(0.5)
         psutil.Process(behind.pool._actors[0]._process.pid).kill()  # type: ignore[union-attr]
         with pytest.raises(openai.InternalServerError, match="could not answer"):
@@ -230,6 +230,6 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         with pytest.raises(GatewayLost):
             await behind.gateway.end("again")
         await eventually(lambda: behind.events("gateway_ended"))
-        door = await behind.open("anew")
-        await client(door).chat.completions.create(**question)
+        access = await behind.open("anew")
+        await client(access).chat.completions.create(**question)
         assert (await behind.gateway.end("anew")).calls == 1 and behind.gateway.statistics["starts"] == 2

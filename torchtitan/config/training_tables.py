@@ -26,11 +26,11 @@ from torchtitan.config.values import (
 
 LOSS_TYPES = tuple(OBJECTIVES)
 ADVANTAGES = ("group", "rloo", "batch", "reinforce_pp", "reinforce_pp_no_baseline", "opo")
-"""The keys of advantages.ESTIMATORS"""
+"""The keys of advantages.ADVANTAGE_ESTIMATORS"""
 CORRECTIONS = ("truncate", "mask", "icepop", "none")
 """The keys of off_policy.CORRECTIONS"""
 DIVERGENCES = ("k1", "k2", "k3")
-"""The keys of divergence.ESTIMATORS"""
+"""The keys of loss.KL_ESTIMATORS"""
 
 
 @dataclass(config=TABLE)

@@ -65,7 +65,7 @@ def _normalized(advantages: Groups, tokens: Groups) -> Groups:
 
 
 # (rewards, number of trained tokens of every sample) -> advantages
-ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
+ADVANTAGE_ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
     "group": group,
     "rloo": rloo,
     "batch": batch,
@@ -78,7 +78,7 @@ ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
 @functools.cache
 def load_estimator(name: str) -> Callable[[Groups, Groups], Groups]:
     """Return an estimator by name, or a user's `package.module:function`. Raises UserError if it cannot be found."""
-    return ESTIMATORS.get(name) or load_function(name, "grpo.advantage")
+    return ADVANTAGE_ESTIMATORS.get(name) or load_function(name, "grpo.advantage")
 
 
 def _ones(groups: Groups) -> Groups:
@@ -98,7 +98,7 @@ def group_advantages(
         scale_rewards: `none` (Dr. GRPO); `group` divides by the group's standard deviation + 1e-4 (GRPO); `batch`
             divides by that of all rewards; standard deviations use n - 1. `mean` divides by the mean of the group's
             rewards, which must not be negative, and gives 0 if that mean is 0 (Tajwar et al. 2026, MaxRL).
-        estimator: a name in ESTIMATORS, or of a function; reinforce_pp has its own scale.
+        estimator: a name in ADVANTAGE_ESTIMATORS, or of a function; reinforce_pp has its own scale.
         tokens: how many tokens of every sample are trained (reinforce_pp, opo); default 1 each.
 
     Raises:

@@ -46,7 +46,7 @@ def k3(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return log_ratio.expm1() - log_ratio
 
 
-ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def corrected(
@@ -159,7 +159,7 @@ class MicroBatchLoss:
             factor = factor * kept
         loss = token.loss * factor * weights
         if fixed.reference is not None:
-            kl = ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
+            kl = KL_ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
             self.sums["reference_kl"] += kl.detach().sum()
             if settings.kl_ratio_correction:
                 # The ratio is to the sampling policy (even in decoupled mode) and detached; no clip bounds it, so the

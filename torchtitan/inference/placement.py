@@ -96,7 +96,7 @@ def engine_memory(config: JobConfig, args: ModelArgs, device_bytes: int | None, 
     width = BYTES[inference.dtype]
     heads = max(1, args.num_key_value_heads // size)
     # Of latent attention vLLM and SGLang keep what keys and values are made of, whole on every rank.
-    kept = 2 * heads * args.head_dim if args.latent is None else args.latent.keys + args.latent.turned
+    kept = 2 * heads * args.head_dim if args.latent is None else args.latent.keys + args.latent.rope_dim
     per_token = args.num_hidden_layers * kept * width
     longest = -(-config.training.seq_len // BLOCK_TOKENS) * BLOCK_TOKENS
     wanted = max(SMALLEST_KV, per_token * longest * inference.max_sequences)

@@ -93,7 +93,7 @@ def invariant_sizes(args: ModelArgs, dtype: torch.dtype, device: torch.device) -
     return InvariantSizes(rows or USUAL_ROWS, attention.queries or USUAL_QUERIES, tuple(unmet))
 
 
-def said_of(sizes: InvariantSizes, what: str) -> str | None:
+def size_message(sizes: InvariantSizes, what: str) -> str | None:
     """Return a one-line message if `what` will not be equal to the last bit; None if it will be."""
     if not sizes.unmet:
         return None

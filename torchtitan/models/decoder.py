@@ -92,10 +92,10 @@ class Attention(nn.Module):
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self, self.turn(q, rotary), self.turn(k, rotary), v).flatten(-2)
+        out = attend(self, self.apply_rotary(q, rotary), self.apply_rotary(k, rotary), v).flatten(-2)
         return self.o_proj(out if gate is None else out * sigmoid(gate))
 
-    def turn(self, x: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
+    def apply_rotary(self, x: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
         """Rotate x [T, heads, D] by its positions; in a layer without rotary positions x is unchanged."""
         return x if rotary is None else rotate(x, *rotary, pairs=self.rotary_pairs)
 
@@ -127,12 +127,12 @@ class LatentAttention(nn.Module):
         """x [T, H] -> [T, H]."""
         sizes = self.sizes
         q = self.q_proj(x) if self.q_a_layernorm is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q, q_turned = q.unflatten(-1, (-1, sizes.unturned + sizes.turned)).split((sizes.unturned, sizes.turned), -1)
-        latent, k_turned = self.kv_a_proj_with_mqa(x).split((sizes.keys, sizes.turned), -1)
-        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, sizes.unturned + sizes.values))
-        k, v = heads.split((sizes.unturned, sizes.values), -1)
-        q_turned, k_turned = (rotate(one, *rotary, pairs=self.pairs) for one in (q_turned, k_turned[:, None]))
-        q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned.expand(-1, k.shape[1], -1)), -1)
+        q, q_rope = q.unflatten(-1, (-1, sizes.nope_dim + sizes.rope_dim)).split((sizes.nope_dim, sizes.rope_dim), -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((sizes.keys, sizes.rope_dim), -1)
+        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, sizes.nope_dim + sizes.values))
+        k, v = heads.split((sizes.nope_dim, sizes.values), -1)
+        q_rope, k_rope = (rotate(one, *rotary, pairs=self.pairs) for one in (q_rope, k_rope[:, None]))
+        q, k = torch.cat((q, q_rope), -1), torch.cat((k, k_rope.expand(-1, k.shape[1], -1)), -1)
         # Kernels and cache expect values as wide as keys.
         out = attend(self, q, k, F.pad(v, (0, k.shape[-1] - sizes.values)))
         return self.o_proj(out[..., : sizes.values].flatten(-2))

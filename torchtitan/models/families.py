@@ -402,21 +402,21 @@ class Latent:
     """Width of the vector that a token's queries are computed from; 0: they are computed from its hidden state"""
     keys: int
     """Width of the vector that a token's keys and values are computed from"""
-    unturned: int
+    nope_dim: int
     """Width of the part of a head that has no position"""
-    turned: int
+    rope_dim: int
     """Width of the part of a head that is rotated; all heads share this part of a key"""
     values: int
     """Width of a head's value"""
 
     def projection_shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, int]]:
         """Weights [out, in] of the projections that compute queries, keys and values."""
-        query = heads * (self.unturned + self.turned)
+        query = heads * (self.nope_dim + self.rope_dim)
         shapes = {"q_proj": (query, hidden)}
         if self.queries:
             shapes = {"q_a_proj": (self.queries, hidden), "q_b_proj": (query, self.queries)}
-        joint = {"kv_a_proj_with_mqa": (self.keys + self.turned, hidden)}
-        return shapes | joint | {"kv_b_proj": (heads * (self.unturned + self.values), self.keys)}
+        joint = {"kv_a_proj_with_mqa": (self.keys + self.rope_dim, hidden)}
+        return shapes | joint | {"kv_b_proj": (heads * (self.nope_dim + self.values), self.keys)}
 
 
 def read_latent(config: dict[str, Any]) -> Latent | None:
@@ -425,7 +425,7 @@ def read_latent(config: dict[str, Any]) -> Latent | None:
         return None
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = Latent(config.get("q_lora_rank") or 0, *(config[name] for name in names))
-    if latent.values > latent.unturned + latent.turned:
+    if latent.values > latent.nope_dim + latent.rope_dim:
         raise UserError(f"v_head_dim = {latent.values} in config.json: values must be no wider than keys")
     return latent
 
@@ -452,17 +452,17 @@ def _layer_types(config: dict[str, Any], family: Family, layers: int) -> list[st
         first = config.get("max_window_layers", 28)
         return [sliding if index >= first else full for index in range(layers)]
     if name == "smollm3":
-        unturned = read_unturned(config)
-        return [sliding if index in unturned else full for index in range(layers)]
+        nope_layers = read_nope_layers(config)
+        return [sliding if index in nope_layers else full for index in range(layers)]
     return [sliding if name in ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2") else full] * layers
 
 
-def read_unturned(config: dict[str, Any]) -> tuple[int, ...]:
+def read_nope_layers(config: dict[str, Any]) -> tuple[int, ...]:
     """Return the layers without rotary positions."""
     if config["model_type"] != "smollm3":
         return ()
     layers, every = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
     if every < 1:
         raise UserError(f"no_rope_layer_interval in config.json must be 1 or more, not {every}")
-    turned = config.get("no_rope_layers") or [int((index + 1) % every != 0) for index in layers]
-    return tuple(index for index in layers if not turned[index])
+    rotary = config.get("no_rope_layers") or [int((index + 1) % every != 0) for index in layers]
+    return tuple(index for index in layers if not rotary[index])

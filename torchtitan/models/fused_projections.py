@@ -52,12 +52,12 @@ class FusedQueryKeyValue:
 
     def __call__(self, x: torch.Tensor, rotary: RotaryTables | None) -> tuple[torch.Tensor, ...]:
         heads = F.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
-        turning = heads[:, : self.rotated]
+        rotated_heads = heads[:, : self.rotated]
         if self.norms is not None:
             norms = self.norms + 1 if self.zero else self.norms
-            turning = rms_norm(turning, norms.index_select(0, self.norm_of_head), self.eps)
-        turning = self.attention.turn(turning, rotary)
-        return turning[:, : self.query_heads], turning[:, self.query_heads :], heads[:, self.rotated :]
+            rotated_heads = rms_norm(rotated_heads, norms.index_select(0, self.norm_of_head), self.eps)
+        rotated_heads = self.attention.apply_rotary(rotated_heads, rotary)
+        return rotated_heads[:, : self.query_heads], rotated_heads[:, self.query_heads :], heads[:, self.rotated :]
 
 
 class FusedGateUp:

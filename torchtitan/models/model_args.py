@@ -19,8 +19,8 @@ from torchtitan.models.families import (
     check_types,
     find_family,
     read_latent,
+    read_nope_layers,
     read_ropes,
-    read_unturned,
     read_windows,
 )
 from torchtitan.models.mixture_args import EXPERT_FAMILIES, ExpertArgs, expert_config, read_expert_args
@@ -61,7 +61,7 @@ class ModelArgs:
     """Rotary positions of layers with a window, if they differ"""
     rotary_share: float = 1.0
     """The share of a head, from its start, that is rotated"""
-    unturned: tuple[int, ...] = ()
+    nope_layers: tuple[int, ...] = ()
     """Layers without rotary positions"""
     windows: tuple[int, ...] = ()
     """For each layer, how many tokens a token attends to, including itself; 0: all. (): all layers attend to all"""
@@ -124,7 +124,7 @@ class ModelArgs:
     @property
     def rotary_width(self) -> int:
         """How many elements of a head are rotated."""
-        return int(self.head_dim * self.rotary_share) if self.latent is None else self.latent.turned
+        return int(self.head_dim * self.rotary_share) if self.latent is None else self.latent.rope_dim
 
     @property
     def value_dim(self) -> int:
@@ -149,7 +149,7 @@ class ModelArgs:
 
     def rope_of(self, layer: int) -> int | None:
         """Return the index in `ropes` of a layer's rotary positions; None if it has none."""
-        if layer in self.unturned:
+        if layer in self.nope_layers:
             return None
         return 1 if self.window(layer) and self.sliding_rope is not None else 0
 
@@ -178,7 +178,7 @@ class ModelArgs:
         key_heads = config.get("num_key_value_heads") or heads
         latent = read_latent(config)
         if latent is not None:
-            head_dim, key_heads = latent.unturned + latent.turned, heads
+            head_dim, key_heads = latent.nope_dim + latent.rope_dim, heads
             warmth = 1.0 if rope.scaling is None else rope.scaling.temperature()
             scale = head_dim**-0.5 * warmth**2
         return cls(
@@ -191,7 +191,7 @@ class ModelArgs:
             rope_scaling=rope.scaling,
             sliding_rope=sliding_rope,
             rotary_share=share,
-            unturned=read_unturned(config),
+            nope_layers=read_nope_layers(config),
             windows=windows,
             attention_bias=bool(config.get("attention_bias")) and not family.qkv_bias,
             mlp_bias=bool(config.get("mlp_bias")),
@@ -226,7 +226,7 @@ class ModelArgs:
             "model_type": self.family,
             **{key: getattr(self, key) for key in (*REQUIRED_KEYS, *WRITTEN_KEYS)},
             "hidden_act": self.kind.activation,
-            "head_dim": self.head_dim if self.latent is None else self.latent.turned,
+            "head_dim": self.head_dim if self.latent is None else self.latent.rope_dim,
             "rope_scaling": rope,
             "eos_token_id": eos,
             "use_cache": True,

@@ -179,7 +179,7 @@ class AgentPlayer(Player):
     async def play_one(self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int) -> Trajectory:
         environment = self._config.environment
         row = {self._config.rollout.prompt_column: prompt.text, **prompt.columns}
-        door = await self._gateway.open(
+        access = await self._gateway.open(
             request.request_id,
             request.sampling,
             min_version=min_version,
@@ -188,10 +188,10 @@ class AgentPlayer(Player):
         )
         try:
             async with await self._agents.episode() as episode:
-                reward = await episode.run(row, prompt.index, door, environment.episode_timeout_s)
+                reward = await episode.run(row, prompt.index, access, environment.episode_timeout_s)
         finally:
             # An episode that was aborted must also stop sampling.
-            played = await self._gateway.end(door.session)
+            played = await self._gateway.end(access.session)
             self.statistics["turns"] += len(sampled_segments(played.branches))
         if played.failed:
             self.statistics["calls_failed"] += played.failed

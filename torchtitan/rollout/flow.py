@@ -25,8 +25,8 @@ from torchtitan.errors import UserError, load_function
 from torchtitan.inference.types import VersionSpan, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
-from torchtitan.rollout.pace import Pace
 from torchtitan.rollout.prompts import PromptStream
+from torchtitan.rollout.staleness_budget import StalenessBudget
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
@@ -151,7 +151,7 @@ class RolloutFlow:
         self._batch_groups = global_batch_size(config, ranks) // config.grpo.group_size
         # Actors that sleep during training cannot work ahead, and should have nothing unfinished when it begins.
         ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
-        self._pace = Pace(self._batch_groups, ahead, config.rollout.max_groups_in_flight)
+        self._budget = StalenessBudget(self._batch_groups, ahead, config.rollout.max_groups_in_flight)
         self._running = False
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
@@ -177,7 +177,7 @@ class RolloutFlow:
         # Groups sampled earlier would be too old once the kept batches have been trained on.
         last_kept = self._kept.versions[-1] if self._kept is not None else -1
         self._running = version + self._config.rollout.max_staleness > last_kept
-        self._pace.version, self._pace.handed_out = version, version <= last_kept
+        self._budget.version, self._budget.handed_out = version, version <= last_kept
         self._groups.rewards.set_step(version)
         self._redo_stale()
         self._fill()
@@ -192,14 +192,16 @@ class RolloutFlow:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if version != self._pace.version:
-                raise ValueError(f"a batch for version {version} was asked for, the trainer's is {self._pace.version}")
+            if version != self._budget.version:
+                raise ValueError(
+                    f"a batch for version {version} was asked for, the trainer's is {self._budget.version}"
+                )
             if self._kept is not None and version in self._kept.versions:
                 return self._kept.next_batch(version)
             started = time.monotonic()
             if len(self._ready) >= self._batch_groups:
                 self._enough_since = self._enough_since or started
-                batch = self._pace.batch([*self._in_flight, *self._redo])
+                batch = self._budget.batch([*self._in_flight, *self._redo])
                 if batch is not None:
                     return self._hand_out(version, batch, started - self._enough_since)
             if started >= deadline:
@@ -217,7 +219,7 @@ class RolloutFlow:
         state = {
             "stream": self._stream.state_dict(),
             "unfinished": sorted([*self._in_flight, *self._redo]),
-            "ready": batch_to_json(Batch(self._pace.version, [self._ready[index] for index in sorted(self._ready)])),
+            "ready": batch_to_json(Batch(self._budget.version, [self._ready[index] for index in sorted(self._ready)])),
         }
         return json.dumps(state).encode()
 
@@ -252,7 +254,7 @@ class RolloutFlow:
         used = {group.prompt_index for batch in batches for group in batch.groups}
         for index in used & self._ready.keys():
             del self._ready[index]
-            self._pace.remove([index])
+            self._budget.remove([index])
         self._redo = sorted(set(self._redo) - used)
         while self._stream.position <= max(used):
             prompt = self._stream.next()
@@ -273,15 +275,15 @@ class RolloutFlow:
     def _fill(self) -> None:
         """Send out prompts for as many groups as can be used, starting with those that must be done again."""
         while self._running and self._failure is None:
-            position = self._pace.position(self._redo[0] if self._redo else None, self._in_flight)
-            if position >= self._pace.wanted():
+            position = self._budget.position(self._redo[0] if self._redo else None, self._in_flight)
+            if position >= self._budget.wanted():
                 return
             try:
                 prompt = self._take_prompt()
             except UserError as error:
                 self._fail(error)
                 return
-            min_version = self._pace.oldest_useful_version(position)
+            min_version = self._budget.oldest_useful_version(position)
             self._in_flight[prompt.index] = asyncio.create_task(self._make_group(prompt, min_version))
 
     def _take_prompt(self) -> Prompt:
@@ -328,7 +330,7 @@ class RolloutFlow:
                 "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
                 "environment (environment_failed in events.jsonl)"
             )
-        self._pace.count(usable)
+        self._budget.count(usable)
         if usable:
             self._statistics.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
             self._no_group_s = 0.0
@@ -364,7 +366,7 @@ class RolloutFlow:
 
     def _redo_stale(self, only: int | None = None) -> None:
         """Have finished groups sampled again that will be too stale in their turn; only: look at this one."""
-        for index in self._pace.take_stale(self._config.rollout.max_staleness, only):
+        for index in self._budget.take_stale(self._config.rollout.max_staleness, only):
             heapq.heappush(self._redo, index)
             if index in self._ready:
                 self._statistics.add_gate(self._ready.pop(index), admitted=False)
@@ -379,7 +381,7 @@ class RolloutFlow:
         self._statistics, self._enough_since = self._fresh_statistics(), None
         if self._journal is not None:
             self._journal.append_batch(batch)
-        self._pace.hand_out(indices)
+        self._budget.hand_out(indices)
         self._redo_stale()
         self._no_completion_s = self._no_group_s = 0.0
         self._fill()
@@ -389,7 +391,7 @@ class RolloutFlow:
         if usable:
             self._ready[group.prompt_index] = group
         # The staleness gate considers the stalest sample.
-        self._pace.add(group.prompt_index, min(sample_version(sample.spans) for sample in group.samples), usable)
+        self._budget.add(group.prompt_index, min(sample_version(sample.spans) for sample in group.samples), usable)
 
     def _gauges(self) -> dict[str, float]:
         return {

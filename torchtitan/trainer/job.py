@@ -33,7 +33,7 @@ from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError, exit_code_of
 from torchtitan.inference.colocated.pool import Round
 from torchtitan.inference.colocated.vllm_engine import open_replica
-from torchtitan.models.batch_invariance import said_of
+from torchtitan.models.batch_invariance import size_message
 from torchtitan.report.metrics import set_up_logging
 from torchtitan.report.page import LivePage
 from torchtitan.rollout.demonstrations import Demonstrations
@@ -45,7 +45,7 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, mint_epoch, open_run_directory, whole_steps
+from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, new_epoch, open_run_directory, whole_steps
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
@@ -55,7 +55,7 @@ from torchtitan.weight_sync.facade import WeightSync
 logger = logging.getLogger(__name__)
 
 # What machines of one job may differ in.
-OF_A_MACHINE = ("comm.interface", "training.threads")
+PER_MACHINE_KEYS = ("comm.interface", "training.threads")
 
 
 class Job:
@@ -396,7 +396,7 @@ class Job:
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
             inference = config.inference
             if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":
-                said = said_of(policy.invariant_sizes(), "the engine's log-probs")
+                said = size_message(policy.invariant_sizes(), "the engine's log-probs")
                 if said is not None:
                     logger.warning(said)
 
@@ -415,11 +415,11 @@ class Job:
         # Ranks of several machines may have read several files.
         for rank, tables in enumerate(gather_bytes(json.dumps(asdict(self.config)).encode()) or []):
             for key, both in changed_keys(json.loads(tables), self.config).items():
-                if key not in OF_A_MACHINE:
+                if key not in PER_MACHINE_KEYS:
                     raise UserError(f"rank {rank} and rank 0 have different configurations: {key} = {both} on rank 0")
         if device.rank() == 0:
             start = open_run_directory(self.config)
-            facts = json.dumps((asdict(start), mint_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()
+            facts = json.dumps((asdict(start), new_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()
         start, epoch, token = json.loads(broadcast_bytes(facts))
         return Start(**start), epoch, token
 

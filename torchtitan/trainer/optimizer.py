@@ -41,7 +41,7 @@ def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.O
         matrices = {one: matrices_of(policy, name) for name, one in trained.items() if roles[one] is Role.MATRIX}
         rest = {one: role for one, role in roles.items() if role is not Role.MATRIX}
         muon = [Muon(matrices, config.lr, config.weight_decay)] if matrices else []
-        return _Together([*muon, *([_adamw(rest, config)] if rest else [])])
+        return OptimizersContainer([*muon, *([_adamw(rest, config)] if rest else [])])
     return _adamw(roles, config)
 
 
@@ -97,7 +97,7 @@ class _OnShards(torch.optim.Optimizer):
         self._optimizer.zero_grad(set_to_none=True)
 
 
-class _Together(torch.optim.Optimizer):
+class OptimizersContainer(torch.optim.Optimizer):
     """Several optimizers as one, with all of their groups and state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]):

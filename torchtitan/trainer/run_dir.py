@@ -148,7 +148,7 @@ def find_resumed(config: JobConfig) -> Path:
     return path
 
 
-def mint_epoch(run_dir: str | Path) -> str:
+def new_epoch(run_dir: str | Path) -> str:
     """A new epoch identity "e{n}-{random}", written to epochs.jsonl and on the disk before this returns."""
     path = Path(run_dir) / EPOCHS_FILE
     number = len(read_json_lines(path)) + 1

@@ -46,7 +46,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
-from torchtitan.errors import BROKEN_OFF
+from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE
 
 # Ranks leave within checkpoint.save_deadline_s (at most 600) by themselves; torchrun's SIGKILL is only the backstop.
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
             f"the machines' launchers do not meet at {where} ({reason}): that of rank 0 has ended, "
             "and its output says why, or it was not reached in time"
         )
-        return BROKEN_OFF
+        return EXIT_RETRYABLE
     return 0
 
 

@@ -136,7 +136,7 @@ class WeightSync:
     Args:
         config: the [weight_sync] table.
         parameters: checkpoint name -> parameter (tensor or DTensor), in the same order on every rank.
-        epoch: this launch's, minted by rank 0 (run_dir.mint_epoch), the same on every rank.
+        epoch: this launch's, minted by rank 0 (run_dir.new_epoch), the same on every rank.
         token: the job's secret, the same on every rank.
         run_dir: the run folder; logs and the journal go to its weight_sync folder.
         registry: rank 0's `registry_address`; None on rank 0, which starts the registry.

@@ -25,7 +25,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.agent import server
 from torchtitan.inference.agent.applier import Applier, FileLoader, remove_abandoned
 from torchtitan.inference.agent.engine import AdminClient, EngineError, EngineFacts, EngineNotListening, EngineOptions
-from torchtitan.inference.agent.server import AgentServer, RunningAgent, Watch
+from torchtitan.inference.agent.server import AgentServer, EngineWatch, RunningAgent
 from torchtitan.inference.types import TAGS, Capabilities, Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
@@ -301,7 +301,7 @@ def test_the_watch_notices_silence_and_foreign_weights() -> None:
         lost.append(reason)
         noticed.set()
 
-    watch = Watch(engine, applier, note)  # type: ignore[arg-type]
+    watch = EngineWatch(engine, applier, note)  # type: ignore[arg-type]
     applier.apply(1, staged(0))
     engine.fails["health"] = EngineError("no answer")
     watch.start()
@@ -323,7 +323,7 @@ def test_the_watch_notices_silence_and_foreign_weights() -> None:
 
 def test_an_apply_excuses_silence_unless_the_engine_did_not_stand_still() -> None:
     engine, applier = made()
-    watch = Watch(engine, applier, lambda reason: None)  # type: ignore[arg-type]
+    watch = EngineWatch(engine, applier, lambda reason: None)  # type: ignore[arg-type]
     engine.fails["health"] = EngineError("no answer")
     applier.busy = True
     watch.start()
@@ -406,7 +406,7 @@ def test_an_engine_that_closes_its_port_and_stays_is_killed(tmp_path: Path, monk
     process = ChildProcess("the engine", tmp_path / "engine.log")
     idle: Any = SimpleNamespace(busy=False, undo_lost_pause=lambda: None, find_lost_weights=lambda: None)
     control: Any = Control(port)
-    watch = Watch(control, idle, lambda reason: None)
+    watch = EngineWatch(control, idle, lambda reason: None)
 
     async def work() -> str:
         agent = RunningAgent(argparse.Namespace(url=""), None, None, "")  # type: ignore[arg-type]

@@ -313,15 +313,15 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def noted(loading: Any, layer: Linear, weights: dict[str, torch.Tensor], method: Any = None) -> Any:
     """What is noted where the layer's weight consists of these rows; afterwards it has been packed."""
-    notes, bind = loading.Notes(), inspect.signature(layer.weight.weight_loader).bind  # type: ignore[operator]
-    pieces = [(name, bind(layer.weight, piece, name)) for name, piece in notes.named(weights.items())]
+    recorder, bind = loading.LoadRecorder(), inspect.signature(layer.weight.weight_loader).bind  # type: ignore[operator]
+    pieces = [(name, bind(layer.weight, piece, name)) for name, piece in recorder.named(weights.items())]
     info = SimpleNamespace(loaded_weights=[("weight", call) for _, call in pieces])
-    with loading.noting(notes):
+    with loading.recording(recorder):
         loading.layerwise.materialize_layer(layer, info)
     assert info.materialized and loading.layerwise.materialize_layer is materialize_layer
     layer.quant_method = method or Unquantized()
     Unquantized().process_weights_after_loading(layer)
-    return notes
+    return recorder
 
 
 AREA = torch.arange(32.0).view(8, 4)
@@ -330,10 +330,10 @@ ROWS = {"k": AREA[4:6], "v": AREA[6:], "q": AREA[:4]}
 
 def test_a_layer_takes_what_lies_as_it_wants_it(loading: Any) -> None:
     layer = Linear(8)
-    notes, model = noted(loading, layer, ROWS), torch.nn.Sequential(layer)
+    recorder, model = noted(loading, layer, ROWS), torch.nn.Sequential(layer)
     live = layer.weight
-    assert notes.cover(model, ROWS)
-    notes.replay(model, torch.float32, ROWS)
+    assert recorder.cover(model, ROWS)
+    recorder.replay(model, torch.float32, ROWS)
     assert layer.cpu_linear == AREA.data_ptr() and layer.weight is live and not live.numel()
 
 
@@ -357,19 +357,19 @@ def have_another_type(layer: Linear) -> None:
 def test_other_layers_are_loaded_by_their_loaders(change: Any, loading: Any) -> None:
     layer = Linear(8)
     change(layer)
-    notes = noted(loading, layer, ROWS)
+    recorder = noted(loading, layer, ROWS)
     with pytest.raises(AssertionError, match="nothing was to be copied"):
-        notes.replay(torch.nn.Sequential(layer), torch.float32, ROWS)
+        recorder.replay(torch.nn.Sequential(layer), torch.float32, ROWS)
 
 
 def test_what_is_not_simple_is_left_to_vllm(loading: Any) -> None:
     """Other names than were noted, a parameter that was not, and a layer that does more than pack."""
     plain, packing = Linear(8), Linear(8)
-    notes = noted(loading, plain, ROWS)
-    assert not notes.cover(plain, {**ROWS, "more": AREA}) and not notes.cover(plain, {"q": AREA})
-    assert not notes.cover(torch.nn.Sequential(plain, Linear(8)), ROWS)
+    recorder = noted(loading, plain, ROWS)
+    assert not recorder.cover(plain, {**ROWS, "more": AREA}) and not recorder.cover(plain, {"q": AREA})
+    assert not recorder.cover(torch.nn.Sequential(plain, Linear(8)), ROWS)
     assert not noted(loading, packing, ROWS, SimpleNamespace()).cover(packing, ROWS)
-    assert not loading.Notes().cover(torch.nn.Sequential(), {})
+    assert not loading.LoadRecorder().cover(torch.nn.Sequential(), {})
 
 
 # Command lines

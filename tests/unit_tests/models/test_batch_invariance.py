@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models import batch_invariance
-from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes, key_length, said_of
+from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes, key_length, size_message
 from torchtitan.models.elementwise import swiglu
 from torchtitan.models.logit_tiles import exponentials_
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
@@ -82,7 +82,7 @@ class TestProducts:
         monkeypatch.setattr(F, "linear", lambda x, weight: LINEAR(x, weight) + len(x))
         sizes = invariant_sizes(ARGS, torch.float32, CPU)
         assert sizes.rows == batch_invariance.USUAL_ROWS and sizes.unmet == ("matrix products",)
-        said = said_of(sizes, "log-probs")
+        said = size_message(sizes, "log-probs")
         assert said is not None and "\n" not in said
         assert "matrix products" in said and "inference.exact" in said
 
@@ -148,7 +148,7 @@ class TestAttention:
 def test_other_types_and_devices_take_every_size() -> None:
     assert invariant_sizes(ARGS, torch.bfloat16, CPU) == InvariantSizes()
     assert invariant_sizes(ARGS, torch.float32, torch.device("meta")) == InvariantSizes()
-    assert said_of(InvariantSizes(), "log-probs") is None
+    assert size_message(InvariantSizes(), "log-probs") is None
 
 
 def test_the_look_computes_with_the_callers_threads(monkeypatch: pytest.MonkeyPatch, look_again: None) -> None:

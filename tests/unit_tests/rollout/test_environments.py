@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
-from torchtitan.rollout.gateway.process import Door
+from torchtitan.rollout.gateway.process import SessionAccess
 from torchtitan.rollout.worker_process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
@@ -225,7 +225,9 @@ def test_nothing_outlives_the_command_that_started_it(tmp_path: Path, ends: str)
         try:
             await pool.start()
             async with await pool.episode() as episode:
-                return await episode.run({}, 0, Door("", "", ""), 2.0 if ends == "with its limit" else PATIENCE_S)
+                return await episode.run(
+                    {}, 0, SessionAccess("", "", ""), 2.0 if ends == "with its limit" else PATIENCE_S
+                )
         except CallFailed as failure:
             return failure.kind
         finally:
@@ -270,7 +272,7 @@ def test_synchronous_agents_neither_wait_for_nor_end_with_others(tmp_path: Path)
     async def play(pool: AgentPool, number: int) -> Any:
         async with await pool.episode() as episode:
             try:
-                return await episode.run({"leaves": number == 7}, number, Door("", "", ""), 60.0)
+                return await episode.run({"leaves": number == 7}, number, SessionAccess("", "", ""), 60.0)
             except CallFailed as error:
                 return str(error)
 
@@ -294,7 +296,7 @@ def test_what_an_agent_returns_is_awaited(tmp_path: Path) -> None:
         try:
             await pool.start()
             async with await pool.episode() as episode:
-                return await episode.run({"number": 3}, 0, Door("", "", ""), PATIENCE_S)
+                return await episode.run({"number": 3}, 0, SessionAccess("", "", ""), PATIENCE_S)
         finally:
             await pool.close()
 

@@ -11,7 +11,14 @@ import pytest
 from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, Given, SamplingParameters, VersionSpan
-from torchtitan.rollout.gateway.calls import Session, WrongCall, branches_from_json, parse_chat, parse_tokens, said
+from torchtitan.rollout.gateway.calls import (
+    Session,
+    WrongCall,
+    branches_from_json,
+    parse_chat,
+    parse_tokens,
+    to_message,
+)
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 
@@ -131,7 +138,7 @@ def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
             sampled = [generator.randrange(256 + len(SPECIAL) + len(ADDED)) for _ in range(generator.randint(1, 8))]
             completion = answer([*sampled, END]) if generator.random() < 0.7 else answer(sampled, "length")
             session.record(prompt, completion)
-            message = said(completion, tokenizer, True, "x")
+            message = to_message(completion, tokenizer, True, "x")
             held = prompt + completion.token_ids
             session.remember(messages, TOOLS, message, prompt, completion)
             messages += [message, {"role": "user", "content": noise(generator)}]
@@ -147,7 +154,7 @@ def test_rewritten_history_branches_and_nothing_is_trained_twice(tokenizer: Toke
         prompt = session.prompt(renderer, messages, [])
         completion = answer([*tokenizer.encode(text), END])
         session.record(prompt, completion)
-        message = said(completion, tokenizer, False, "x")
+        message = to_message(completion, tokenizer, False, "x")
         session.remember(messages, [], message, prompt, completion)
         return message
 
@@ -223,8 +230,8 @@ def test_a_limit_counts_beside_one_that_is_null(tokenizer: Tokenizer) -> None:
 
 def test_an_answer_ends_before_the_stop_that_its_program_named(tokenizer: Tokenizer) -> None:
     ids, (stop,) = tokenizer.encode("a.b."), tokenizer.encode(".")
-    texts = [said(answer(ids, finish), tokenizer, False, "x", [stop])["content"] for finish in ("stop", "length")]
-    assert texts == ["a.b", "a.b."] and said(answer(ids), tokenizer, False, "x")["content"] == "a.b."
+    texts = [to_message(answer(ids, finish), tokenizer, False, "x", [stop])["content"] for finish in ("stop", "length")]
+    assert texts == ["a.b", "a.b."] and to_message(answer(ids), tokenizer, False, "x")["content"] == "a.b."
 
 
 @pytest.mark.parametrize(
@@ -273,7 +280,7 @@ def test_results_of_two_calls_under_templates_that_refuse_some(tmp_path: Path, r
     completion = answer([*tokenizer.encode('<tool_call>{"name": "look", "arguments": {}}</tool_call>' * 2), END])
     talk = [{"role": "user", "content": "?"}]
     prompt = session.prompt(ChatRenderer(tokenizer), talk, TOOLS)
-    message = said(completion, tokenizer, True, "a-run-3-1")
+    message = to_message(completion, tokenizer, True, "a-run-3-1")
     session.remember(talk, TOOLS, message, prompt, completion)
     ids = [call["id"] for call in message["tool_calls"]]
     assert len(set(ids)) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)

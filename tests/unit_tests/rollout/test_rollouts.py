@@ -1,4 +1,4 @@
-"""Rollouts with scripted actors in this process: pace, gate, drops, failures, and resumes."""
+"""Rollouts with scripted actors in this process: budget, gate, drops, failures, and resumes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.flow import has_no_advantage, sample_version
 from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.pace import Pace
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
+from torchtitan.rollout.staleness_budget import StalenessBudget
 from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
@@ -422,21 +422,21 @@ def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
 def test_pace_never_asks_for_a_version_that_does_not_exist_or_is_too_old(
     batch: int, max_staleness: int, version: int, handed_out: bool, data: st.DataObject
 ) -> None:
-    pace = Pace(batch, max_staleness, 0, version, handed_out)
-    if pace.wanted() == 0:
+    budget = StalenessBudget(batch, max_staleness, 0, version, handed_out)
+    if budget.wanted() == 0:
         assert max_staleness == 0 and handed_out
         return
-    position = data.draw(st.integers(0, pace.wanted() - 1))
-    oldest = pace.oldest_useful_version(position)
+    position = data.draw(st.integers(0, budget.wanted() - 1))
+    oldest = budget.oldest_useful_version(position)
     assert 0 <= oldest <= version
-    trained_at = pace.next_version + position // batch
+    trained_at = budget.next_version + position // batch
     # sampled at that version it is admitted in its turn; one version earlier it is not
     assert trained_at - oldest <= max_staleness
     assert oldest == 0 or trained_at - (oldest - 1) > max_staleness
 
 
 def test_ahead_of_time_rather_a_group_too_few_is_sampled_than_one_too_many() -> None:
-    on_policy, ahead = (Pace(4, max_staleness, survival=0.5, ready=[1, 5]) for max_staleness in (0, 1))
+    on_policy, ahead = (StalenessBudget(4, max_staleness, survival=0.5, ready=[1, 5]) for max_staleness in (0, 1))
     in_flight = range(6, 22)
     assert [on_policy.position(index, in_flight) for index in (None, 0, 3, 10)] == [10, 0, 1, 4]
     # The standard deviation of 16 and of 4 draws with a chance of one half is 2 and 1.

@@ -19,7 +19,7 @@ from torchtitan.trainer.run_dir import (
     claim,
     finish_checkpoint,
     locked,
-    mint_epoch,
+    new_epoch,
     open_run_directory,
 )
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
@@ -112,7 +112,7 @@ def test_ranks_that_are_started_again_go_on_in_the_folder_of_their_launch(
     config.checkpoint.enable = True
     monkeypatch.setenv(LAUNCH_VARIABLE, "first")
     run_dir = opened(make_config(tmp_path))
-    mint_epoch(run_dir)
+    new_epoch(run_dir)
     add_checkpoint(run_dir, 7)
     # What the command line says of a beginning holds for the first start alone.
     monkeypatch.setenv(LOSS_VARIABLE, "rank 1 was killed by SIGKILL")
@@ -154,10 +154,10 @@ def test_unwritable_dump_folder(tmp_path: Path) -> None:
 
 
 def test_epochs_are_numbered_unique_and_durable(tmp_path: Path) -> None:
-    epochs = [mint_epoch(tmp_path), mint_epoch(tmp_path)]
+    epochs = [new_epoch(tmp_path), new_epoch(tmp_path)]
     with (tmp_path / "epochs.jsonl").open("a") as file:
         file.write('{"epoch": "e3-cut of')
-    epochs.append(mint_epoch(tmp_path))
+    epochs.append(new_epoch(tmp_path))
     assert [epoch.split("-")[0] for epoch in epochs] == ["e1", "e2", "e3"]
     assert len(set(epochs)) == 3
     assert [row["epoch"] for row in read_json_lines(tmp_path / "epochs.jsonl")] == epochs

@@ -19,7 +19,7 @@ from torchtitan.weight_sync.actor.actor import Actor, StagingEngine, reachable_h
 from torchtitan.weight_sync.actor.group import LeadingEngine, as_figures
 from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.slots import SharedSlots
-from torchtitan.weight_sync.memory.staging import Proof, StagedVersion
+from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.transports.bucket_server import Relay
 from torchtitan.weight_sync.wire.handshake import PEER
@@ -155,7 +155,7 @@ def test_a_relay_sends_nothing_of_memory_that_belongs_to_the_next_version() -> N
 
 
 def test_staging_memory_that_has_been_written_since_proves_nothing() -> None:
-    layout, proofs = whole_layout(1, 2), list[Proof]()
+    layout, proofs = whole_layout(1, 2), list[ExpectedChecksums]()
     slots = SharedSlots.create(1, layout.total_bytes)
 
     def keep(staged: StagedVersion) -> None:

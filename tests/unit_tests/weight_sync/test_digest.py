@@ -21,7 +21,7 @@ from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.weight_sync.memory.digest import CheckStopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry
 from torchtitan.weight_sync.memory.manifest import Layout, merge_layouts
-from torchtitan.weight_sync.memory.staging import Proof, StagedVersion
+from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 
 SHAPES = {"embed": (37, 8), "norm": (9,), "up": (16, 5), "scalar": (1,)}
@@ -78,7 +78,7 @@ def test_one_flipped_bit_of_one_element_is_found_and_named(
     layout = layout_over(ranks, dim, dtype, kind)
     live = as_held(values(), getattr(torch, dtype))
     staged = {name: tensor.clone() for name, tensor in live.items()}
-    proof = Proof(layout, hashed(layout, live), lambda: True)
+    proof = ExpectedChecksums(layout, hashed(layout, live), lambda: True)
     assert differing_parameters(proof, live, staged) == ""
     name = data.draw(st.sampled_from(sorted(SHAPES)))
     integers = live[name].view(-1).view(torch.int32 if dtype == "float32" else torch.int16)
@@ -86,7 +86,7 @@ def test_one_flipped_bit_of_one_element_is_found_and_named(
     integers[data.draw(st.integers(0, len(integers) - 1))] ^= 1 << data.draw(st.integers(0, bits - 1))
     assert differing_parameters(proof, live, staged) == name
     # Once staging memory is another version's, it is narrowed down to a bucket.
-    gone = Proof(layout, proof.checksums, lambda: False)
+    gone = ExpectedChecksums(layout, proof.checksums, lambda: False)
     said = differing_parameters(gone, live, values(seed=5))
     assert "bucket" in said and name in said
 
@@ -95,7 +95,7 @@ def test_values_that_compare_equal_or_never_are_compared_by_their_bits() -> None
     layout = layout_over(1, 0, "float32")
     version = values()
     version["norm"][3], version["norm"][4] = float("nan"), 0.0
-    proof = Proof(layout, hashed(layout, version), lambda: True)
+    proof = ExpectedChecksums(layout, hashed(layout, version), lambda: True)
     live = {name: tensor.clone() for name, tensor in version.items()}
     assert differing_parameters(proof, live, version) == ""
     live["norm"][4] = -0.0
@@ -105,9 +105,9 @@ def test_values_that_compare_equal_or_never_are_compared_by_their_bits() -> None
 def test_a_wider_engine_is_verified_and_a_narrower_one_says_that_it_cannot_be() -> None:
     wire = layout_over(2, 0, "bfloat16")
     rounded = as_held(as_held(values(), torch.bfloat16), torch.float32)
-    assert differing_parameters(Proof(wire, hashed(wire, rounded), lambda: True), rounded, rounded) == ""
+    assert differing_parameters(ExpectedChecksums(wire, hashed(wire, rounded), lambda: True), rounded, rounded) == ""
     exact = layout_over(1, 0, "float32")
-    proof = Proof(exact, hashed(exact, values()), lambda: True)
+    proof = ExpectedChecksums(exact, hashed(exact, values()), lambda: True)
     with pytest.raises(Unverifiable, match="embed is sent as float32 and rounded to torch.bfloat16"):
         differing_parameters(proof, as_held(values(), torch.bfloat16), values())
     with pytest.raises(Unverifiable, match="the engine has no up of shape"):
@@ -118,7 +118,7 @@ def test_a_wider_engine_is_verified_and_a_narrower_one_says_that_it_cannot_be() 
 
 def staged_version(version: int, tensors: dict[str, torch.Tensor]) -> StagedVersion:
     layout = layout_over(1, 0, "float32")
-    proof = Proof(layout, hashed(layout, tensors), lambda: True)
+    proof = ExpectedChecksums(layout, hashed(layout, tensors), lambda: True)
     return StagedVersion("e", version, "digest", tensors, proof=proof)
 
 

@@ -153,7 +153,7 @@ class Applier:
         """Why an order to pause was given up. The engine may still obey it; undo_lost_pause() resumes it."""
 
     @property
-    def stands(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether the engine has to stay paused even after a version has come."""
         return self.paused or self.poisoned is not None or bool(self.asleep)
 
@@ -217,7 +217,7 @@ class Applier:
             if sleeps:
                 return True
             self.asleep = before
-            if self.stands:
+            if self.is_stopped:
                 self._stand_still("keep")
             self._go_on()
             return False
@@ -240,7 +240,7 @@ class Applier:
             return
         self._cache_follows = False
         # The engine may have resumed by itself.
-        if self.stands:
+        if self.is_stopped:
             self._stand_still("keep")
         self._resume()
 
@@ -312,7 +312,7 @@ class Applier:
 
     def _stop_for_update(self) -> bool:
         """Pause the engine, and return whether running requests got time to finish. Raises WeightsRefused."""
-        drains = self._drain_timeout_s > 0 and not self.stands
+        drains = self._drain_timeout_s > 0 and not self.is_stopped
         self.draining = drains
         try:
             if drains and self._stand_still("wait"):
@@ -333,7 +333,7 @@ class Applier:
 
     def _resume(self) -> None:
         """Resume the engine unless it has to stay paused. Raises EngineError."""
-        if not self.stands:
+        if not self.is_stopped:
             self._control.resume()
             self.lost_pause = None
 

@@ -44,7 +44,7 @@ LOOK_S = 1.0
 POLL_S = 0.1
 
 
-class Watch:
+class EngineWatch:
     """Checks every second whether the engine lives, answers, and still holds the weights that it was given.
 
     lost(reason) is called from the thread if the engine holds other weights: its owner has restarted it, or changed
@@ -141,7 +141,7 @@ class AgentServer(ActorServer):
     ):
         super().__init__(applier, token, relay_host)
         self._place, self._loader, self._applier, self._timeout_s = place, loader, applier, timeout_s
-        self.watch = Watch(control, applier, self._weights_lost)
+        self.watch = EngineWatch(control, applier, self._weights_lost)
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port. Raises UserError if the address cannot be bound."""

@@ -47,7 +47,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
 
     from torchtitan.inference.embedded.engine import Engine
     from torchtitan.inference.embedded.server import EngineServer
-    from torchtitan.models.batch_invariance import said_of
+    from torchtitan.models.batch_invariance import size_message
     from torchtitan.models.hf_checkpoint import load_policy
 
     torch.set_num_threads(threads)
@@ -58,7 +58,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
         policy, arguments.max_sequences, max_length,
         in_flight_kv=arguments.in_flight_kv, exact=arguments.exact, cache_bytes=cache_bytes,
     )  # fmt: skip
-    said = None if arguments.exact else said_of(engine.sizes, "log-probs")
+    said = None if arguments.exact else size_message(engine.sizes, "log-probs")
     if said is not None:
         logging.getLogger(__name__).warning(said)
     token = os.environ[arguments.token_env] if arguments.token_env else secrets.token_urlsafe(24)

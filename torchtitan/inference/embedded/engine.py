@@ -155,7 +155,7 @@ class Engine:
         return bool(self._requests)
 
     @property
-    def stands(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether `step` must do nothing, even if requests wait."""
         return self.paused or self.poisoned or bool(self.asleep)
 
@@ -227,7 +227,7 @@ class Engine:
         """
         if self.poisoned:
             raise Poisoned("a weight update failed half-way; waiting for a whole version")
-        if self.stands:
+        if self.is_stopped:
             return []
         with torch.inference_mode():
             while self._waiting and self._admit():

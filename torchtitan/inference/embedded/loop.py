@@ -261,7 +261,7 @@ class EngineLoop:
         try:
             while not self._closing:
                 self._work_off_commands()
-                if self.engine.busy and not self.engine.stands:
+                if self.engine.busy and not self.engine.is_stopped:
                     self._turning_since = time.monotonic()
                     begin, tokens = time.time(), self.engine.statistics.generated_tokens
                     finished = self.engine.step()
@@ -292,7 +292,7 @@ class EngineLoop:
         """Run what was asked for; wait for something where there is nothing else to do."""
         while not self._closing:
             self._update_weights()
-            idle = not self.engine.busy or self.engine.stands
+            idle = not self.engine.busy or self.engine.is_stopped
             if not idle and self._commands.empty():
                 return
             self._turning_since = None
@@ -338,7 +338,7 @@ class EngineLoop:
     def _drained(self, update: _Update) -> bool:
         """Whether an update need not wait any longer: nothing runs that could finish, or it had its time."""
         engine = self.engine
-        finishes = engine.begun and not engine.stands and not update.future.cancelled()
+        finishes = engine.begun and not engine.is_stopped and not update.future.cancelled()
         return not finishes or time.monotonic() - update.ordered_at >= self._drain_timeout_s
 
     def _abort(self, request_id: str) -> None:

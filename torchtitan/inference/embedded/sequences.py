@@ -153,7 +153,7 @@ class Sequence:
         else:
             self.routes[:tokens] = rows[:tokens]
 
-    def told_routes(self, tokens: int) -> Routes | None:
+    def reported_routes(self, tokens: int) -> Routes | None:
         """Of all but the last of its `tokens` tokens."""
         if self.routes is None:
             return None
@@ -257,7 +257,7 @@ class Rows:
             finish_reason=reason,
             spans=sequence.spans(count),
             kept_token_ids=sequence.kept,
-            routes=sequence.told_routes(len(sequence.owner.prompt) + count),
+            routes=sequence.reported_routes(len(sequence.owner.prompt) + count),
         )
 
     def keep(self, sequence: Sequence) -> None:

@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from torchtitan.inference.versions import MAX_TORN, BaseWeights, Torn, Verification
 from torchtitan.inference.vllm.direct import Mailbox
-from torchtitan.inference.vllm.loading import METHODS, PACKED, Noted, Notes, load_weights
+from torchtitan.inference.vllm.loading import METHODS, PACKED, LoadRecord, LoadRecorder, load_weights
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor.actor import Worker
 from torchtitan.weight_sync.actor.puller import Served
@@ -53,15 +53,15 @@ ROWS = 64
 MEETING_SECONDS = 10.0
 
 
-class Looker(Verification):
+class LiveWeightChecker(Verification):
     """See Verification. Looks when a step begins, a few milliseconds at a time, on the engine's thread.
 
-    notes: how the model's parameters are loaded.
+    recorder: how the model's parameters are loaded.
     """
 
-    def __init__(self, model: nn.Module, notes: Notes, every: int, torn: Torn):
+    def __init__(self, model: nn.Module, recorder: LoadRecorder, every: int, torn: Torn):
         super().__init__(every, torn)
-        self._model, self._notes = model, notes
+        self._model, self._recorder = model, recorder
         self._look: tuple[StagedVersion, Iterator[str]] | None = None
         self._hook = model.register_forward_pre_hook(lambda *_: self.look())
 
@@ -73,8 +73,8 @@ class Looker(Verification):
         """The model holds this version, as far as is known."""
         self.status.unfinished += self._look is not None
         self._look = None
-        if self.due(staged) and self._notes.loads and isinstance(staged.tensors, StagedTensors):
-            self._look = staged, differences(self._model, list(self._notes.loads.values()), staged.tensors)
+        if self.due(staged) and self._recorder.loads and isinstance(staged.tensors, StagedTensors):
+            self._look = staged, differences(self._model, list(self._recorder.loads.values()), staged.tensors)
 
     def look(self) -> None:
         """Go on for a moment."""
@@ -97,7 +97,7 @@ def _go_on(staged: StagedVersion, found: Iterator[str]) -> str | None:
     return f"it does not compute with {wrong}"
 
 
-def differences(model: nn.Module, loads: Iterable[Noted], tensors: StagedTensors) -> Iterator[str]:
+def differences(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTensors) -> Iterator[str]:
     """Names of parameters that are not what they should be; empty ones after other pieces of work."""
     for load in loads:
         if any(name not in tensors for name, _ in load.calls):
@@ -138,7 +138,7 @@ def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @dataclass
-class Joining(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):
     """Body of /init_weight_transfer_engine: pull as the workers of `actor`, led by the agent at `leader`."""
 
     leader: str
@@ -154,7 +154,7 @@ class Joining(WeightTransferInitInfo):
 
 
 @dataclass
-class Version(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):
     """Body of /update_weights: load the version that is staged under these names."""
 
     epoch: str
@@ -162,14 +162,14 @@ class Version(WeightTransferUpdateInfo):
     digest: str
 
 
-class ReceivingBackend(WeightTransferEngine[Joining, Version]):
+class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One per worker.
 
     Loading happens as a whole in update_weights: what comes before and after it can be called in vain.
     """
 
-    init_info_cls = Joining
-    update_info_cls = Version
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(
@@ -185,14 +185,14 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         # Now: loading from files makes their folder the model's.
         self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None
-        self._looker: Looker | None = None
-        self._notes = Notes()
+        self._checker: LiveWeightChecker | None = None
+        self._recorder = LoadRecorder()
         self._holds: Served | None = None
         """What the model holds since the last load; None: its checkpoint, or half a version"""
 
     # Called by vLLM on the engine's thread, on all ranks
 
-    def init_transfer_engine(self, init_info: Joining) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """(Re)connect to the agent. Replaces an earlier connection."""
         self._stop_receiving("another connection has taken this one's place")
         self._mailbox = mailbox = Mailbox()
@@ -220,7 +220,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             where=str(self.device) if own else "cpu",
         )
         if init_info.verify_every:
-            self._looker = Looker(self.model, self._notes, init_info.verify_every, self._found_torn)
+            self._checker = LiveWeightChecker(self.model, self._recorder, init_info.verify_every, self._found_torn)
         self._worker.start()
 
     def _found_torn(self, _epoch: str, version: int, reason: str, in_a_row: int) -> None:
@@ -239,7 +239,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Version) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """As update_weights."""
         try:
             staged = self._mailbox.take(update_info.epoch, update_info.version, update_info.digest, MEETING_SECONDS)
@@ -252,7 +252,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             keep_freed_memory(large=True)
         error: str | None = None
         try:
-            load_weights(self.model, self.model_config, staged.tensors, self._notes)
+            load_weights(self.model, self.model_config, staged.tensors, self._recorder)
         except Exception as failure:
             logger.exception("loading version %d failed", update_info.version)
             error = repr(failure)
@@ -260,8 +260,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         # Too late is as good as failed: the agent has given the version up, and must not be told that it is held.
         if self._mailbox.finish(error) and error is None:
             self._holds = Served(update_info.epoch, update_info.version, update_info.digest)
-            if self._looker is not None:
-                self._looker.applied(staged)
+            if self._checker is not None:
+                self._checker.applied(staged)
         if error is not None:
             raise RuntimeError(error)
 
@@ -276,11 +276,11 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-        looker, self._looker = self._looker, None
-        if looker is not None:
-            looker.close()
+        checker, self._checker = self._checker, None
+        if checker is not None:
+            checker.close()
 
     @property
     def whole(self) -> int | None:
         """The last version that was looked at, and found whole."""
-        return None if self._looker is None else self._looker.status.version
+        return None if self._checker is None else self._checker.status.version

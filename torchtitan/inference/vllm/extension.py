@@ -12,7 +12,8 @@ class WorkerExtension:
     """Becomes a base class of vLLM's worker."""
 
     def torchtitan_whole(self) -> int | None:
-        """By /collective_rpc: the last version that this worker has looked at, and found whole; see backend.Looker."""
+        """By /collective_rpc: the last version that this worker has looked at, and found whole; see
+        backend.LiveWeightChecker."""
         return self.weight_transfer_engine.whole  # type: ignore[attr-defined]
 
     def torchtitan_repack(self) -> None:

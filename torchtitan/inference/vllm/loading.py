@@ -58,7 +58,7 @@ STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 FALSE_ALARM = "Failed to load weights"
 
 
-class Noted(NamedTuple):
+class LoadRecord(NamedTuple):
     """How a parameter of a layer, a module of vLLM's, is loaded. empty: the parameter, without memory; calls: (name in
     checkpoints, what else the loader is told)."""
 
@@ -69,11 +69,11 @@ class Noted(NamedTuple):
     calls: list[tuple[str, dict[str, Any]]]
 
 
-class Notes:
-    """How a model's parameters are loaded, as `noting` has seen it."""
+class LoadRecorder:
+    """How a model's parameters are loaded, as `recording` has seen it."""
 
     def __init__(self) -> None:
-        self.loads: dict[tuple[nn.Module, str], Noted] = {}
+        self.loads: dict[tuple[nn.Module, str], LoadRecord] = {}
         self._names: dict[int, str] = {}
         """By a tensor's id(), right for as long as the tensor is there"""
 
@@ -91,7 +91,7 @@ class Notes:
             for arguments in (dict(call.arguments) for name, call in info.loaded_weights if name == parameter):
                 arguments.pop("param", None)
                 calls.append((self._names.get(id(arguments.pop("loaded_weight", None)), ""), arguments))
-            self.loads[layer, parameter] = Noted(layer, parameter, empty, _get_original_loader(empty), calls)
+            self.loads[layer, parameter] = LoadRecord(layer, parameter, empty, _get_original_loader(empty), calls)
 
     def cover(self, model: nn.Module, names: Iterable[str]) -> bool:
         """Whether these tensors are loaded into all parameters of the model by what was noted and nothing else."""
@@ -129,13 +129,13 @@ class Notes:
 
 
 @contextlib.contextmanager
-def noting(notes: Notes) -> Iterator[None]:
-    """Inside, `notes` get to know what vLLM's layerwise reload does, and forget what an earlier one has done."""
+def recording(recorder: LoadRecorder) -> Iterator[None]:
+    """Inside, `recorder` gets to know what vLLM's layerwise reload does, and forget what an earlier one has done."""
     materialize = layerwise.materialize_layer
-    notes.loads.clear()
+    recorder.loads.clear()
 
     def note_and_materialize(layer: nn.Module, info: Any) -> None:
-        notes.note(layer, info)
+        recorder.note(layer, info)
         materialize(layer, info)
 
     layerwise.materialize_layer = note_and_materialize
@@ -145,14 +145,14 @@ def noting(notes: Notes) -> Iterator[None]:
         layerwise.materialize_layer = materialize
 
 
-def _is_simple(load: Noted) -> bool:
+def _is_simple(load: LoadRecord) -> bool:
     """Whether its loader, and perhaps the packing of the weight, are all that happens to it."""
     method, live = getattr(load.layer, "quant_method", None), getattr(load.layer, load.parameter)
     is_packed = load.parameter == "weight" and PACKED in load.layer.__dict__
     return (method is None or type(method) in METHODS) and (is_packed or live.shape == load.empty.shape)
 
 
-def _joined(load: Noted, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _joined(load: LoadRecord, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The weight as it lies in memory; None where it does not lie there as the layer wants it. pieces: one per call."""
     layer, live = load.layer, getattr(load.layer, load.parameter)
     # A loader that a model or a platform has put there may do more than place rows.
@@ -205,23 +205,23 @@ def load_weights(
     model: nn.Module,
     model_config: ModelConfig,
     weights: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
-    notes: Notes | None = None,
+    recorder: LoadRecorder | None = None,
 ) -> None:
     """Replace all weights of `model` by `weights`: (checkpoint name, whole tensor), which must stay as they are until
     this returns. The engine must stand still. After an exception the model is half loaded, until a later call returns.
-    notes: get how the parameters are loaded. With those of an earlier load `weights` may be a mapping, of which that is
-    done again.
+    recorder: receives how the parameters are loaded. With the records of an earlier load, `weights` may be a mapping;
+    the recorded steps are then repeated.
 
     Raises:
         IncompleteVersion: something is missing in `weights`.
     """
     _abandon(model, model_config)
     emptied = _drop_packed_weights(model)
-    notes, missing = notes or Notes(), list[str]()
-    if isinstance(weights, Mapping) and notes.cover(model, weights):
-        notes.replay(model, model_config.dtype, weights)
+    recorder, missing = recorder or LoadRecorder(), list[str]()
+    if isinstance(weights, Mapping) and recorder.cover(model, weights):
+        recorder.replay(model, model_config.dtype, weights)
     else:
-        missing = _reload(model, model_config, to_copy(weights) if isinstance(weights, Mapping) else weights, notes)
+        missing = _reload(model, model_config, to_copy(weights) if isinstance(weights, Mapping) else weights, recorder)
     repack_what_reloading_leaves(model)
     if missing:
         shown = ", ".join(missing[:NAMES_SHOWN])
@@ -233,13 +233,13 @@ def load_weights(
 
 
 def _reload(
-    model: nn.Module, model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], notes: Notes
+    model: nn.Module, model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], recorder: LoadRecorder
 ) -> list[str]:
     """vLLM's own way, for any model. Returns the parameters that have got nothing."""
     expected, sinks = {name for name, _ in model.named_parameters()}, list[tuple[str, torch.Tensor]]()
     initialize_layerwise_reload(model)
-    with noting(notes):
-        loaded = model.load_weights(notes.named(_through_loaders(weights, sinks)))  # type: ignore[operator]
+    with recording(recorder):
+        loaded = model.load_weights(recorder.named(_through_loaders(weights, sinks)))  # type: ignore[operator]
         finalize_layerwise_reload(model, model_config)
     _copy_sinks(model, sinks)
     return sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []

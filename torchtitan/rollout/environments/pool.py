@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import find_python
-from torchtitan.rollout.gateway.process import Door
+from torchtitan.rollout.gateway.process import SessionAccess
 from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_all
 from torchtitan.utils.json_lines import EventLog
 
@@ -190,9 +190,9 @@ class Episode:
         self._finished = True
         return outcome
 
-    async def run(self, row: dict[str, Any], index: int, door: Door, timeout_s: float) -> float | None:
+    async def run(self, row: dict[str, Any], index: int, access: SessionAccess, timeout_s: float) -> float | None:
         """Let an agent play the whole episode, and return its reward."""
-        reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=door.base_url, key=door.key)
+        reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=access.base_url, key=access.key)
         self._finished = True
         return reply["reward"]
 

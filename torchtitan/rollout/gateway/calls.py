@@ -142,7 +142,7 @@ def _stop_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
     return found
 
 
-def said(
+def to_message(
     completion: Completion, tokenizer: Tokenizer, tools: bool, name: str, stops: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return the policy's message, without the program's stop token. A truncated answer has no tool calls."""

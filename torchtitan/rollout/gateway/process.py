@@ -41,7 +41,7 @@ class GatewayLost(Exception):
 
 
 @dataclass(frozen=True)
-class Door:
+class SessionAccess:
     """A program's access to the policy: `base_url` and `key` for an OpenAI client."""
 
     session: str
@@ -50,7 +50,7 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Played:
+class SessionRecord:
     """The record of a session, or of all sessions of a key."""
 
     branches: list[Branch]
@@ -97,7 +97,7 @@ class Gateway:
         min_version: int = 0,
         shares: str = "",
         many: bool = False,
-    ) -> Door:
+    ) -> SessionAccess:
         """Open a new session; or, with `many`, a key for several sessions, which calls name in X-Session-ID.
 
         sampling: for every call, whatever the program asks for; it may only ask for fewer tokens. Each call derives its
@@ -108,9 +108,9 @@ class Gateway:
         peer = await self._connected()
         opening = {"sampling": asdict(sampling), "min_version": min_version, "shares": shares}
         key = await self._order(peer.call("open", session=session, many=many, **opening))
-        return Door(session, f"{self.url}/v1", str(key))
+        return SessionAccess(session, f"{self.url}/v1", str(key))
 
-    async def end(self, session: str) -> Played:
+    async def end(self, session: str) -> SessionRecord:
         """End a session, or all sessions of a key that was opened with `many`; later calls are refused.
 
         Raises GatewayLost if the gateway has ended or does not know the session.
@@ -120,7 +120,7 @@ class Gateway:
         data = await self._order(self._peer.call("end", session=session))
         if data is None:
             raise GatewayLost(f"the gateway knows no session {session}")
-        return Played(branches_from_json(data["branches"]), data["calls"], data["failed"], data["cut"])
+        return SessionRecord(branches_from_json(data["branches"]), data["calls"], data["failed"], data["cut"])
 
     async def _order(self, order: Awaitable[Any]) -> Any:
         try:

@@ -30,7 +30,7 @@ from torchtitan.rollout.gateway.calls import (
     log_prob_entries,
     parse_chat,
     parse_tokens,
-    said,
+    to_message,
     tokens_answer,
 )
 from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
@@ -70,7 +70,7 @@ class Settings:
 
 
 @dataclass
-class _Door:
+class _Access:
     """The access of one key: to an episode's only session or, with `many`, to sessions that calls name in a header."""
 
     name: str
@@ -90,10 +90,10 @@ class GatewayServer:
 
     def __init__(self, token: str):
         self._token = token
-        self._doors: dict[str, _Door] = {}
-        """Doors by key"""
+        self._accesses: dict[str, _Access] = {}
+        """Accesses by key"""
         self._open_keys: dict[str, str] = {}
-        """Name of a door that has not ended -> its key"""
+        """Name of an access that has not ended -> its key"""
         self._ended_keys: deque[str] = deque()
         # Sampling is cancelled when a program disconnects.
         self.site = HttpSite(self._application())
@@ -142,25 +142,25 @@ class GatewayServer:
         self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
-        """Open a new door and return its key."""
+        """Open a new access and return its key."""
         key = secrets.token_urlsafe(24)
-        self._doors[key] = _Door(session, many, SamplingParameters(**sampling), min_version, shares)
+        self._accesses[key] = _Access(session, many, SamplingParameters(**sampling), min_version, shares)
         self._open_keys[session] = key
         return key
 
     async def _end(self, session: str) -> dict[str, Any] | None:
-        """End a door and return the record of its sessions; None if there is no such door. Abort calls in progress."""
+        """End an access, abort its calls in progress, and return the record of its sessions (None: no such access)."""
         key = self._open_keys.pop(session, None)
         if key is None:
             return None
-        door = self._doors[key]
-        door.ended = True
-        for task in door.under_way:
+        access = self._accesses[key]
+        access.ended = True
+        for task in access.under_way:
             task.cancel()
         self._ended_keys.append(key)
         if len(self._ended_keys) > MAX_ENDED:
-            del self._doors[self._ended_keys.popleft()]
-        sessions, door.sessions = list(door.sessions.values()), {}
+            del self._accesses[self._ended_keys.popleft()]
+        sessions, access.sessions = list(access.sessions.values()), {}
         return {
             "branches": [branch for one in sessions for branch in one.branches_to_json()],
             "calls": sum(one.calls for one in sessions),
@@ -171,22 +171,22 @@ class GatewayServer:
     # Calls from programs
 
     def _answering(
-        self, handler: Callable[[web.Request, _Door], Awaitable[web.StreamResponse]]
+        self, handler: Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                door = await self._find_door(request)
-                task = asyncio.ensure_future(handler(request, door))
-                door.under_way.add(task)
+                access = await self._find_access(request)
+                task = asyncio.ensure_future(handler(request, access))
+                access.under_way.add(task)
                 try:
                     return await task
                 except asyncio.CancelledError:
                     task.cancel()
-                    if not door.ended:
+                    if not access.ended:
                         raise  # the program has disconnected
                     raise _ended() from None
                 finally:
-                    door.under_way.discard(task)
+                    access.under_way.discard(task)
             except WrongCall as error:
                 return _error(str(error), error.status, "invalid_request_error", error.code)
             except NoAnswer as error:
@@ -194,46 +194,48 @@ class GatewayServer:
 
         return handle
 
-    async def _find_door(self, request: web.Request) -> _Door:
-        """Return the door of a request's key. Raises WrongCall if the key is unknown or its episode has ended; the run
-        is told once of a late call."""
-        given = request.headers.get("Authorization", "")
-        door = self._doors.get(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
-        if door is None:
-            raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
-        if door.ended:
-            if not door.told:
-                door.told = True
-                await self._peer.call("late_call", session=door.name, path=request.path)
-            raise _ended()
-        return door
+    async def _find_access(self, request: web.Request) -> _Access:
+        """Return the access of a request's key.
 
-    def _session(self, request: web.Request, door: _Door) -> Session:
+        Raises WrongCall if the key is unknown or its episode has ended; the run is told once of a late call.
+        """
+        given = request.headers.get("Authorization", "")
+        access = self._accesses.get(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
+        if access is None:
+            raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
+        if access.ended:
+            if not access.told:
+                access.told = True
+                await self._peer.call("late_call", session=access.name, path=request.path)
+            raise _ended()
+        return access
+
+    def _session(self, request: web.Request, access: _Access) -> Session:
         """Return the session of a call. Raises WrongCall if the call must name its session but does not."""
-        name = door.name
-        if door.many:
+        name = access.name
+        if access.many:
             given = request.headers.get(SESSION_HEADER, "")
             if not given:
                 raise WrongCall(f"a call with this key names its session in the header {SESSION_HEADER}")
-            name = f"{door.name}-{given}"
-        if name not in door.sessions:
-            sampling = replace(door.sampling, seed=stream_seed(door.sampling.seed, len(door.sessions)))
-            door.sessions[name] = Session(name, sampling, self._settings.seq_len, door.min_version, door.shares)
-        return door.sessions[name]
+            name = f"{access.name}-{given}"
+        if name not in access.sessions:
+            sampling = replace(access.sampling, seed=stream_seed(access.sampling.seed, len(access.sessions)))
+            access.sessions[name] = Session(name, sampling, self._settings.seq_len, access.min_version, access.shares)
+        return access.sessions[name]
 
-    async def _models(self, _request: web.Request, _door: _Door) -> web.Response:
+    async def _models(self, _request: web.Request, _access: _Access) -> web.Response:
         model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
         return web.json_response({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
 
-    async def _chat(self, request: web.Request, door: _Door) -> web.StreamResponse:
-        session = self._session(request, door)
+    async def _chat(self, request: web.Request, access: _Access) -> web.StreamResponse:
+        session = self._session(request, access)
         call = parse_chat(await _body(request), self._tokenizer)
         try:
             prompt_ids = session.prompt(self._renderer, call.messages, call.tools)
         except UserError as error:
             raise WrongCall(str(error)) from error
         name, completion = await self._sample(session, prompt_ids, call.max_tokens, call.stop_token_ids)
-        message = said(completion, self._tokenizer, bool(call.tools), name, call.stop_token_ids)
+        message = to_message(completion, self._tokenizer, bool(call.tools), name, call.stop_token_ids)
         session.remember(call.messages, call.tools, message, prompt_ids, completion)
         about = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": self._settings.name}
         log_probs = log_prob_entries(completion, self._tokenizer) if call.log_probs else None
@@ -246,8 +248,8 @@ class GatewayServer:
         await response.write_eof()
         return response
 
-    async def _generate(self, request: web.Request, door: _Door) -> web.Response:
-        session = self._session(request, door)
+    async def _generate(self, request: web.Request, access: _Access) -> web.Response:
+        session = self._session(request, access)
         call = parse_tokens(await _body(request), self._tokenizer)
         name, completion = await self._sample(session, call.token_ids, call.max_tokens, call.stop_token_ids)
         return web.json_response(tokens_answer(name, completion))

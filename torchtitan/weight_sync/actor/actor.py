@@ -36,7 +36,7 @@ from torchtitan.weight_sync.memory.manifest import (
     reads_devices,
 )
 from torchtitan.weight_sync.memory.slots import open_shared
-from torchtitan.weight_sync.memory.staging import Proof, StagedVersion, Staging
+from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion, Staging
 from torchtitan.weight_sync.transports.bucket_server import Relay
 from torchtitan.weight_sync.transports.transport import Transport, load_transport
 from torchtitan.weight_sync.wire import runtime as wire
@@ -128,7 +128,7 @@ class StagingEngine:
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See transfer.Engine."""
         staging, written, begun = self._staging, self._written, time.monotonic()
-        proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
+        proof = ExpectedChecksums(staging.layout, manifest.checksums, lambda: self._written == written)
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
         return as_figures(self._apply(staged), begun)
 

@@ -12,7 +12,7 @@ import torch
 
 from torchtitan.distributed.device import in_background
 from torchtitan.weight_sync.memory.manifest import Layout, checksum_function, reads_devices
-from torchtitan.weight_sync.memory.staging import TORCH_DTYPES, Proof
+from torchtitan.weight_sync.memory.staging import TORCH_DTYPES, ExpectedChecksums
 
 # The most names in a message.
 MAX_NAMES = 3
@@ -27,7 +27,7 @@ class CheckStopped(Exception):
 
 
 def differing_parameters(
-    proof: Proof,
+    proof: ExpectedChecksums,
     live: Mapping[str, torch.Tensor],
     staged: Mapping[str, torch.Tensor],
     stop: Callable[[], bool] = lambda: False,

@@ -30,7 +30,7 @@ aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Proof:
+class ExpectedChecksums:
     """What is needed to verify an engine's own tensors against a version after it is applied; see digest.py.
 
     checksums: of every bucket of every sender rank, from the version's manifest. still_staged: returns whether staging
@@ -56,7 +56,7 @@ class StagedVersion:
     digest: str
     tensors: Mapping[str, torch.Tensor]
     apply_on_workers: Callable[[], None] | None = None
-    proof: Proof | None = None
+    proof: ExpectedChecksums | None = None
 
 
 class StagedTensors(Mapping[str, torch.Tensor]):

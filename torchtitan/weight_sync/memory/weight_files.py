@@ -50,7 +50,7 @@ def version_folder(epoch: str, version: int) -> str:
 
 
 def version_of(folder: Path) -> int | None:
-    """Return the version of such a folder of any epoch (run_dir.mint_epoch); None if no job has made it."""
+    """Return the version of such a folder of any epoch (run_dir.new_epoch); None if no job has made it."""
     found = re.fullmatch(r"e\d+-\w+/version-(\d{8,})", f"{folder.parent.name}/{folder.name}")
     return None if found is None else int(found[1])
 

@@ -12,7 +12,7 @@ MAX_SPARES = 8.0
 
 
 @dataclass
-class Pace:
+class StalenessBudget:
     """Limits how much is generated ahead, and forms batches in the order of the prompts.
 
     A group sampled under version w can be trained on up to version w + max_staleness. At trainer version v, new groups
