@@ -53,6 +53,9 @@ _PEAKS = (
 _CPU_WORK_SECONDS = 600.0
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+# A call of NCCL that waits for the peer (connecting does) fails after so many seconds; torch's default is 30 minutes.
+# Only communicators of the weight sync wait this way. torch reads it once, at the first communicator of the process.
+NCCL_CALL_SECONDS = os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", "30")
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -106,12 +107,72 @@ def test_buckets_arrive_byte_for_byte(make_pair: Callable[..., Pair]) -> None:
     assert pair.to_actor.reasons.empty() and pair.to_server.reasons.empty()
 
 
+class ConnectsAtFirst(links.GlooCommunicator):
+    """Connects as NCCL does: the call of the first transfer returns only once both ends have made theirs."""
+
+    def __init__(self, both: threading.Barrier, seconds: float, store: PairStore, rank: int):
+        super().__init__(store, rank)
+        self._both, self._seconds, self._connected = both, seconds, False
+
+    def _connect(self) -> None:
+        if not self._connected:
+            with links._broken_for():
+                self._both.wait(self._seconds)  # its error is a RuntimeError, as NCCL's at the deadline is
+            self._connected = True
+
+    def send(self, tensor: torch.Tensor) -> links.Pending:
+        self._connect()
+        return super().send(tensor)
+
+    def receive(self, tensor: torch.Tensor) -> links.Pending:
+        self._connect()
+        return super().receive(tensor)
+
+
+def test_ends_that_connect_at_their_first_transfer_meet(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receive is posted before the credit that lets the other end send: neither call would ever return."""
+    both = threading.Barrier(2)
+    monkeypatch.setattr(links, "GlooCommunicator", functools.partial(ConnectsAtFirst, both, PATIENCE_S))
+    monkeypatch.setattr(links, "CREDIT_SECONDS", 2.0)
+    pair = make_pair()
+    data = os.urandom(BUCKET)
+    reference, sent = pair.send(data)
+    assert pair.fetch(reference) == data and sent.wait(PATIENCE_S)
+    assert pair.to_actor.reasons.empty() and pair.to_server.reasons.empty()
+
+
+def test_peer_that_freezes_before_its_first_transfer_is_given_up(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted, abort = list[int](), links.Communicator.abort
+    monkeypatch.setattr(links.Communicator, "abort", lambda end: (aborted.append(1), abort(end))[1])
+    monkeypatch.setattr(links, "CONNECT_SECONDS", 0.5)
+    whole = links.connect
+    monkeypatch.setattr(
+        links, "connect", lambda *about: whole(*about) if about[1] == 0 else links.GlooCommunicator(*about[:2])
+    )
+    pair = make_pair()
+    _, sent = pair.send(bytes(BUCKET))
+    assert "Timed out" in pair.to_actor.reasons.get(timeout=PATIENCE_S)
+    assert aborted
+    pair.sender.close()
+    assert sent.wait(PATIENCE_S)
+
+
 def test_nothing_is_launched_for_an_actor_that_posts_nothing(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
     send = links.Communicator.send
-    monkeypatch.setattr(links.Communicator, "send", lambda *arguments: (launched.append(1), send(*arguments))[1])
+
+    def count(end: links.Communicator, tensor: torch.Tensor) -> links.Pending:
+        if len(tensor) > 1:  # the byte that connects
+            launched.append(1)
+        return send(end, tensor)
+
+    monkeypatch.setattr(links.Communicator, "send", count)
     pair = make_pair(timeout_s=0.5)
     pair.fetch(pair.send(bytes(256))[0], 256)
     assert len(launched) == 1

@@ -180,9 +180,21 @@ class Communicator:
 
 
 def connect(store: PairStore, rank: int, where: torch.device) -> Communicator:
-    """Make one end, rank 0 or 1. Blocks until the other end connects; raises Broken if it does not."""
+    """Make one end, rank 0 or 1. Blocks until the other end connects; raises Broken if it does not.
+
+    NCCL connects two ranks at their first transfer, whose call returns only when both have made it. A receive that is
+    posted before its credit is given would never return, so one byte goes each way here.
+    """
     with _broken_for("no communicator: "):
-        return NcclCommunicator(store, rank, where) if where.type == "cuda" else GlooCommunicator(store, rank)
+        end = NcclCommunicator(store, rank, where) if where.type == "cuda" else GlooCommunicator(store, rank)
+    byte = torch.zeros(1, dtype=torch.uint8, device=where)
+    try:
+        for sender in (0, 1):
+            (end.send if rank == sender else end.receive)(byte)(store.seconds)
+    except Broken:
+        end.abort()
+        raise
+    return end
 
 
 class GlooCommunicator(Communicator):
@@ -262,7 +274,8 @@ def _no_async_error_handling() -> Iterator[None]:
 
 # Number of chunks whose receives an actor posts ahead: enough to hide the latency of credits.
 CHUNKS = 4
-# Both ends of a communicator must connect within this time.
+# Both ends of a communicator must connect within this time, counted anew for each step of it. A single call of NCCL has
+# device.NCCL_CALL_SECONDS.
 CONNECT_SECONDS = 10.0
 _MAX_SECONDS = 3600.0
 # An actor that posts no receive for this long fetches other buckets first, or its machine has vanished.
