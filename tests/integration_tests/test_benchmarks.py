@@ -37,6 +37,7 @@ KEYS = {
     "learning": {"sft_loss", "grpo_gain"},
     "optimizer_step": {"muon_vs_adamw", "muon_vs_adamw_step", "muon_two_ranks"},
     "busy_machine": {"busy_speedup"},
+    "packing": {"fill", "fill_merged", "speedup_merged", "speedup_few_groups"},
     "shared_prefix": {"speedup_g16", "peak_ratio_g16", "gradient_difference", "speedup_episode"},
 }
 SHARES = {

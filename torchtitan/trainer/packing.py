@@ -1,7 +1,8 @@
-"""Packs scored samples into micro-batches, deterministically; the number of ranks affects only the split."""
+"""Packs scored samples into micro-batches, deterministically and alike on every rank, so that ranks have equal work."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,39 +64,47 @@ def identities(branch: Branch, replayed: ModelArgs | None) -> np.ndarray:
     return found
 
 
-def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Group indices of `lengths` into bins whose sums stay within budget; longest first, ties by index.
+def balanced_bins(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
+    """Group indices of `sizes` into bins whose sums stay within budget, in a number that `ranks` divides: the largest
+    first, each into the emptiest bin (Graham 1969, LPT). The fullest bins come first, so that ranks which take every
+    ranks-th one compute equally much at a time. Some are empty if there are fewer items than ranks.
 
     Raises:
         ValueError: an item is larger than the budget.
     """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > budget:
-            raise ValueError(f"a sequence of {length} tokens does not fit into a micro-batch of {budget}")
-        place = next((i for i, free in enumerate(room) if length <= free), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[place].append(index)
-        room[place] -= length
-    return [sorted(members) for members in bins]
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    if order and sizes[order[0]] > budget:
+        raise ValueError(f"a sequence of {sizes[order[0]]} tokens does not fit into a micro-batch of {budget}")
+    # Neither fewer than the sum needs, nor than items of which no two fit together.
+    least = max(-(-sum(sizes) // budget), sum(2 * size > budget for size in sizes), 1)
+    count = -(-least // ranks) * ranks
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        filled = [(0, place) for place in range(count)]
+        for index in order:
+            tokens, place = filled[0]
+            heapq.heapreplace(filled, (tokens + sizes[index], place))
+            bins[place].append(index)
+        if max(filled)[0] <= budget:
+            return [sorted(bins[place]) for _, place in sorted(filled, key=lambda one: (-one[0], one[1]))]
+        count += ranks
 
 
-def split_for_ranks(bins: list[list[int]], ranks: int) -> list[list[int]]:
-    """Cut the largest bins in two until all ranks have equally many; add empty bins if no more cuts are possible."""
-    bins = [list(members) for members in bins]
-    while len(bins) % ranks:
-        largest = max(range(len(bins)), key=lambda i: (len(bins[i]), -i))
-        if len(bins[largest]) < 2:
-            bins.append([])
-            continue
-        # Neighbours have prefixes in common.
-        members, middle = bins[largest], len(bins[largest]) // 2
-        bins[largest : largest + 1] = [members[:middle], members[middle:]]
-    return bins
+def balanced_clusters(
+    identified: Sequence[np.ndarray], trained: Sequence[int], budget: int, ranks: int
+) -> list[list[int]]:
+    """Like balanced_bins, for sequences (identities [tokens], and how many of them are trained) of which those that
+    begin alike are computed together. Groups are cut where the fullest ranks then compute less in all, although each
+    part of a group computes again what the group begins with."""
+    share = sum(map(len, identified)) // ranks
+    found = []
+    for part in (0, 1, 2, 4, 8) if ranks > 1 else (0,):
+        members, sizes = clusters(identified, trained, min(budget, share // part) if part else budget)
+        bins = balanced_bins(sizes, budget, ranks)
+        tokens = [sum(sizes[cluster] for cluster in one) for one in bins]
+        together = [sorted(i for cluster in one for i in members[cluster]) for one in bins]
+        found.append((sum(max(tokens[first : first + ranks]) for first in range(0, len(bins), ranks)), together))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
@@ -253,11 +262,10 @@ def micro_batches(
     rows = [(sample, branch) for sample in samples for branch in sample.branches]
     weights = [weight for sample, weight in zip(samples, by_sample, strict=True) for _ in sample.branches]
     active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
-    together, sizes = [[i] for i in range(len(rows))], [len(branch) - 1 for _, branch in rows]
     if merged:
-        together, sizes = clusters([identities(branch, replayed) for _, branch in rows], active, budget)
-    bins = [sorted(i for one in members for i in together[one]) for members in first_fit_decreasing(sizes, budget)]
-    bins = split_for_ranks(bins, ranks) or [[] for _ in range(ranks)]
+        bins = balanced_clusters([identities(branch, replayed) for _, branch in rows], active, budget, ranks)
+    else:
+        bins = balanced_bins([len(branch) - 1 for _, branch in rows], budget, ranks)
     if objective.local:
         # All micro-batches count the same, whatever they contain.
         for members in bins:

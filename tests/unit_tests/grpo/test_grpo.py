@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,13 +24,14 @@ from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.packing import (
     MicroBatch,
-    first_fit_decreasing,
+    balanced_bins,
+    balanced_clusters,
     micro_batches,
     minibatches,
-    split_for_ranks,
     trained_tokens,
 )
 from torchtitan.trainer.policy_trainer import assign_by_turn
+from torchtitan.trainer.prefixes import clusters, merge
 
 CPU = torch.device("cpu")
 LONGEST = 16
@@ -137,19 +140,43 @@ def test_one_pass_runs_by_default(decoupled: bool) -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(30, 90), ranks=st.integers(1, 5))
-def test_packing_places_every_sample_once(lengths: list[int], budget: int, ranks: int) -> None:
-    bins = first_fit_decreasing(lengths, budget)
-    assert all(sum(lengths[i] for i in members) <= budget for members in bins)
-    # First fit leaves at most one bin half empty.
-    assert sum(2 * sum(lengths[i] for i in members) <= budget for members in bins) <= 1
-    split = split_for_ranks(bins, ranks)
-    assert len(split) % ranks == 0
-    assert sorted(i for members in split for i in members) == list(range(len(lengths)))
+def test_packing_places_every_sample_once_and_evenly(lengths: list[int], budget: int, ranks: int) -> None:
+    bins = balanced_bins(lengths, budget, ranks)
+    tokens, largest = [sum(lengths[i] for i in members) for members in bins], max(lengths, default=0)
+    assert len(bins) % ranks == 0 and max(tokens) <= budget
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    # What was put last into the fullest bin went to the emptiest one.
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] - tokens[-1] <= largest
+    # Graham's bound: no bin holds more than the mean and an item, so so many bins are enough.
+    enough = -(-sum(lengths) // (budget - largest + 1)) if lengths else 1
+    assert len(bins) <= max(1, -(-enough // ranks)) * ranks
+
+
+@given(
+    prefixes=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(1, 30), min_size=1, max_size=8)), max_size=6),
+    budget=st.integers(70, 200),
+    ranks=st.integers(1, 5),
+)
+def test_groups_are_cut_where_ranks_would_wait(prefixes: list[tuple[int, list[int]]], budget: int, ranks: int) -> None:
+    """Every sequence once, within the budget, and never more on the fullest ranks than with whole groups."""
+    numbers = itertools.count()
+    sequences = []
+    for prefix, completions in prefixes:
+        begin = [next(numbers) for _ in range(prefix)]
+        sequences += [np.array(begin + [next(numbers) for _ in range(own)], np.uint64) for own in completions]
+    trained = [len(one) // 2 for one in sequences]
+    bins = balanced_clusters(sequences, trained, budget, ranks)
+    tokens = [sum(merge([sequences[i] for i in members]).lengths) for members in bins]
+    assert len(bins) % ranks == 0 and max(tokens) <= budget
+    assert sorted(i for members in bins for i in members) == list(range(len(sequences)))
+    _, sizes = clusters(sequences, trained, budget)
+    whole = [sum(sizes[cluster] for cluster in one) for one in balanced_bins(sizes, budget, ranks)]
+    assert sum(tokens[::ranks]) <= sum(whole[::ranks])
 
 
 def test_too_long_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="31 tokens does not fit into a micro-batch of 30"):
-        first_fit_decreasing([31], 30)
+        balanced_bins([31], 30, 1)
 
 
 def test_minibatches_hold_whole_groups() -> None:
