@@ -46,7 +46,7 @@ def run_distributed(
     import torch.distributed as dist
 
     # The parent holds the store, as torchrun's agent does: no free port has to be guessed.
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout), use_libuv=True
     )
     environment = os.environ | {

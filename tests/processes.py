@@ -87,7 +87,7 @@ def fork(
     process = _FORKING.Process(target=_forked, args=(run, arguments, lives, environment), daemon=True)
     process.start()
     lives.close()
-    process.ended = ended  # type: ignore[attr-defined] open as long as a test holds the process
+    process.ended = ended  # type: ignore[attr-defined]  # open as long as a test holds the process
     return process
 
 

@@ -16,7 +16,7 @@ HOLD = Path(os.environ["TORCHTITAN_TEST_HOLD"])
 BEGUN = HOLD.with_suffix(".begun")
 TENSORS_BEFORE = 10
 
-_load_weights = backend.load_weights
+_load_weights = backend.load_weights  # type: ignore[attr-defined]
 
 
 def load_weights(model: torch.nn.Module, config: object, weights: Mapping[str, torch.Tensor], *_: object) -> None:
@@ -32,7 +32,7 @@ def load_weights(model: torch.nn.Module, config: object, weights: Mapping[str, t
     _load_weights(model, config, held())  # type: ignore[arg-type]
 
 
-backend.load_weights = load_weights  # type: ignore[assignment]
+backend.load_weights = load_weights  # type: ignore[attr-defined]
 
 
 class WorkerExtension(extension.WorkerExtension):

@@ -12,14 +12,14 @@ from torchtitan.inference.vllm import extension
 
 UNMERGED = Path(os.environ["TORCHTITAN_TEST_UNMERGED"])
 
-_product = versions.low_rank_product
+_product = versions.low_rank_product  # type: ignore[attr-defined]
 
 
 def low_rank_product(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(0.0 if UNMERGED.exists() else scale, a, b)
 
 
-versions.low_rank_product = low_rank_product
+versions.low_rank_product = low_rank_product  # type: ignore[attr-defined]
 
 
 class WorkerExtension(extension.WorkerExtension):

@@ -290,7 +290,7 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
         actors[-1].start()
     equal = []
     for version in range(3):
-        full = {name: p.full_tensor().clone() for name, p in parameters.items()}
+        full = {name: p.full_tensor().clone() for name, p in parameters.items()}  # type: ignore[attr-defined]
         # On version 1 the last rank has no slot: all ranks must skip it.
         votes = torch.tensor([0 if sync.reserve() and not (version == 1 and rank == ranks - 1) else 1])
         dist.all_reduce(votes)

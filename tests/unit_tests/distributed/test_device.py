@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed import device
@@ -27,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     listed = {name: [SimpleNamespace(family=socket.AF_INET, address=one)] for name, one in HERE.items()}
-    monkeypatch.setattr(device.psutil, "net_if_addrs", lambda: listed)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
     return lambda own: monkeypatch.setattr(device, "address_towards", lambda leader: own)
 
 
@@ -110,5 +112,5 @@ def test_the_ranks_of_this_machine_share_its_cores(beside: int, share: int, monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(device, "count_cores", lambda: 16)
     asked: list[int] = []
-    monkeypatch.setattr(device.torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
     assert device.set_threads(0, beside) == share and asked == [share]

@@ -60,7 +60,7 @@ def compare(directory: str, layouts: list[Layout], reference: str, scratch: str)
             assert torch.equal(tensor, whole[part]), layout["name"]
         elements = collectives.all_reduce_sum(torch.tensor(sum(tensor.numel() for tensor in tensors)))
         assert elements.item() == sum(tensor.numel() for tensor in original.values()), layout["name"]
-        held = sum(p.to_local().numel() for n, p in policy.named_parameters() if ".experts." in n)
+        held = sum(p.to_local().numel() for n, p in policy.named_parameters() if ".experts." in n)  # type: ignore[attr-defined]
         whole = sum(p.numel() for n, p in policy.named_parameters() if ".experts." in n)
         assert held == whole // device.world_size() * dims.dp_replicate, layout["name"]
     return test_parallel.compare_layouts(directory, layouts, reference, scratch)

@@ -134,7 +134,7 @@ def _muon(policy: Decoder, start: dict[str, torch.Tensor]) -> tuple[dict[str, to
                     copy_full_(parameter.grad, torch.randn(parameter.shape, generator=generator))
                 optimizer.step()
         result |= {f"{case}.{name}": full_tensor(one.detach()).clone() for name, one in policy.named_parameters()}
-        buckets = optimizer._parts[0]._buckets
+        buckets = optimizer._parts[0]._buckets  # type: ignore[attr-defined]
         assert len(buckets) == 1 if case == "real" else len(buckets) > 1
         owned = owned or [matrix.work for matrix in buckets[0].owned]
     return result, owned
@@ -163,7 +163,7 @@ def compare_layouts(directory: str, layouts: list[Layout], reference: str, scrat
         dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
         read = _counted_reads()
         policy = build_policy(config, dims)
-        held = sum(parameter.to_local().numel() for parameter in policy.parameters())
+        held = sum(parameter.to_local().numel() for parameter in policy.parameters())  # type: ignore[attr-defined]
         names = [name for name, _ in policy.named_parameters()]
         folder = Path(scratch) / f"{device.world_size()}-{number}"
         export_policy(policy, folder, max_file_bytes=20_000)

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 LONGEST = 16
 
 
-def make_sample(rng: random.Random, prompt: int, completion: int, version: int = 3, **changes) -> Sample:
+def make_sample(rng: random.Random, prompt: int, completion: int, version: int = 3, **changes: Any) -> Sample:
     fields = {
         "prompt_ids": [rng.randrange(50) for _ in range(prompt)],
         "completion_ids": [rng.randrange(50) for _ in range(completion)],

@@ -121,7 +121,7 @@ def test_merged_files_are_what_peft_makes_of_our_export(
 
 def test_every_tensor_is_merged_once_and_when_it_is_asked_for(untied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: list[torch.Tensor] = []
-    product = versions.low_rank_product
+    product = versions.low_rank_product  # type: ignore[attr-defined]
 
     def counted(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         multiplied.append(a)

@@ -313,7 +313,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def noted(loading: Any, layer: Linear, weights: dict[str, torch.Tensor], method: Any = None) -> Any:
     """What is noted where the layer's weight consists of these rows; afterwards it has been packed."""
-    recorder, bind = loading.LoadRecorder(), inspect.signature(layer.weight.weight_loader).bind  # type: ignore[operator]
+    recorder, bind = loading.LoadRecorder(), inspect.signature(layer.weight.weight_loader).bind  # type: ignore[attr-defined]
     pieces = [(name, bind(layer.weight, piece, name)) for name, piece in recorder.named(weights.items())]
     info = SimpleNamespace(loaded_weights=[("weight", call) for _, call in pieces])
     with loading.recording(recorder):

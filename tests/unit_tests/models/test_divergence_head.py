@@ -88,7 +88,7 @@ def test_values_and_gradients_are_those_of_float64(kind: str, options: dict[str,
     exact = [one.double().requires_grad_() for one in (*hidden, *weight)]
     p = log_softmax(exact[:2], exact[2:], options, options.get("softcap"))
     theirs = [[one.double() for one in part] for part in teacher[:2]]
-    q = log_softmax(*theirs, options, teacher.softcap)
+    q = log_softmax(theirs[0], theirs[1], options, teacher.softcap)
     expected = p.gather(-1, targets[:, None])[:, 0], -(p.exp() * p).sum(-1), defined(p, q, kind)
     total(*expected).backward()
     for one, other in zip(results, expected, strict=True):

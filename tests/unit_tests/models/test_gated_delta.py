@@ -129,9 +129,9 @@ def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
     initial = torch.randn(len(lengths), 6, 8, 12, generator=generator, dtype=torch.float64)
     leaves = [one.requires_grad_() for one in operands]
     layout = PackedLayout(lengths)
-    found, _ = delta_rule(
-        *leaves, places_of(layout.cumulative, total + padding, chunk), layout.bounds[:, 0], initial, chunk
-    )
+    q, k, v, decay, beta = leaves
+    places = places_of(layout.cumulative, total + padding, chunk)
+    found, _ = delta_rule(q, k, v, decay, beta, places, layout.bounds[:, 0], initial, chunk)
     parts = zip(*(one[:total].split(lengths) for one in leaves), initial, strict=True)
     expected = torch.cat([_token_by_token(*part) for part in parts])
     torch.testing.assert_close(found[:total], expected, rtol=1e-12, atol=1e-12)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
@@ -38,7 +39,7 @@ def of_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
         monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "groups")
         memory = SimpleNamespace(total=16 * GIB, available=12 * GIB)
-        monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
         monkeypatch.setattr(machine, "usable_cores", lambda: list(range(8)))
 
     return make

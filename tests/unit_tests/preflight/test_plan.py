@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import asdict, replace
 
@@ -145,7 +146,7 @@ def test_defaults_are_those_of_the_device_where_no_value_is_given(
 
 def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
-    monkeypatch.setattr(derived.shutil, "which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(shutil, "which", lambda program: f"/bin/{program}")
     monkeypatch.setattr(derived, "count_gpus", lambda: 8)
     for listed, hidden in ((0, None), (2, None), (2, "")):
         monkeypatch.setattr(derived, "gpus_of_driver", lambda listed=listed: listed)

@@ -114,7 +114,7 @@ def test_calls_of_tools_without_parameters(tmp_path: Path, arguments: dict[str, 
     call = {"type": "function", "function": {"name": "look", **arguments}}
     (parts,) = make(tmp_path, {"messages": [HI, {"role": "assistant", "tool_calls": [call]}]})
     assert parts[1][0] == '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
-    del call["function"]["name"]
+    del call["function"]["name"]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="with a name and arguments"):
         make(tmp_path, {"messages": [HI, {"role": "assistant", "tool_calls": [call]}]})
 

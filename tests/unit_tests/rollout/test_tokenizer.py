@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -54,7 +55,7 @@ def write_tokenizer(directory: Path, **settings: object) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory):
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
     transformers = pytest.importorskip("transformers")
     directory = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return Tokenizer(directory), transformers.AutoTokenizer.from_pretrained(str(directory))
@@ -62,7 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=60) | st.sampled_from([*TEXTS, "a<|im_end|>b", "<|im_start|>user\nhé 数"]))
-def test_encode_and_decode_agree_with_transformers(pair, text: str) -> None:
+def test_encode_and_decode_agree_with_transformers(pair: tuple[Tokenizer, Any], text: str) -> None:
     ours, theirs = pair
     ids = ours.encode(text)
     assert ids == theirs.encode(text, add_special_tokens=False)
@@ -72,7 +73,9 @@ def test_encode_and_decode_agree_with_transformers(pair, text: str) -> None:
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("messages", [MESSAGES, [{**MESSAGES[1], "extra": {"b": "<é>", "a": [1]}}, MESSAGES[1]]])
-def test_chat_template_agrees_with_transformers(pair, messages: list, add_generation_prompt: bool) -> None:
+def test_chat_template_agrees_with_transformers(
+    pair: tuple[Tokenizer, Any], messages: list[Any], add_generation_prompt: bool
+) -> None:
     ours, theirs = pair
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert ours.render_chat(messages, add_generation_prompt) == expected
@@ -117,7 +120,7 @@ def test_variables_of_the_template_reach_every_prompt(tmp_path: Path) -> None:
         Tokenizer(tmp_path, {"enable_thinkin": False})
 
 
-def test_vocabulary_and_unknown_ids(pair) -> None:
+def test_vocabulary_and_unknown_ids(pair: tuple[Tokenizer, Any]) -> None:
     ours, theirs = pair
     assert ours.vocab_size == len(theirs)
     assert ours.decode([*ours.encode("What"), ours.vocab_size + 7]) == "What"

@@ -99,7 +99,7 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     run.train(2)
     expected = [parameter.detach().clone() for parameter in run.policy.parameters()]
     go_on = threading.Event()
-    begin = checkpoint.begin_checkpoint
+    begin = checkpoint.begin_checkpoint  # type: ignore[attr-defined]
     monkeypatch.setattr(checkpoint, "begin_checkpoint", lambda *args: (go_on.wait(PATIENCE_S), begin(*args))[1])
     run.save(2)
     run.train(3)  # changes every parameter before anything is written
@@ -303,7 +303,7 @@ def sharded_run(run_dir: str) -> dict[str, list]:
         return run
 
     def full(run: Run) -> dict[str, list]:
-        return {name: parameter.full_tensor().tolist() for name, parameter in run.policy.named_parameters()}
+        return {name: parameter.full_tensor().tolist() for name, parameter in run.policy.named_parameters()}  # type: ignore[attr-defined]
 
     run = build()
     run.train(3, without_dropout=True)

@@ -253,7 +253,7 @@ def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
 
     with (
         mock.patch.object(fused_head, "places_of", spied),
-        mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions,
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions,  # type: ignore[attr-defined]
     ):
         metrics = trainer.train(0)
     groups = 1 + len(trainer.policy.model.layers)

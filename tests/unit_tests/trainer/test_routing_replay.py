@@ -19,7 +19,7 @@ from tests.trajectories import single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.client import ForeignEngine
+from torchtitan.inference.agent.engine import ForeignEngine
 from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
@@ -225,7 +225,7 @@ def test_biases_move_towards_experts_with_less_to_do(tmp_path: Path) -> None:
     trainer.train_batch(batch)
     saved = collect(policy, trainer.optimizer, 0)
     for index, layer in enumerate(policy.model.layers):
-        if not isinstance(layer.mlp, MoE):
+        if not isinstance(layer.mlp, MoE):  # type: ignore[attr-defined]
             continue
         name = f"model.layers.{index}.mlp.gate.e_score_correction_bias"
         moved = saved[f"model.{name}"] - before.get_buffer(name)

@@ -38,7 +38,7 @@ def test_a_row_that_fails_half_way_spoils_no_other(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(json_lines.os, "fsync", no_space)
+        patch.setattr(os, "fsync", no_space)
         with pytest.raises(OSError, match="no space"):
             file.write({"b": 2})
     file.write({"c": 3})

@@ -11,7 +11,8 @@ import pytest
 import xxhash
 
 from deterministic.machine import Machine, Process, Violation
-from tests.unit_tests.weight_sync.job import BUCKET_BYTES, REGISTRY, TOKEN, Job, Shape, content, whole_layout
+from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
+from tests.unit_tests.weight_sync.job import Job, Shape
 from torchtitan.weight_sync.actor.group import Leader, WorkerPuller
 from torchtitan.weight_sync.actor.puller import Served
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, WeightsRefused

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from deterministic.machine import Machine, Process
-from tests.unit_tests.weight_sync.job import REGISTRY, Actor, Job, Shape
+from deterministic.parts import REGISTRY
+from tests.unit_tests.weight_sync.job import Actor, Job, Shape
 from torchtitan.weight_sync.wire import handshake
 from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER, Acceptor, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import Channel, Message

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from deterministic.machine import Machine
-from tests.unit_tests.weight_sync.job import BUCKET_BYTES, Actor, Job, Shape
+from deterministic.parts import BUCKET_BYTES
+from tests.unit_tests.weight_sync.job import Actor, Job, Shape
 from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.trainer import shard_server
@@ -135,7 +136,7 @@ def test_deltas_and_a_base_that_is_not_what_the_actor_thinks() -> None:
 
 def test_encoder_makes_a_delta_once_for_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[memoryview] = []
-    encode = shard_server.encode
+    encode = shard_server.encode  # type: ignore[attr-defined]
 
     def counted(new: memoryview, base: memoryview, size: int) -> memoryview | None:
         made.append(new)

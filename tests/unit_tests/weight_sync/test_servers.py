@@ -109,7 +109,7 @@ def test_a_registry_whose_parent_was_killed_while_it_started_ends(
 ) -> None:
     # This process takes the place of init, which gets the children of the dead.
     with subprocess.Popen(["true"]) as dead:
-        monkeypatch.setattr(servers.os, "getpid", lambda: dead.pid)
+        monkeypatch.setattr(os, "getpid", lambda: dead.pid)
         registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
     try:
         until(lambda: registry.failure)
