@@ -264,8 +264,9 @@ class Checkpointer:
             room = f" ({shutil.disk_usage(self.folder).free >> 20} MiB are free there)" if self.folder.is_dir() else ""
             raise UserError(f"the checkpoint in {self.folder}{room} could not be written: {cause}") from error
 
-    def load(self, step: int = -1) -> Restored:
-        """Restore the newest whole checkpoint, or the one of `step`, into policy, optimizer, scheduler and generators.
+    def load(self, step: int = -1, policy_only: bool = False) -> Restored:
+        """Restore the newest whole checkpoint, or the one of `step`, into policy, optimizer, scheduler and generators;
+        with policy_only into the policy alone.
 
         Raises:
             UserError: there is no such checkpoint, or it cannot be read, or is of another model or of other adapters.
@@ -276,12 +277,15 @@ class Checkpointer:
         facts = read_json(path / "state.json")
         reader = CheckedReader(str(path))
         saved = reader.read_metadata().state_dict_metadata
-        materialize_optimizer(self.optimizer)
+        if not policy_only:
+            materialize_optimizer(self.optimizer)
         stepped = {name.rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
         for name, parameter in _trained(self.policy).items():
             if f"optimizer.{name}" not in stepped:  # it never had a gradient until then
                 self.optimizer.state.pop(parameter, None)
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
+        if policy_only:
+            state = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
         random_state = {name: tensor for name, tensor in state.items() if name.startswith("random.")}
         if any(name not in saved for name in random_state):
             logger.warning("%s holds no random state for rank %d: the rank starts from training.seed", path, self.rank)
@@ -324,6 +328,8 @@ class Checkpointer:
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             raise UserError(f"{path} cannot be read ({reason!r}): {other_checkpoint(self.folder, step)}") from error
+        if policy_only:
+            return Restored(facts["version"])
         if all(name in state for name in random_state):
             torch.set_rng_state(state[f"random.{self.rank}.cpu"])
             if torch.cuda.is_available():

@@ -345,7 +345,9 @@ class Controller:
     def _reach(self, version: int) -> None:
         """Start the rollouts for the batch of `version`, and perhaps its evaluation."""
         if self.rollouts is not None and self.prepared is None:
-            self._call(self.rollouts.flow.set_version, version)
+            # Without steps this only evaluates: rewards alone are told the version.
+            trains = self.config.training.steps > 0
+            self._call(self.rollouts.flow.set_version if trains else self.rollouts.groups.rewards.set_step, version)
         elif self.demonstrations is None:
             return
         interval, last = self.config.eval.interval, self.config.training.steps

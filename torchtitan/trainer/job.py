@@ -125,6 +125,13 @@ class Job:
             self.controller.start(self.version)
         self._boundary = time.perf_counter()
 
+    def load(self, folder: Path, step: int) -> None:
+        """Take the policy of a checkpoint in the folder of any run's checkpoints, to evaluate it (collective)."""
+        if self.sync is not None:
+            self.sync.fence()
+        self.checkpointer.folder = folder
+        self.version = self.checkpointer.load(step, policy_only=True).version
+
     def next_command(self) -> Command:
         """What all ranks do next, as rank 0 decides."""
         started, begun = time.perf_counter(), time.time()
@@ -289,6 +296,10 @@ class Job:
             self.checkpointer.wait()
         if self.config.checkpoint.last_save_in_hf and self._done:
             self.export()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what stopped the run early, if anything did."""
         if (failure := self._failure or self._mismatch) is not None:
             raise failure
 

@@ -1,0 +1,69 @@
+"""Evaluations after a run are those of the run, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+# What is judged, of every evaluation in this process, goes to a file: tokens, log-probs, and whether it is a whole.
+SCRIPT = """
+import json, subprocess, sys
+from pathlib import Path
+from torchtitan import evaluate, train
+from torchtitan.trainer.evaluation import Evaluator
+judged, score = [], Evaluator._score
+async def noted(self, prompts, trajectories, deadline):
+    sampled = [one.branches[0].sampled[0] for group in trajectories for one in group]
+    judged.append([[one.token_ids, one.log_probs] for one in sampled])
+    return await score(self, prompts, trajectories, deadline)
+Evaluator._score = noted
+subprocess.run([sys.executable, "-m", "torchtitan.preflight.debug_checkpoint", "--output", "debug_random"], check=True)
+def digits(completions, **kwargs):
+    return [float(text[:1].isdigit()) for text in completions]
+settings = {
+    "training.steps": 2, "training.global_batch_size": 64, "training.threads": 1, "grpo.num_minibatches": 1,
+    "eval.interval": 1, "eval.num_prompts": 24, "eval.samples_per_prompt": 3, "eval.pass_at_k": [1, 3],
+    "checkpoint.interval": 1, "checkpoint.async_mode": "async", "inference.threads_per_actor": 1,
+}
+run = train("debug_cpu", settings, model="debug_random", rewards=digits)
+in_run = judged[:]
+judged.clear()
+kept = sorted(str(path) for path in run.folder.rglob("*"))
+code = evaluate.main([str(run.folder), str(run.folder / "hf" / "step-2"), "--output", "curve.json"])
+rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines() if "eval/version" in line]
+untouched = kept == sorted(str(path) for path in run.folder.rglob("*"))
+Path("found.json").write_text(json.dumps([code, in_run, judged, rows, untouched]))
+"""
+NOT_OF_THE_POLICY = ("step", "time", "checkpoint", "policy_version", "eval/version", "eval/time_s", "eval/redone")
+
+
+def test_evaluations_of_checkpoints_and_export_equal_those_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"},
+        timeout=12 * PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    code, in_run, after, rows, untouched = json.loads((tmp_path / "found.json").read_text())
+    assert code == 0 and untouched and "checkpoint/step-1" in done.stdout and "hf/step-2" in done.stdout
+    assert in_run[1] != in_run[2]
+    # The checkpoints of steps 1 and 2, then the export.
+    assert after == [in_run[1], in_run[2], in_run[2]]
+    curve = json.loads((tmp_path / "curve.json").read_text())["evaluations"]
+    assert [(Path(row["checkpoint"]).name, row["eval/version"]) for row in curve] == [
+        ("step-1", 1), ("step-2", 2), ("step-2", 0)
+    ]  # fmt: skip
+    figures = [{key: value for key, value in row.items() if key not in NOT_OF_THE_POLICY} for row in curve]
+    expected = [{key: value for key, value in row.items() if key not in NOT_OF_THE_POLICY} for row in rows]
+    assert figures == [expected[1], expected[2], expected[2]] and "eval/pass@3" in figures[0]

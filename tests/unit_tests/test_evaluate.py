@@ -1,0 +1,88 @@
+"""What the command evaluates, and what it says where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan import evaluate
+from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import export_policy
+from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
+from torchtitan.trainer.run_dir import begin_checkpoint, finish_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with two checkpoints, remains of a third, and two exports."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = JobConfig()
+    config.checkpoint.folder, config.training.seed = "saved", 7
+    config.rewards.functions, config.lora.rank, config.checkpoint.resume = ["arithmetic"], 8, "elsewhere"
+    config.training.seq_len, config.rollout.max_completion_tokens = 32, 8
+    (folder / "config.toml").write_text(config_to_toml(config))
+    for step in (2, 10):
+        begin_checkpoint(folder / "saved", step)
+        finish_checkpoint(folder / "saved", step, {})
+        (folder / "hf" / f"step-{step}").mkdir(parents=True)
+        (folder / "hf" / f"step-{step}" / "config.json").write_text("{}")
+    begin_checkpoint(folder / "saved", 12)
+    return folder
+
+
+def test_a_run_is_all_its_whole_checkpoints_and_other_paths_are_one(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(run)
+    config_file = str(run / "config.toml")
+    assert evaluate.find(str(tmp_path / "latest")) == evaluate.Evaluated(config_file, run / "saved", [2, 10])
+    assert evaluate.find(str(run / "saved" / "step-2")) == evaluate.Evaluated(config_file, run / "saved", [2])
+    export = run / "hf" / "step-2"
+    assert evaluate.find(str(export)) == evaluate.Evaluated(config_file, export)
+    assert evaluate.find(str(export), "mine.toml") == evaluate.Evaluated("mine.toml", export)
+    (run / "saved").rename(tmp_path / "moved")
+    assert evaluate.find(str(run)) == evaluate.Evaluated(config_file, run / "hf" / "step-10")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    export_policy(Decoder(debug_model_args()), folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def test_the_configuration_is_the_runs_and_options_win(run: Path, model: Path) -> None:
+    _, options = evaluate.parse([str(run), "--samples", "3", "--backend", "vllm", "--training.seed", "9"])
+    of_run = ["--model.hf_assets_path", str(model), *options]
+    config = evaluate.configure(evaluate.find(str(run)), of_run)
+    assert (config.inference.backend, config.training.seed, config.lora.rank) == ("vllm", 9, 8)
+    # pass@4 has no meaning for three samples.
+    assert (config.eval.samples_per_prompt, config.eval.pass_at_k) == (3, [1])
+    assert (config.checkpoint.resume, config.checkpoint.folder, config.training.steps) == ("", "saved", 0)
+    directory = evaluate.Evaluated(str(run / "config.toml"), model)
+    config = evaluate.configure(directory, [])
+    assert (config.model.hf_assets_path, config.lora.rank, config.training.seed) == (str(model), 0, 7)
+    with pytest.raises(ConfigError, match=r"eval.pass_at_k = \[4\] is not allowed: every k must be 1 to"):
+        evaluate.configure(directory, [*options, "--eval.pass_at_k", "4"])
+
+
+def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([str(tmp_path / "nowhere")]) == 1
+    assert "nowhere: there is no such folder (looked in " in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"is no run folder \(config.toml\), no whole checkpoint"):
+        evaluate.find(str(empty))
+    (empty / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"belongs to no run .* add --config FILE"):
+        evaluate.find(str(empty))
+    (empty / "config.json").unlink()
+    (empty / "config.toml").write_text((run / "config.toml").read_text())
+    with pytest.raises(UserError, match=r"the run has no whole checkpoint \(checkpoint.enable = true"):
+        evaluate.find(str(empty))
+    with pytest.raises(SystemExit):
+        evaluate.main(["--samples", "3"])
+    assert "name a run folder" in capsys.readouterr().err

@@ -1,0 +1,244 @@
+"""Evaluate checkpoints with the evaluation of a run: its held-out prompts, rewards and engine.
+
+    python -m torchtitan.evaluate outputs/latest                         every whole checkpoint of a run
+    python -m torchtitan.evaluate outputs/latest/checkpoint/step-20      one of them
+    python -m torchtitan.evaluate outputs/latest/hf/step-60 --backend vllm --samples 16
+    python -m torchtitan.evaluate path/to/model --config train_configs/smollm2_cpu.toml
+
+What is evaluated comes first: run folders, trainer checkpoints, and Hugging Face directories. Those of a run have its
+configuration unless --config names another; further options are keys, such as --eval.temperature 0.7. Nothing is
+trained. The result is a table, evaluation.json and a report in {job.dump_folder}/evaluations. For a model that needs
+several ranks: torchrun --nproc-per-node N -m torchtitan.evaluate …
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torchtitan.errors import another_package
+
+if said := another_package():
+    sys.exit(said)
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan.api import FOLDER
+from torchtitan.config.derived import from_torchrun
+from torchtitan.config.job_config import Checkpoint, JobConfig
+from torchtitan.config.reading import PLACE, read_command_line
+from torchtitan.config.values import read_toml
+from torchtitan.errors import UserError
+from torchtitan.models.shape import newest_export
+from torchtitan.preflight.validate import ready
+from torchtitan.trainer.run_dir import CONFIG_FILE, MARKER, whole_steps
+from torchtitan.utils.json_lines import read_json_lines, write_whole
+from torchtitan.utils.machine import leave, sleep_between_regions
+
+RESULT_FILE = "evaluation.json"
+# What an evaluation has no use for, or must not touch. Nothing waits for it, so it may take longer than in a run.
+FIXED: dict[str, str] = {
+    "checkpoint.enable": "false", "checkpoint.resume": "", "checkpoint.load_step": "-1", "rollout.replay": "",
+    "eval.enable": "true", "eval.stop_at": "0", "eval.timeout_s": "3600", "sft.epochs": "0", "grpo.kl_coefficient": "0",
+    "metrics.enable_tensorboard": "false", "metrics.enable_wandb": "false", "metrics.live_port": "0",
+    "profiling.enable_profiling": "false", "fault_injection.enable": "false",
+}  # fmt: skip
+# Of a directory with whole weights: an export has the adapters merged.
+OF_A_DIRECTORY = {
+    "model.name": "auto", "model.flavor": "", "lora.rank": "0", "lora.adapter_path": "", "lora.base_bits": "16",
+    "lora.modules_to_save": "[]",
+}  # fmt: skip
+# A student is evaluated without its teacher.
+WITHOUT_TEACHER = {
+    "job.stage": "grpo", "distill.teacher": "", "distill.teacher_url": "", "distill.add_rewards": "false",
+    "distill.divergence": "sampled", "distill.hint_column": "",
+}  # fmt: skip
+
+
+@dataclass
+class Evaluated:
+    """What one start of the engines evaluates."""
+
+    config_file: str
+    place: Path
+    """The folder of a run's checkpoints, or a Hugging Face directory"""
+    steps: list[int] = field(default_factory=list)
+    """The checkpoints in that folder; none for a directory"""
+
+
+def find(path: str, config_file: str = "") -> Evaluated:
+    """Return what a path names. config_file: replaces the configuration of its run.
+
+    Raises UserError if there is nothing to evaluate, or no configuration that says on what.
+    """
+    place = Path(path).expanduser().resolve()
+    run = next((one for one in (place, *place.parents[:2]) if (one / CONFIG_FILE).is_file()), None)
+    config_file = config_file or ("" if run is None else str(run / CONFIG_FILE))
+    if not place.is_dir():
+        raise UserError(f"{path}: there is no such folder (looked in {Path.cwd()})")
+    if place == run:
+        tables, _ = read_toml(str(run / CONFIG_FILE))
+        folder = run / str(tables.get("checkpoint", {}).get("folder", Checkpoint.folder))
+        if steps := whole_steps(folder):
+            return Evaluated(config_file, folder, steps)
+        place = Path(newest_export(str(run)))
+        if place == run:
+            raise UserError(
+                f"{path}: the run has no whole checkpoint (checkpoint.enable = true writes them) and no export in hf/ "
+                "(checkpoint.last_save_in_hf = true)"
+            )
+    is_checkpoint = (place / MARKER).is_file()
+    if not is_checkpoint and not (place / "config.json").is_file():
+        raise UserError(
+            f"{path} is no run folder ({CONFIG_FILE}), no whole checkpoint of one ({MARKER}) and no Hugging Face "
+            "directory (config.json)"
+        )
+    if not config_file:
+        raise UserError(
+            f"{path} belongs to no run that says on what to evaluate it: add --config FILE, with the held-out prompts "
+            "(eval.dataset, or rollout.dataset and rollout.held_out_fraction) and what judges them (rewards.functions "
+            "or [environment]), such as --config train_configs/smollm2_cpu.toml"
+        )
+    if is_checkpoint:
+        return Evaluated(config_file, place.parent, [int(place.name.rpartition("-")[2])])
+    return Evaluated(config_file, place)
+
+
+def configure(evaluated: Evaluated, options: Sequence[str]) -> JobConfig:
+    """Return the validated configuration of an evaluation. options: words of the command line, which come last.
+
+    Raises ConfigError.
+    """
+    tables, _ = read_toml(evaluated.config_file)
+    values = dict(FIXED)
+    if not evaluated.steps:
+        values |= OF_A_DIRECTORY | {"model.hf_assets_path": str(evaluated.place)}
+    if tables.get("job", {}).get("stage") == "distill":
+        values |= WITHOUT_TEACHER
+    words = [word for key, value in values.items() for word in (f"--{key}", value)]
+    draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
+    # A k that fewer samples leave without a meaning is left out, if it was not asked for.
+    config, _ = draft.build()
+    evaluation, folder = config.eval, Path(config.job.dump_folder)
+    if draft.written.get("eval.pass_at_k", ("",))[0] != PLACE:
+        ks = [k for k in evaluation.pass_at_k if k <= evaluation.samples_per_prompt]
+        draft.set("eval.pass_at_k", ks or [1], evaluated.config_file)
+    sys.path.append(str(folder.resolve() / FOLDER))  # functions of a run from Python
+    config = ready(draft)
+    config.job.dump_folder = str(folder / "evaluations")
+    config.training.steps = 0  # which no file can ask for
+    return config
+
+
+def evaluate(evaluated: Evaluated, config: JobConfig) -> tuple[Path, list[dict[str, Any]], int]:
+    """Evaluate on this rank, with the ranks and engines of a run (collective).
+
+    Returns the folder that was written, on rank 0 the figures of every checkpoint in their order, and the exit code: 0,
+    or 128 + the signal that stopped it. Raises UserError if an evaluation is missing.
+    """
+    sleep_between_regions()  # before torch is imported
+    from torchtitan.trainer.controller import Kind
+    from torchtitan.trainer.job import Job
+
+    with Job(config) as job:
+        steps: list[int | None] = [*evaluated.steps]
+        for step in steps or [None]:
+            if step is not None:
+                job.load(evaluated.place, step)
+            job.start()
+            while (command := job.next_command()).kind not in (Kind.STOP, Kind.DONE):
+                if command.kind is Kind.SNAPSHOT:
+                    job.publish_pending()
+                elif command.generation is not None:
+                    job.generate(command.generation)
+                elif command.kind is Kind.EVALUATE and command.batch is not None:
+                    job.evaluate(command.batch)
+            if command.kind is Kind.STOP:
+                break
+        job.raise_failure()
+        folder, code, is_first = job.run_dir, job.exit_code, job.controller is not None
+    rows = [row for row in read_json_lines(folder / "metrics.jsonl") if "eval/version" in row] if is_first else []
+    if is_first and not code and len(rows) < len(evaluated.steps or [0]):
+        events = read_json_lines(folder / "events.jsonl")
+        reasons = [event["reason"] for event in events if event["kind"] == "evaluation_missing"]
+        raise UserError(f"an evaluation is missing: {'; '.join(reasons)} (logs in {folder})")
+    names = [evaluated.place / f"step-{step}" for step in evaluated.steps] or [evaluated.place]
+    return folder, [{"checkpoint": str(name), **row} for name, row in zip(names, rows, strict=False)], code
+
+
+def show_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the figures, one line per checkpoint."""
+    from rich.console import Console
+    from rich.table import Table
+
+    left_out = ("eval/version", "eval/time_s", "eval/redone")
+    names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")))
+    names = [name for name in names if name not in left_out]
+    table = Table("checkpoint", *(name.removeprefix("eval/") for name in names), box=None)
+    for row in rows:
+        values = [row.get(name) for name in names]
+        shown = ["–" if value is None else f"{value:.4g}" for value in values]
+        table.add_row("/".join(Path(row["checkpoint"]).parts[-2:]), *shown)
+    # A file or a pipe is as wide as it has to be.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments and the words of further options, which are keys of the configuration."""
+    # Options that are unknown here have values, which must not be taken for paths.
+    first = next((number for number, word in enumerate(argv) if word.startswith("-")), len(argv))
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.evaluate", usage="%(prog)s PATH [PATH …] [options] [--table.key value …]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--config", default="", metavar="FILE", help="TOML file that says on what to evaluate")
+    parser.add_argument("--backend", help="for inference.backend: embedded, vllm or sglang")
+    parser.add_argument("--samples", help="for eval.samples_per_prompt")
+    parser.add_argument("--prompts", help="for eval.num_prompts")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"instead of {RESULT_FILE} in the folder")
+    arguments, options = parser.parse_known_args(argv[first:])
+    arguments.paths = list(argv[:first])
+    if not arguments.paths:
+        parser.error("name a run folder, a checkpoint or a Hugging Face directory first")
+    for name, key in (
+        ("backend", "inference.backend"),
+        ("samples", "eval.samples_per_prompt"),
+        ("prompts", "eval.num_prompts"),
+    ):
+        if (value := getattr(arguments, name)) is not None:
+            options += [f"--{key}", value]
+    return arguments, options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments, options = parse(sys.argv[1:] if argv is None else argv)
+    rows: list[dict[str, Any]] = []
+    try:
+        jobs: dict[tuple[str, Path, bool], Evaluated] = {}
+        for one in [find(path, arguments.config) for path in arguments.paths]:
+            same = jobs.setdefault((one.config_file, one.place, bool(one.steps)), one)
+            same.steps = sorted({*same.steps, *one.steps})
+        # All of them before the first one starts: a mistake must not cost an evaluation.
+        for one, config in [(one, configure(one, options)) for one in jobs.values()]:
+            folder, figures, code = evaluate(one, config)
+            rows += figures
+            if code:
+                return code
+        if from_torchrun("RANK", "0") == 0:
+            show_table(rows)
+            output = arguments.output or folder / RESULT_FILE
+            write_whole(output, json.dumps({"evaluations": rows}, indent=1) + "\n")
+            print(output)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return getattr(error, "exit_code", 1)
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())
