@@ -186,11 +186,11 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         # Programs' mistakes are theirs.
         access = await behind.open("mistakes")
         async with client(access) as api:
-            for wrong in ({"n": 2}, {"stop": "two words"}, {"tool_choice": "required"}, {"messages": []}):
+            for wrong in ({"n": 0}, {"logit_bias": {"5": 1}}, {"tool_choice": "required"}, {"messages": []}):
                 with pytest.raises(openai.BadRequestError):
                     await api.chat.completions.create(**{**question, **wrong})
-            with pytest.raises(openai.NotFoundError, match="/v1/responses is not served here: .*/v1/chat/completions"):
-                await api.responses.create(model="chat", input=QUESTION)
+            with pytest.raises(openai.NotFoundError, match="/v1/embeddings is not served here: .*/v1/chat/completions"):
+                await api.embeddings.create(model="chat", input=QUESTION)
             long = [{"role": "user", "content": "x" * 300}]
             with pytest.raises(openai.BadRequestError, match="200"):
                 await api.chat.completions.create(model="chat", messages=long)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -130,6 +130,21 @@ class Completion:
     """Ids and log-probs of the likeliest tokens in the place of each, where that teacher was asked for them"""
     hint_ids: list[int] | None = None
     """What the teacher reads in place of the prompt"""
+
+    def first(self, length: int) -> Completion:
+        """Return its first tokens, as if sampling had stopped there."""
+        routes, spans = self.routes, [span for span in self.spans if span.start < length]
+        if routes is not None:
+            kept = routes.experts[: max(0, len(routes.experts) - len(self.token_ids) + length)]
+            routes = Routes(routes.first, kept)
+        return Completion(
+            self.token_ids[:length],
+            self.log_probs[:length],
+            "stop",
+            [replace(span, end=min(span.end, length)) for span in spans],
+            None if self.kept_token_ids is None else self.kept_token_ids[:length],
+            routes,
+        )
 
     def to_json(self) -> dict[str, Any]:
         # asdict copies every list element by element: a cost per token.

@@ -174,7 +174,7 @@ class AgentPlayer(Player):
     def __init__(self, config: JobConfig, gateway: Gateway, agents: AgentPool, tokenizer: Tokenizer):
         super().__init__(config, agents, gateway)
         self._gateway, self._agents, self._tokenizer = gateway, agents, tokenizer
-        self.statistics["calls_failed"] = 0
+        self.statistics.update({"calls_failed": 0, "stops_cut": 0, "tool_choices_missed": 0})
 
     async def play_one(self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int) -> Trajectory:
         environment = self._config.environment
@@ -193,6 +193,7 @@ class AgentPlayer(Player):
             # An episode that was aborted must also stop sampling.
             played = await self._gateway.end(access.session)
             self.statistics["turns"] += len(sampled_segments(played.branches))
+            self.statistics.update(played.counts)
         if played.failed:
             self.statistics["calls_failed"] += played.failed
             raise CallFailed("exception", f"{played.failed} calls of the policy were not answered")

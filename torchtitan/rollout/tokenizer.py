@@ -152,6 +152,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template_source is not None
 
+    @property
+    def names_developers(self) -> bool:
+        """Whether the chat template has the role `developer`."""
+        return "developer" in (self._template_source or "")
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""
         return _ids(self._tokenizer, text)
@@ -403,6 +408,13 @@ class ChatRenderer:
             next_ids = tokenizer.encode(longer[len(whole) :])[:1] if longer.startswith(whole) else []
             said += next_ids if self._first_stop(next_ids) == 0 else tokenizer.eos_token_ids[:1]
         return prompt_ids, said if end is None else said[: end + 1]
+
+    def known_roles(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return the messages with developers as the system where the template does not tell them apart; many templates
+        leave out a role that they do not know."""
+        if self._tokenizer.names_developers:
+            return list(messages)
+        return [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
 
     def refuse_unseen(self, messages: Messages, tools: Messages) -> None:
         """Raise UserError if the template does not write the tools, or the results of tools among the messages."""

@@ -11,14 +11,9 @@ import pytest
 from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, Given, SamplingParameters, VersionSpan
-from torchtitan.rollout.gateway.calls import (
-    Session,
-    WrongCall,
-    branches_from_json,
-    parse_chat,
-    parse_tokens,
-    to_message,
-)
+from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall, make_choice, parse_tokens, stop_ids
+from torchtitan.rollout.gateway.chat_completions import ChatCompletions
+from torchtitan.rollout.gateway.session import Session, branches_from_json
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 
@@ -34,6 +29,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def answer(token_ids: list[int], finish: Any = "stop") -> Completion:
     spans = [VersionSpan("e", 3, 0, len(token_ids))]
     return Completion(token_ids, [-0.5] * len(token_ids), finish, spans)
+
+
+def parse_chat(data: dict[str, Any], tokenizer: Tokenizer) -> Call:
+    call = ChatCompletions().read(data, lambda name: [])
+    stop_ids(call, tokenizer)
+    return call
 
 
 def noise(generator: random.Random) -> str:
@@ -138,10 +139,11 @@ def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
             sampled = [generator.randrange(256 + len(SPECIAL) + len(ADDED)) for _ in range(generator.randint(1, 8))]
             completion = answer([*sampled, END]) if generator.random() < 0.7 else answer(sampled, "length")
             session.record(prompt, completion)
-            message = to_message(completion, tokenizer, True, "x")
+            call = Call(messages, TOOLS)
+            choice = make_choice(completion, call, tokenizer, "x")
             held = prompt + completion.token_ids
-            session.remember(messages, TOOLS, message, prompt, completion)
-            messages += [message, {"role": "user", "content": noise(generator)}]
+            session.remember("x", call, prompt, choice)
+            messages = [*messages, choice.message, {"role": "user", "content": noise(generator)}]
         (branch,) = branches_from_json(session.branches_to_json())
         assert branch.token_ids == held and len(branch.sampled) == 6
 
@@ -154,9 +156,9 @@ def test_rewritten_history_branches_and_nothing_is_trained_twice(tokenizer: Toke
         prompt = session.prompt(renderer, messages, [])
         completion = answer([*tokenizer.encode(text), END])
         session.record(prompt, completion)
-        message = to_message(completion, tokenizer, False, "x")
-        session.remember(messages, [], message, prompt, completion)
-        return message
+        choice = make_choice(completion, Call(messages), tokenizer, "x")
+        session.remember("x", Call(messages), prompt, choice)
+        return choice.message
 
     begin = [{"role": "user", "content": "hello"}]
     first = turn(begin, "<think>hm</think>hi")
@@ -186,9 +188,8 @@ def test_a_template_that_hides_new_messages_is_rendered_whole(tmp_path: Path) ->
     hides = "{{- '<|im_start|>' + messages[-1].content + '<|im_end|>' }}"
     renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "hides", hides)))
     session = Session("s", SamplingParameters(8), 100)
-    session.remember(
-        [{"role": "user", "content": "x"}], [], {"role": "assistant", "content": "A"}, [], answer([65, END])
-    )
+    said = Choice({"role": "assistant", "content": "A"}, answer([65, END]))
+    session.remember("x", Call([{"role": "user", "content": "x"}]), [], said)
     talk = [{"role": role, "content": text} for role, text in (("user", "x"), ("assistant", "A"), ("user", "y"))]
     assert session.prompt(renderer, talk, []) == renderer.whole(talk, [])
     refuses = CHAT_TEMPLATE + "{%- if messages | length > 2 %}{{ raise_exception('no') }}{%- endif %}"
@@ -204,13 +205,13 @@ def test_stops_that_are_none_are_the_programs_mistake(tokenizer: Tokenizer, stop
     with pytest.raises(WrongCall, match=next(iter(stops))):
         parse_chat({"messages": [{"role": "user", "content": "x"}], **stops}, tokenizer)
     with pytest.raises(WrongCall, match=next(iter(stops))):
-        parse_tokens({"token_ids": [1], "sampling_params": stops}, tokenizer)
+        stop_ids(parse_tokens({"token_ids": [1], "sampling_params": stops}), tokenizer)
 
 
 @pytest.mark.parametrize(
     "option",
     [
-        {"chat_template_kwargs": {"enable_thinking": False}}, {"continue_final_message": True}, {"top_logprobs": 3},
+        {"continue_final_message": True}, {"top_logprobs": 3},
         {"min_tokens": 5}, {"structured_outputs": {"json": {}}}, {"guided_json": {}},
     ],
 )  # fmt: skip
@@ -230,8 +231,12 @@ def test_a_limit_counts_beside_one_that_is_null(tokenizer: Tokenizer) -> None:
 
 def test_an_answer_ends_before_the_stop_that_its_program_named(tokenizer: Tokenizer) -> None:
     ids, (stop,) = tokenizer.encode("a.b."), tokenizer.encode(".")
-    texts = [to_message(answer(ids, finish), tokenizer, False, "x", [stop])["content"] for finish in ("stop", "length")]
-    assert texts == ["a.b", "a.b."] and to_message(answer(ids), tokenizer, False, "x")["content"] == "a.b."
+
+    def text(completion: Completion, **stops: Any) -> str:
+        return str(make_choice(completion, Call([], **stops), tokenizer, "x").message["content"])
+
+    texts = [text(answer(ids, finish), stop_token_ids=[stop]) for finish in ("stop", "length")]
+    assert texts == ["a.b", "a.b."] and text(answer(ids)) == "a.b."
 
 
 @pytest.mark.parametrize(
@@ -280,11 +285,12 @@ def test_results_of_two_calls_under_templates_that_refuse_some(tmp_path: Path, r
     completion = answer([*tokenizer.encode('<tool_call>{"name": "look", "arguments": {}}</tool_call>' * 2), END])
     talk = [{"role": "user", "content": "?"}]
     prompt = session.prompt(ChatRenderer(tokenizer), talk, TOOLS)
-    message = to_message(completion, tokenizer, True, "a-run-3-1")
-    session.remember(talk, TOOLS, message, prompt, completion)
+    choice = make_choice(completion, Call(talk, TOOLS), tokenizer, "a-run-3-1")
+    session.remember("a-run-3-1", Call(talk, TOOLS), prompt, choice)
+    message = choice.message
     ids = [call["id"] for call in message["tool_calls"]]
     assert len(set(ids)) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
-    talk += [message, *({"role": "tool", "tool_call_id": one, "content": f"a {one}"} for one in ids)]
+    talk = [*talk, message, *({"role": "tool", "tool_call_id": one, "content": f"a {one}"} for one in ids)]
     behind = session.prompt(ChatRenderer(tokenizer), talk, TOOLS)[len(prompt + completion.token_ids) :]
     expected = "\n<|im_start|>user\n<tool_response>\na {}\n</tool_response>\n<tool_response>\na {}\n</tool_response>"
     assert tokenizer.decode(behind, skip_special=False).startswith(expected.format(*ids) + "<|im_end|>")

@@ -20,9 +20,10 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker
 from torchtitan.rollout.environments.pool import Outcome, Reply
 from torchtitan.rollout.episodes import EpisodePlayer
-from torchtitan.rollout.gateway.calls import Session
+from torchtitan.rollout.gateway.calls import Call, Choice
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.gateway.server import GatewayServer
+from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.prompts import PromptMaker, load_datasets
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
@@ -136,7 +137,7 @@ def test_every_place_gives_the_tokens_of_the_template(family: Family, tmp_path: 
         for i, sampled in zip((1, 3), said, strict=True):
             prompt = session.prompt(renderer, messages[:i], tools)
             session.record(prompt, answer(sampled))
-            session.remember(messages[:i], tools, messages[i], prompt, answer(sampled))
+            session.remember("x", Call(messages[:i], tools), prompt, Choice(messages[i], answer(sampled)))
         (branch,) = session.branches
         assert branch.token_ids == whole
         # An answer that was cut off before its end, or between the tokens that end it, gets what is missing.

@@ -8,9 +8,9 @@ the trainer's packages. Messages have {"episode": number, "do": …} with
     drop    (no reply)                  the episode is over
 
 A function gets those of `base_url`, `key` and `row` that are among its parameters, and returns a reward or None. A
-command finds the first two in OPENAI_BASE_URL and OPENAI_API_KEY, gets the row as JSON on standard input, and prints
-the reward on its last line. Calls from verifiers name their trace as the session; the gateway records all sessions of
-an episode's key.
+command finds the first two in OPENAI_BASE_URL and OPENAI_API_KEY (and in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY),
+gets the row as JSON on standard input, and prints the reward on its last line. Calls from verifiers name their trace as
+the session; the gateway records all sessions of an episode's key.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def find_agent(agent: str) -> Play:
 
 async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, Any]:
     """Play an episode with a command. Raises RuntimeError if it fails, ValueError if its last line is not a reward."""
-    environment = {**os.environ, "OPENAI_BASE_URL": message["base_url"], "OPENAI_API_KEY": message["key"]}
+    url, key = message["base_url"], message["key"]
+    environment = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+    # Anthropic's libraries append /v1 themselves.
+    environment |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
     process = await asyncio.create_subprocess_exec(
         *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
         # It gets its own process group, to be killed with its children. It stays in our session, to end with us.

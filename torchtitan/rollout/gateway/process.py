@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from torchtitan.inference.client import base_url
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Branch, GenerateRequest, SamplingParameters
-from torchtitan.rollout.gateway.calls import branches_from_json
 from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
+from torchtitan.rollout.gateway.session import branches_from_json
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import EventLog
 
@@ -59,6 +59,8 @@ class SessionRecord:
     """Calls that the system never answered; if there are any, the episode says nothing about the policy"""
     cut: bool
     """A limit truncated the last answer, or left no room for one"""
+    counts: Counter[str] = field(default_factory=Counter)
+    """See Session.counts"""
 
 
 class Gateway:
@@ -120,7 +122,8 @@ class Gateway:
         data = await self._order(self._peer.call("end", session=session))
         if data is None:
             raise GatewayLost(f"the gateway knows no session {session}")
-        return SessionRecord(branches_from_json(data["branches"]), data["calls"], data["failed"], data["cut"])
+        branches, counts = branches_from_json(data["branches"]), Counter(data["counts"])
+        return SessionRecord(branches, data["calls"], data["failed"], data["cut"], counts)
 
     async def _order(self, order: Awaitable[Any]) -> Any:
         try:
@@ -184,9 +187,9 @@ class Gateway:
 
     # Calls from the gateway
 
-    async def _sample(self, request: dict[str, Any], min_version: int, shares: str) -> dict[str, Any]:
-        (completion,) = await self._pool.generate(GenerateRequest.from_json(request), min_version, shares=shares)
-        return completion.to_json()
+    async def _sample(self, request: dict[str, Any], min_version: int, shares: str) -> list[dict[str, Any]]:
+        completions = await self._pool.generate(GenerateRequest.from_json(request), min_version, shares=shares)
+        return [completion.to_json() for completion in completions]
 
     async def _late_call(self, session: str, path: str) -> None:
         self.statistics["late_calls"] += 1

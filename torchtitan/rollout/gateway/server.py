@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: OpenAI's routes for programs, and the connection to the run."""
+"""The gateway's HTTP server: the routes for programs, and the connection to the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,17 +23,22 @@ from torchtitan.errors import UserError
 from torchtitan.inference.engine_server import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.gateway.calls import (
-    Session,
+    Answer,
+    Call,
+    Dialect,
+    TokenCall,
     WrongCall,
-    chat_answer,
-    chat_frames,
-    log_prob_entries,
-    parse_chat,
+    cut_at_stop,
+    make_choice,
     parse_tokens,
-    to_message,
+    stop_ids,
     tokens_answer,
 )
+from torchtitan.rollout.gateway.chat_completions import ChatCompletions
+from torchtitan.rollout.gateway.messages import AnthropicMessages
 from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
+from torchtitan.rollout.gateway.responses import OpenAIResponses
+from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import HttpSite
@@ -46,6 +51,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_ENDED = 65536
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), AnthropicMessages(), OpenAIResponses())
 
 
 class NoAnswer(Exception):
@@ -101,12 +107,13 @@ class GatewayServer:
         """The run has disconnected"""
 
     def _application(self) -> web.Application:
-        """Return all routes. Errors have OpenAI's format: {"error": {"message", "type", "code"}}."""
+        """Return all routes. Errors have the format of their dialect; of no dialect, OpenAI's."""
         application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._has_spoken])
         application.add_routes(
             [
                 web.get("/control", self._control),
-                web.post("/v1/chat/completions", self._answering(self._chat)),
+                *(web.post(one.path, self._answering(self._converse(one), one)) for one in DIALECTS),
+                web.post(f"{AnthropicMessages.path}/count_tokens", self._answering(self._count_tokens, DIALECTS[1])),
                 web.get("/v1/models", self._answering(self._models)),
                 web.post("/inference/v1/generate", self._answering(self._generate)),
                 web.route("*", "/{other:.*}", _no_route),
@@ -166,12 +173,13 @@ class GatewayServer:
             "calls": sum(one.calls for one in sessions),
             "failed": sum(len(one.failed) for one in sessions),
             "cut": any(one.cut for one in sessions),
+            "counts": sum((one.counts for one in sessions), Counter()),
         }
 
     # Calls from programs
 
     def _answering(
-        self, handler: Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]
+        self, handler: Callable[[web.Request, _Access], Awaitable[web.StreamResponse]], dialect: Dialect = DIALECTS[0]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -188,9 +196,10 @@ class GatewayServer:
                 finally:
                     access.under_way.discard(task)
             except WrongCall as error:
-                return _error(str(error), error.status, "invalid_request_error", error.code)
+                return web.json_response(dialect.error(str(error), error.status, error.code), status=error.status)
             except NoAnswer as error:
-                return _error(f"the policy could not answer: {error}", 503, "server_error", None)
+                text = f"the policy could not answer: {error}"
+                return web.json_response(dialect.error(text, 503, None), status=503)
 
         return handle
 
@@ -200,7 +209,8 @@ class GatewayServer:
         Raises WrongCall if the key is unknown or its episode has ended; the run is told once of a late call.
         """
         given = request.headers.get("Authorization", "")
-        access = self._accesses.get(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
+        key = given.removeprefix("Bearer ") if given.startswith("Bearer ") else request.headers.get("X-Api-Key", "")
+        access = self._accesses.get(key)
         if access is None:
             raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
         if access.ended:
@@ -227,40 +237,67 @@ class GatewayServer:
         model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
         return web.json_response({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
 
-    async def _chat(self, request: web.Request, access: _Access) -> web.StreamResponse:
+    def _converse(self, dialect: Dialect) -> Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]:
+        """Return the handler of a dialect's calls."""
+
+        async def converse(request: web.Request, access: _Access) -> web.StreamResponse:
+            session = self._session(request, access)
+            call = self._understood(dialect.read(await _body(request), session.recall))
+            prompt_ids = self._prompt(session, call)
+            name, completions = await self._sample(session, prompt_ids, call, call.n)
+            choices = []
+            for index, completion in enumerate(completions):
+                choice = make_choice(completion, call, self._tokenizer, f"{name}-{index}" if index else name)
+                session.remember(name, call, prompt_ids, choice)
+                choices.append(choice)
+            answer = Answer(name, self._settings.name, int(time.time()), len(prompt_ids), choices)
+            if not call.stream:
+                return web.json_response(dialect.write(call, answer))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            for frame in dialect.frames(call, answer):
+                await response.write(frame)
+            await response.write_eof()
+            return response
+
+        return converse
+
+    async def _count_tokens(self, request: web.Request, access: _Access) -> web.Response:
         session = self._session(request, access)
-        call = parse_chat(await _body(request), self._tokenizer)
+        call = self._understood(DIALECTS[1].read(await _body(request), session.recall))
+        return web.json_response({"input_tokens": len(self._prompt(session, call))})
+
+    def _understood(self, call: Call) -> Call:
+        """Return a call with the roles that the template knows. Raises WrongCall for template values of its own."""
+        own = self._settings.chat_template_kwargs
+        if wrong := [name for name, value in call.template_values.items() if name not in own or own[name] != value]:
+            raise WrongCall(
+                f"chat_template_kwargs: {wrong[0]} = {json.dumps(call.template_values[wrong[0]])} is not what the run "
+                "renders all conversations with (rollout.chat_template_kwargs)"
+            )
+        return replace(call, messages=self._renderer.known_roles(call.messages))
+
+    def _prompt(self, session: Session, call: Call) -> list[int]:
         try:
-            prompt_ids = session.prompt(self._renderer, call.messages, call.tools)
+            return session.prompt(self._renderer, call.messages, call.tools)
         except UserError as error:
             raise WrongCall(str(error)) from error
-        name, completion = await self._sample(session, prompt_ids, call.max_tokens, call.stop_token_ids)
-        message = to_message(completion, self._tokenizer, bool(call.tools), name, call.stop_token_ids)
-        session.remember(call.messages, call.tools, message, prompt_ids, completion)
-        about = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": self._settings.name}
-        log_probs = log_prob_entries(completion, self._tokenizer) if call.log_probs else None
-        if not call.stream:
-            return web.json_response(chat_answer(about, message, completion, len(prompt_ids), log_probs))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for frame in chat_frames(about, message, completion, len(prompt_ids), log_probs, call.usage_in_stream):
-            await response.write(frame)
-        await response.write_eof()
-        return response
 
     async def _generate(self, request: web.Request, access: _Access) -> web.Response:
         session = self._session(request, access)
-        call = parse_tokens(await _body(request), self._tokenizer)
-        name, completion = await self._sample(session, call.token_ids, call.max_tokens, call.stop_token_ids)
+        call = parse_tokens(await _body(request))
+        name, (completion,) = await self._sample(session, call.token_ids, call, 1)
         return web.json_response(tokens_answer(name, completion))
 
     async def _sample(
-        self, session: Session, prompt_ids: list[int], max_tokens: int | None, stop_token_ids: list[int]
-    ) -> tuple[str, Completion]:
-        """Sample a completion and record it before the program gets it. Return the call's name and the completion.
+        self, session: Session, prompt_ids: list[int], call: Call | TokenCall, n: int
+    ) -> tuple[str, list[Completion]]:
+        """Sample n completions and record them before the program gets them. Return the call's name and them.
 
         Raises WrongCall if there is no room or no call left, NoAnswer if the system fails.
         """
+        own, number = session.sampling, session.calls
+        stops = list(dict.fromkeys([*own.stop_token_ids, *stop_ids(call, self._tokenizer)]))
         room = session.longest - len(prompt_ids)
         if room < 1:
             session.cut = True
@@ -268,28 +305,31 @@ class GatewayServer:
                 f"the conversation has {len(prompt_ids)} tokens, of at most {session.longest} (training.seq_len)",
                 "context_length_exceeded",
             )
-        if session.calls >= self._settings.max_calls:
+        if number + n > self._settings.max_calls:
             session.cut = True
-            raise WrongCall(f"this session has had its {session.calls} calls", "too_many_calls", 429)
-        own, number = session.sampling, session.calls
-        session.calls += 1
-        stops = list(dict.fromkeys([*own.stop_token_ids, *stop_token_ids]))
+            raise WrongCall(
+                f"this session has had {number} of its {self._settings.max_calls} answers", "too_many_calls", 429
+            )
+        session.calls += n
         sampling = replace(
             own,
-            max_tokens=min(room, own.max_tokens, max_tokens or room),
+            n=n,
+            max_tokens=min(room, own.max_tokens, call.max_tokens or room),
             stop_token_ids=stops,
             seed=stream_seed(own.seed, number),
         )
         name = f"{session.name}-{number}"
         asked = GenerateRequest(name, prompt_ids, sampling).to_json()
-        answer = self._peer.call("sample", request=asked, min_version=session.min_version, shares=session.shares)
+        answers = self._peer.call("sample", request=asked, min_version=session.min_version, shares=session.shares)
         try:
-            completion = Completion.from_json(await asyncio.wait_for(answer, self._settings.timeout_s))
+            data = await asyncio.wait_for(answers, self._settings.timeout_s)
         except (PeerFailed, ConnectionError, asyncio.TimeoutError) as error:
             session.failed.add(hash(tuple(prompt_ids)))
             raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
-        session.record(prompt_ids, completion)
-        return name, completion
+        completions = [cut_at_stop(Completion.from_json(one), call.stop, self._tokenizer) for one in data]
+        for completion in completions:
+            session.record(prompt_ids, completion)
+        return name, completions
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -303,16 +343,13 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 async def _no_route(request: web.Request) -> web.Response:
-    text = f"{request.method} {request.path} is not served here: programs POST to /v1/chat/completions"
-    return _error(text, 404, "invalid_request_error", "unknown_url")
+    paths = ", ".join(one.path for one in DIALECTS)
+    text = f"{request.method} {request.path} is not served here: programs POST to {paths}"
+    return web.json_response(DIALECTS[0].error(text, 404, "unknown_url"), status=404)
 
 
 def _ended() -> WrongCall:
     return WrongCall("this session has ended: its episode is over", SESSION_ENDED, 410)
-
-
-def _error(message: str, status: int, kind: str, code: str | None) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)
 
 
 async def serve(host: str, port_file: Path, token: str) -> None:

@@ -1,0 +1,118 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchtitan.rollout.gateway.calls import (
+    MAX_ANSWERS,
+    Answer,
+    Call,
+    Choice,
+    Dialect,
+    WrongCall,
+    compact_json,
+    count,
+    plain_messages,
+    refuse_unsupported,
+    stop_texts,
+    token_ids,
+)
+
+
+class ChatCompletions(Dialect):
+    """POST /v1/chat/completions, with some of the options of vLLM and SGLang."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
+        refuse_unsupported(data)
+        tools, must_call = read_tool_choice(data.get("tools") or [], data.get("tool_choice"))
+        options, values = data.get("stream_options") or {}, data.get("chat_template_kwargs") or {}
+        if not isinstance(values, dict):
+            raise WrongCall("chat_template_kwargs must be an object")
+        most = count(data, "max_completion_tokens")
+        return Call(
+            messages=plain_messages(data.get("messages")),
+            tools=tools,
+            max_tokens=count(data, "max_tokens") if most is None else most,
+            stop=stop_texts(data, "stop"),
+            stop_token_ids=token_ids(data, "stop_token_ids"),
+            n=count(data, "n", MAX_ANSWERS) or 1,
+            must_call=must_call,
+            template_values=values,
+            log_probs=bool(data.get("logprobs")),
+            stream=bool(data.get("stream")),
+            usage_in_stream=isinstance(options, dict) and bool(options.get("include_usage")),
+        )
+
+    def write(self, call: Call, answer: Answer) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": choice.message,
+                "finish_reason": choice.finish,
+                "logprobs": _log_probs(choice),
+            }
+            for index, choice in enumerate(answer.choices)
+        ]
+        return {**_about(answer), "object": "chat.completion", "choices": choices, "usage": _usage(answer)}
+
+    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        chunk = {**_about(answer), "object": "chat.completion.chunk"}
+
+        def event(index: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
+            return {**chunk, "choices": [choice]}
+
+        for index, choice in enumerate(answer.choices):
+            text = choice.message["content"] or ""
+            yield event(index, {"role": "assistant", "content": text}, logprobs=_log_probs(choice))
+            for number, one in enumerate(choice.calls):
+                yield event(index, {"tool_calls": [{"index": number, **one}]})
+            yield event(index, {}, finish_reason=choice.finish)
+        if call.usage_in_stream:
+            yield {**chunk, "choices": [], "usage": _usage(answer)}
+
+    def frames(self, call: Call, answer: Answer) -> Iterator[bytes]:
+        for event in self.events(call, answer):
+            yield b"data: " + compact_json(event) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+
+def read_tool_choice(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], str | None]:
+    """Return (the tools that the policy sees, Call.must_call) from OpenAI's `tools` and `tool_choice`.
+
+    Raises WrongCall.
+    """
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise WrongCall("tools must be a list of objects")
+    if choice in (None, "auto", "none"):
+        return [] if choice == "none" else tools, None
+    name: Any = ""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, dict) else None
+    elif choice != "required":
+        raise WrongCall("tool_choice must be auto, none, required or a function")
+    known = [one.get("function", one) for one in tools]
+    if not known or (name != "" and name not in [one.get("name") for one in known if isinstance(one, dict)]):
+        raise WrongCall(f"tool_choice {name or choice!r} is not among the tools")
+    return tools, name
+
+
+def _about(answer: Answer) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.name}", "created": answer.created, "model": answer.model}
+
+
+def _log_probs(choice: Choice) -> dict[str, Any] | None:
+    return None if choice.log_probs is None else {"content": choice.log_probs, "refusal": None}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.generated,
+        "total_tokens": answer.prompt_tokens + answer.generated,
+    }

@@ -1,0 +1,202 @@
+"""OpenAI's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from torchtitan.inference.types import Body
+from torchtitan.rollout.gateway.calls import (
+    Answer,
+    Call,
+    Choice,
+    Dialect,
+    WrongCall,
+    function_schema,
+    plain_messages,
+    refuse_unsupported,
+)
+from torchtitan.rollout.gateway.chat_completions import read_tool_choice
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "conversation": (None,),
+    "prompt": (None,),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+
+
+class _Part(Body):
+    type: Literal["input_text", "output_text", "text"]
+    """Others, such as images, are not text that the policy could read"""
+    text: str
+
+
+class _Item(Body):
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] = "user"
+    content: str | list[_Part] = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[_Part] = ""
+
+
+class _Tool(Body):
+    type: Literal["function"]
+    """Others run at the provider"""
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Format(Body):
+    type: Literal["text"] = "text"
+
+
+class _Text(Body):
+    format: _Format | None = None
+
+
+class _Request(Body):
+    input: str | list[_Item] = Field(min_length=1)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[_Tool] | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: _Text | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+
+
+class OpenAIResponses(Dialect):
+    """POST /v1/responses."""
+
+    path = "/v1/responses"
+
+    def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
+        refuse_unsupported(data, ONLY)
+        request = _Request.read(dict(data), WrongCall)
+        schemas = [function_schema(one.name, one.description, one.parameters) for one in request.tools or ()]
+        tools, must_call = read_tool_choice(schemas, data.get("tool_choice"))
+        # Instructions are those of one call and do not come back with the conversation.
+        first = [{"role": "system", "content": request.instructions}] if request.instructions else []
+        earlier = recall(request.previous_response_id.removeprefix("resp_")) if request.previous_response_id else []
+        items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
+        return Call(
+            messages=[*first, *earlier, *plain_messages(_read_items(items))],
+            tools=tools,
+            max_tokens=request.max_output_tokens,
+            must_call=must_call,
+            log_probs="message.output_text.logprobs" in (request.include or ()),
+            stream=bool(request.stream),
+            preamble=len(first),
+        )
+
+    def write(self, call: Call, answer: Answer) -> dict[str, Any]:
+        (choice,) = answer.choices
+        usage = {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answer.generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.generated,
+        }
+        cut = choice.completion.finish_reason == "length"
+        return {
+            **_about(call, answer),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": _items(answer, choice),
+            "usage": usage,
+        }
+
+    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        for number, event in enumerate(self._events(call, answer)):
+            yield {**event, "sequence_number": number}
+
+    def _events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        (choice,) = answer.choices
+        begun = {**_about(call, answer), "status": "in_progress", "output": [], "usage": None}
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+        for index, item in enumerate(_items(answer, choice)):
+            place = {"item_id": item["id"], "output_index": index}
+            empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+            item_begun = {**item, "status": "in_progress", **empty}
+            yield {"type": "response.output_item.added", "output_index": index, "item": item_begun}
+            if item["type"] == "message":
+                place["content_index"] = 0
+                (part,) = item["content"]
+                text, scored = {"text": part["text"]}, {"logprobs": part["logprobs"]}
+                yield {"type": "response.content_part.added", **place, "part": {**part, "text": "", "logprobs": []}}
+                yield {"type": "response.output_text.delta", **place, "delta": part["text"], **scored}
+                yield {"type": "response.output_text.done", **place, **text, **scored}
+                yield {"type": "response.content_part.done", **place, "part": part}
+            else:
+                arguments, kind = item["arguments"], "response.function_call_arguments"
+                yield {"type": f"{kind}.delta", **place, "delta": arguments}
+                yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": arguments}
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        done = self.write(call, answer)
+        yield {"type": f"response.{done['status']}", "response": done}
+
+
+def _read_items(items: list[_Item]) -> list[dict[str, Any]]:
+    """Return the messages of a template: an assistant's text and the calls behind it are one of them."""
+    messages: list[dict[str, Any]] = []
+    said: dict[str, Any] | None = None
+    """The assistant's message that further calls belong to"""
+    for item in items:
+        if item.type == "function_call":
+            if said is None:
+                said = {"role": "assistant", "content": ""}
+                messages.append(said)
+            function = {"name": item.name, "arguments": item.arguments}
+            said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        elif item.type == "function_call_output":
+            said = None
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        else:
+            message: dict[str, Any] = {"role": item.role, "content": _text(item.content)}
+            said = message if item.role == "assistant" else None
+            messages.append(message)
+    return messages
+
+
+def _text(content: str | list[_Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _about(call: Call, answer: Answer) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.name}",
+        "object": "response",
+        "created_at": answer.created,
+        "model": answer.model,
+        "error": None,
+        "incomplete_details": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
+        "max_output_tokens": call.max_tokens,
+        "text": {"format": {"type": "text"}},
+    }
+
+
+def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
+    """Return the output items of an answer."""
+    items: list[dict[str, Any]] = []
+    text = choice.message["content"]
+    if text is not None:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": choice.log_probs or []}
+        items.append({"type": "message", "id": f"msg_{answer.name}", "role": "assistant", "content": [part]})
+    for one in choice.calls:
+        function = one["function"]
+        items.append({"type": "function_call", "id": f"fc_{one['id']}", "call_id": one["id"], **function})
+    status = "incomplete" if choice.completion.finish_reason == "length" else "completed"
+    return [{**item, "status": status} for item in items]
