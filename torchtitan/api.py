@@ -190,6 +190,7 @@ def train(
     advantage: str | Callable[..., Any] | None = None,
     correction: str | Callable[..., Any] | None = None,
     group_filter: str | Callable[..., Any] | None = None,
+    sampler: str | Callable[..., Any] | None = None,
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal. Call it in the main thread.
 
@@ -208,6 +209,7 @@ def train(
         tools: for environment.tools: names, or functions, run by worker processes.
         loss, advantage, correction, group_filter: for grpo.loss_type, .advantage, .off_policy_correction and
             .group_filter: a name, or a function, run by this process (docs/adding_an_objective.md).
+        sampler: for curriculum.sampler, which it turns on: likewise (docs/curriculum.md).
 
     Raises:
         UserError: a mistake in the configuration (ConfigError, which lists all of them), or what stopped the run early.
@@ -231,10 +233,13 @@ def train(
     if tools is not None:
         draft.set("environment.tools", names_of(tools, folder, "tool"), "tools")
     own = {"loss_type": loss, "advantage": advantage, "off_policy_correction": correction, "group_filter": group_filter}
-    for key, function in own.items():
+    for key, function in {**{f"grpo.{key}": one for key, one in own.items()}, "curriculum.sampler": sampler}.items():
         if function is not None:
-            (name,) = names_of([function], folder, key)
-            draft.set(f"grpo.{key}", name, key)
+            called = key.partition(".")[2]
+            (name,) = names_of([function], folder, called)
+            draft.set(key, name, called)
+    if sampler is not None:
+        draft.set("curriculum.enable", True, "sampler")
     if dataset is not None:
         rows = dataset() if callable(dataset) else dataset
         name = rows if isinstance(rows, str) else write_rows(rows, folder)

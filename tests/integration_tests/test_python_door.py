@@ -37,7 +37,9 @@ def short(ratio, options):
 CAP = 3.0
 def whole(group):
     return len(group.samples) > 2
-HOOKS = {"loss": saturates, "advantage": best, "correction": short, "group_filter": whole}
+def unknown(means, variances, groups, typical):
+    return groups < 0.1
+HOOKS = {"loss": saturates, "advantage": best, "correction": short, "group_filter": whole, "sampler": unknown}
 rows = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(10, 30) for b in range(10, 30)]
 run = train("debug_cpu", SMALL, rewards=[digits, "arithmetic"], dataset=rows, **HOOKS)
 print("trained", run.version, run.exit_code, run.metrics["step"])

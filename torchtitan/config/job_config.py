@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.rollout_tables import Environment, Eval, Inference, Rewards, Rollout, WeightSync
+from torchtitan.config.rollout_tables import Curriculum, Environment, Eval, Inference, Rewards, Rollout, WeightSync
 from torchtitan.config.training_tables import (
     GRPO,
     ActivationCheckpoint,
@@ -36,9 +36,10 @@ from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, Path
 MAX_SAVE_DEADLINE_S = 600
 
 __all__ = [
-    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Distill", "Environment", "Eval", "FaultInjection",
-    "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer", "Parallelism", "Profiling",
-    "Rewards", "Rollout", "Sft", "Training", "WeightSync", "free_table", "known_keys", "table_types",
+    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
+    "FaultInjection", "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
+    "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Training", "WeightSync", "free_table", "known_keys",
+    "table_types",
 ]  # fmt: skip
 
 
@@ -163,6 +164,7 @@ class JobConfig:
     sft: Sft = field(default_factory=Sft)
     distill: Distill = field(default_factory=Distill)
     rollout: Rollout = field(default_factory=Rollout)
+    curriculum: Curriculum = field(default_factory=Curriculum)
     rewards: Rewards = field(default_factory=Rewards)
     environment: Environment = field(default_factory=Environment)
     inference: Inference = field(default_factory=Inference)

@@ -92,6 +92,23 @@ class Rollout:
 
 
 @dataclass(config=TABLE)
+class Curriculum:
+    enable: bool = False
+    """Draw prompts whose groups differ in their rewards more often than others (docs/curriculum.md)"""
+
+    floor: ShareAboveZero = 0.1
+    """Share of the groups (rounded to one of a whole number) that go through all prompts in turn, so that every prompt
+    comes back"""
+
+    half_life: Positive = 100.0
+    """Batches after which what is known of a prompt counts half"""
+
+    sampler: str = ""
+    """Your own function, as package.module:function, that weights the prompts; empty takes the expected variance of
+    their rewards"""
+
+
+@dataclass(config=TABLE)
 class Rewards:
     functions: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Built-in names or `package.module:function`, called as TRL calls reward functions"""

@@ -268,6 +268,12 @@ def _check_rollout(check: Check) -> None:
         _check_dataset(check, "eval.dataset", evaluation.dataset)
         text = "must not be the prompts of training (rollout.dataset, same split)"
         check.refuse("eval.dataset", evaluation.enable and _evaluates_training_data(config), text)
+    curriculum = config.curriculum
+    text = "needs rewards to learn from, which this job.stage does not have"
+    check.refuse("curriculum.enable", curriculum.enable and not learns_from_rewards(config), text)
+    check.refuse("curriculum.sampler", curriculum.sampler and not curriculum.enable, "needs curriculum.enable = true")
+    if curriculum.sampler and (problem := name_problem(curriculum.sampler, "function")):
+        check.say("curriculum.sampler", f"curriculum.sampler: {problem}")
     without = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
     own = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())

@@ -107,6 +107,7 @@ class RolloutStatistics:
             "completion/truncated_fraction": truncated / len(lengths),
             "staleness/mean": fmean(staleness),
             "staleness/max": float(max(staleness)),
+            "groups/scored": float(self.groups_scored),
             "groups/zero_variance_fraction": self.groups_zero_variance / max(1, self.groups_scored),
             "groups/filtered_fraction": self.groups_filtered / max(1, self.groups_scored),
             "groups/unscored": float(self.groups_unscored),
@@ -302,7 +303,11 @@ class RolloutFlow:
                 if reward is not None:
                     samples.append(make_sample(trajectory, reward, rewards, prompt.columns.get(self._answer)))
             self._look_for_reward(prompt, trajectories, samples)
-            self._take_in(Group(prompt.index, samples))
+            if self._stream.replaced(prompt):
+                self._statistics.groups_scored += 1
+                heapq.heappush(self._redo, prompt.index)
+            else:
+                self._take_in(Group(prompt.index, samples))
         except Exception as error:
             heapq.heappush(self._redo, prompt.index)  # a state that is saved now must include it
             self._fail(error)
@@ -335,6 +340,7 @@ class RolloutFlow:
             self._statistics.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
             self._no_group_s = 0.0
         if len(group.samples) >= SMALLEST_GROUP:
+            self._stream.note(group.prompt_index, [sample.reward for sample in group.samples])
             self._add(group, usable)
             self._redo_stale(group.prompt_index)
 
@@ -382,6 +388,7 @@ class RolloutFlow:
         if self._journal is not None:
             self._journal.append_batch(batch)
         self._budget.hand_out(indices)
+        self._stream.used_up(indices[-1])
         self._redo_stale()
         self._no_completion_s = self._no_group_s = 0.0
         self._fill()
@@ -398,6 +405,7 @@ class RolloutFlow:
             "rollout/groups_ready": float(len(self._ready)),
             "rollout/groups_in_flight": float(len(self._in_flight)),
             "rollout/prompts_too_long": float(self._stream.dropped),
+            **self._stream.figures(),
             **self._groups.counters(),
             **self._groups.rewards.take_logged(),
         }

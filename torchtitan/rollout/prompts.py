@@ -433,22 +433,27 @@ class PromptStream:
             self._position += 1
             if self._maker.fits(prompt):
                 return prompt
-            self.dropped += 1
-            if self.dropped == 1:
-                logger.warning(
-                    "prompt %d has %d tokens, too many for %s: this and other prompts that are too long are left out "
-                    "(counted as rollout/prompts_too_long)",
-                    prompt.index, self._maker.length(prompt), self._maker.limit,
-                )  # fmt: skip
-        raise UserError(
-            f"none of the {len(self._rows)} prompts has between 1 and {self._maker.longest} tokens "
-            f"({self._maker.limit}): raise training.seq_len"
-        )
+            self._leave_out(prompt)
+        raise self._none_fits()
 
     def prompt_at(self, index: int) -> Prompt:
         """Return the prompt at a position of the stream, without advancing it."""
         number, place = divmod(index, len(self._rows))
         return self._maker.make(self._rows[self._order_of(number)[place]], index)
+
+    def replaced(self, prompt: Prompt) -> bool:
+        """Return whether its position has another prompt by now."""
+        return False
+
+    def note(self, index: int, rewards: Sequence[float]) -> None:
+        """Take in the rewards of the group of a position; a curriculum learns from them."""
+
+    def used_up(self, last: int) -> None:
+        """Note that a batch has been handed out whose last group has this position."""
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics for metrics.jsonl."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "dropped": self.dropped, "fingerprint": self._fingerprint()}
@@ -462,10 +467,26 @@ class PromptStream:
         if state["fingerprint"] != self._fingerprint():
             raise UserError(
                 "the training prompts are not those of the checkpoint (rollout.dataset, its held-out share, "
-                "rollout.shuffle or training.seed changed): restore them, or start a new run from the exported weights"
+                "rollout.shuffle, training.seed or curriculum.enable changed): restore them, or start a new run from "
+                "the exported weights"
             )
         self._position = int(state["position"])
         self.dropped = int(state["dropped"])
+
+    def _leave_out(self, prompt: Prompt) -> None:
+        self.dropped += 1
+        if self.dropped == 1:
+            logger.warning(
+                "prompt %d has %d tokens, too many for %s: this and other prompts that are too long are left out "
+                "(counted as rollout/prompts_too_long)",
+                prompt.index, self._maker.length(prompt), self._maker.limit,
+            )  # fmt: skip
+
+    def _none_fits(self) -> UserError:
+        return UserError(
+            f"none of the {len(self._rows)} prompts has between 1 and {self._maker.longest} tokens "
+            f"({self._maker.limit}): raise training.seq_len"
+        )
 
     def _order_of(self, number: int) -> Sequence[int]:
         if not self._shuffle:

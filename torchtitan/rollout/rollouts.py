@@ -17,6 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
+from torchtitan.rollout.curriculum import CurriculumStream
 from torchtitan.rollout.demonstrations import DemonstrationMaker
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
 from torchtitan.rollout.episodes import AgentPlayer, Engines, EpisodePlayer, Player
@@ -80,7 +81,10 @@ class Rollouts:
         elif environments is not None:
             episodes = EpisodePlayer(config, pool, environments, self._maker, tokenizer)
         self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
-        stream = PromptStream(train, self._maker, config.training.seed, config.rollout.shuffle)
+        drawn_from = train, self._maker, config.training.seed, config.rollout.shuffle
+        stream = PromptStream(*drawn_from)
+        if config.curriculum.enable:
+            stream = CurriculumStream(*drawn_from, config.curriculum, config.rollout.max_staleness == 0)
         self.flow = RolloutFlow(config, self.groups, stream, journal, ranks, events)
 
     def __enter__(self) -> Rollouts:

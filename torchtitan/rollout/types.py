@@ -23,6 +23,8 @@ class Prompt:
     """The beginning of the answer if it is already part of the prompt, such as the `<think>` of some chat templates"""
     hint_ids: list[int] | None = None
     """The prompt as a teacher with a hint reads it (distill.hint_column)"""
+    row: int = -1
+    """Its row, if a curriculum has drawn it"""
 
 
 @dataclass

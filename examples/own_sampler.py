@@ -1,0 +1,22 @@
+"""A curriculum of one's own: which prompts are drawn more often, from how their groups were rewarded so far.
+
+    python examples/own_sampler.py [STEPS]
+
+In TOML: `[curriculum] enable = true`, `sampler = "own_sampler:half_solved"` (docs/curriculum.md).
+"""
+
+import sys
+
+from torchtitan import train
+
+
+def half_solved(means, variances, groups, typical):
+    """Prompts of which about half is solved, and those that are not known. Arrays [prompts]; returns their weights."""
+    return means * (1 - means).clip(0) + (groups < 0.1)
+
+
+if __name__ == "__main__":
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    run = train("debug_cpu", {"training.steps": steps}, sampler=half_solved)
+    seen = run.metrics["curriculum/seen_fraction"]
+    print(f"{run.folder}: pass@1 is {run.metrics['eval/pass@1']:.3f}, {seen:.0%} of the prompts have been drawn")
