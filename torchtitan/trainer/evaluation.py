@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 MAX_ROUNDS = 4
 # A sample passes at this reward.
 PASSING_REWARD = 1.0
+# The normal distribution's quantile of two-sided 95 %.
+Z = 1.959964
 # Failures of actors and reward workers that end an evaluation; any other exception is a defect of the program.
 # The three timeouts are one class from Python 3.11 on.
 FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
@@ -83,6 +85,9 @@ class Evaluator:
         figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
         for k in sorted({1, *self.config.eval.pass_at_k}):
             figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
+        rates = [passed / n for n, passed in counts if n]
+        low, high = interval(rates, sum(n for n, _ in counts))
+        figures |= {"eval/interval_low": low, "eval/interval_high": high}
         if self.config.eval.greedy:
             answers = [reward for group in greedy for reward in group if reward is not None]
             figures["eval/greedy"] = _mean([float(reward >= PASSING_REWARD) for reward in answers])
@@ -160,6 +165,21 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     """Probability that at least one of k samples, drawn without replacement from n of which `passed` pass, passes (k ≤
     n)."""
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def interval(rates: Sequence[float], samples: int) -> tuple[float, float]:
+    """Return the 95 % interval of pass@1, the mean of the prompts' pass rates, from this many samples of all prompts.
+
+    It is Wilson's score interval (1927) with the effective number of samples. Samples of one prompt pass or fail
+    together more often than others, so they count as so many independent ones as would leave the mean as uncertain as
+    the scatter of the rates does (Kish's design effect, 1965): from one per prompt up to all of them.
+    """
+    prompts, mean = len(rates), sum(rates) / len(rates)
+    scatter = sum((rate - mean) ** 2 for rate in rates) / max(prompts - 1, 1) / prompts
+    independent = mean * (1 - mean) / scatter if scatter else math.inf if 0 < mean < 1 else 0.0
+    share = Z**2 / min(max(independent, prompts), samples)
+    centre, half = mean + share / 2, math.sqrt(share * (mean * (1 - mean) + share / 4))
+    return max((centre - half) / (1 + share), 0.0), min((centre + half) / (1 + share), 1.0)
 
 
 def is_pinned(completion: Completion, epoch: str, version: int) -> bool:
