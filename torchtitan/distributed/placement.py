@@ -171,6 +171,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
+def local_copy(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter that all ranks hold and each uses for something else, so that their gradients add up."""
+    if not is_distributed(parameter):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    return parameter.to_local(grad_placements=[Partial()])
+
+
 def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
     """The region of the global tensor that this rank holds, one slice per dimension (possibly empty)."""
     if not is_distributed(tensor):

@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from torchtitan.distributed.placement import local_copy, local_tensor
 from torchtitan.models.delta_rule import delta_rule, places_of
 from torchtitan.models.elementwise import RMSNorm, RotaryTables, sigmoid, softplus, swiglu
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from torchtitan.models.delta_args import Delta
     from torchtitan.models.model_args import ModelArgs
 
 logger = logging.getLogger(__name__)
@@ -30,6 +35,42 @@ NORM_EPS = 1e-6
 
 # (layer, convolution's input [T, channels], g [T, heads], beta [T, heads]) -> [T, heads, Dv]
 Recurrence = Callable[["GatedDeltaNet", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class HeadShard:
+    """This rank's heads of a Gated DeltaNet, whose joint projection and convolution have channels of queries, then of
+    keys, then of values: the rank has a part of each."""
+
+    def __init__(self, mesh: DeviceMesh, sizes: Delta):
+        self.rank, self.ranks, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+        self.widths = (keys, keys, values)
+
+    def own(self, channels: torch.Tensor) -> torch.Tensor:
+        """[channels, ...] -> [this rank's channels, ...]."""
+        return torch.cat([kind.chunk(self.ranks)[self.rank] for kind in channels.split(self.widths)])
+
+    def exchanged(self, x: torch.Tensor) -> torch.Tensor:
+        """From the channels [T, channels / ranks] that a projection by rows gives this rank to those of its heads."""
+        ranks = range(self.ranks)
+        leaving = [self._pieces(self.rank, other) for other in ranks]
+        coming = [self._pieces(other, self.rank) for other in ranks]
+        received, sent = (
+            [sum(one.stop - one.start for one in pieces) for pieces in some] for some in (coming, leaving)
+        )
+        rows = torch.cat([x[:, piece] for pieces in leaving for piece in pieces], 1).t().contiguous()
+        return all_to_all_single_autograd(rows, received, sent, self.group).t()
+
+    def _pieces(self, holder: int, owner: int) -> list[slice]:
+        """Where the channels of the owner's heads are among those that the projection gives the holder."""
+        part, pieces = sum(self.widths) // self.ranks, []
+        start = -holder * part
+        for width in self.widths:
+            first = start + owner * width // self.ranks
+            low, high = max(first, 0), min(first + width // self.ranks, part)
+            pieces += [slice(low, high)] if low < high else []
+            start += width
+        return pieces
 
 
 class GatedDeltaNet(nn.Module):
@@ -56,12 +97,15 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(args.delta.value_heads))
         self.dt_bias = nn.Parameter(torch.empty(args.delta.value_heads))
         self.norm = RMSNorm(args.delta.value_dim, args.rms_norm_eps)
+        # Set if tensor parallelism divides the heads; `sizes` are then those of this rank.
+        self.shard: HeadShard | None = None
 
     def forward(self, x: torch.Tensor, rotary: RotaryTables | None, attend: Any) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
         mixed, z, b, a = self._project(x)
         wide = torch.promote_types(x.dtype, torch.float32)
-        g = -self.A_log.to(wide).exp() * softplus(a.to(wide) + self.dt_bias.to(wide))
+        rate, bias = (local_tensor(one).to(wide) for one in (self.A_log, self.dt_bias))
+        g = -rate.exp() * softplus(a.to(wide) + bias)
         recur: Recurrence = getattr(attend, "recur", None) or functools.partial(
             recur_pack, attend.cumulative, attend.bounds[:, 0]
         )
@@ -72,7 +116,8 @@ class GatedDeltaNet(nn.Module):
         """x [T, H] -> input of the convolution [T, channels], the output's gate [T, heads · Dv], b and a [T, heads]."""
         sizes = self.sizes
         if not sizes.joint:
-            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+            joint = self.in_proj_qkv(x) if self.shard is None else self.shard.exchanged(self.in_proj_qkv(x))
+            return joint, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
         # Each key head's rows lie together.
         share = sizes.value_heads // sizes.key_heads
         of_key, of_values = sizes.key_dim, share * sizes.value_dim
@@ -84,7 +129,8 @@ class GatedDeltaNet(nn.Module):
     def convolve(self, taps: list[torch.Tensor]) -> torch.Tensor:
         """taps: the tokens' inputs [T, channels], those of the tokens before them, and so on, 0 before a sequence ->
         the convolution's output, activated."""
-        weight = self.conv1d.weight.squeeze(1)
+        weight = local_copy(self.conv1d.weight).squeeze(1)
+        weight = weight if self.shard is None else self.shard.own(weight)
         out = taps[0] * weight[:, -1]
         for back, tap in enumerate(taps[1:], 2):
             out = out + tap * weight[:, -back]

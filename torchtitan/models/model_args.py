@@ -118,7 +118,6 @@ class ModelArgs:
         kind = self.kind
         joint = "projections that are stored as one" if kind.joint_qkv or kind.joint_gate_up else ""
         joint = joint if self.latent is None else "latent attention"
-        joint = joint if self.delta is None else "Gated DeltaNet, whose heads are not divided"
         return joint or ("norms over all heads" if kind.qk_norm == "whole" else "attention sinks" * kind.sinks)
 
     @property

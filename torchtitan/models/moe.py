@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.distributed.placement import is_distributed, local_tensor
+from torchtitan.distributed.placement import local_copy, local_tensor
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.elementwise import sigmoid, swiglu
 from torchtitan.models.mixture_args import MISSING, ExpertArgs
@@ -57,12 +57,8 @@ class Router(nn.Module):
         router's own scores, so that it learns in either case.
         """
         args = self.args
-        weight: torch.Tensor = self.weight
-        if is_distributed(weight):
-            from torch.distributed.tensor import Partial
-
-            # Tensor-parallel ranks route different tokens, so their gradients add up.
-            weight = weight.to_local(grad_placements=[Partial()])
+        # Tensor-parallel ranks route different tokens.
+        weight = local_copy(self.weight)
         if args.score == "sigmoid":
             scores = sigmoid(F.linear(x.float(), weight.float()))
         elif args.score == "softmax_of_chosen":
@@ -328,5 +324,5 @@ class MoE(nn.Module):
         own = self.shared_experts(x)
         if self.shared_expert_gate is not None:
             # A sum over each row: a product with one output would depend on the number of rows.
-            own = sigmoid((x * self.shared_expert_gate.weight).sum(-1, keepdim=True)) * own
+            own = sigmoid((x * local_copy(self.shared_expert_gate.weight)).sum(-1, keepdim=True)) * own
         return out + own

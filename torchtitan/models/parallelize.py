@@ -7,6 +7,7 @@ own, and experts are not cut any further. Hence `efsdp` × `ep` are the ranks of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ from torchtitan.errors import UserError, nearest
 from torchtitan.models.attention import PackedAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.elementwise import RotaryTables
+from torchtitan.models.gated_delta import GatedDeltaNet, HeadShard
 from torchtitan.models.hf_checkpoint import load_adapter, load_into
 from torchtitan.models.logprob_head import VocabularyPart
 from torchtitan.models.lora import add_adapters, copy_start_, initialize_adapters, quantize_projections
@@ -56,6 +58,8 @@ def mixture_plan(plan: dict[str, ParallelStyle], mixture: MoE) -> dict[str, Para
     result = {name: style for name, style in plan.items() if not name.startswith("mlp")}
     if mixture.shared_experts is not None:
         result |= {n.replace("mlp", "mlp.shared_experts"): s for n, s in plan.items() if n.startswith("mlp")}
+    if mixture.shared_expert_gate is not None:
+        result["mlp.shared_expert_gate"] = SharedTokens(mixture)
     return result | {
         "mlp": PrepareModuleInput(
             input_layouts=(Shard(0), None), desired_input_layouts=(Shard(0), None), use_local_output=True
@@ -79,6 +83,25 @@ class SharedTokens(ParallelStyle):
         self._mixture.part, self._mixture.parts = device_mesh.get_local_rank(), device_mesh.size()
         weight = module.get_parameter("weight").detach()
         module.register_parameter("weight", nn.Parameter(distribute_tensor(weight, device_mesh, [Replicate()])))
+        return module
+
+
+class HeadParallel(ParallelStyle):
+    """Divides the heads of a GatedDeltaNet, apart from its projections and its norm."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, GatedDeltaNet)
+        module.shard = HeadShard(device_mesh, module.sizes)
+        ranks = device_mesh.size()
+        heads = {name: getattr(module.sizes, name) // ranks for name in ("key_heads", "value_heads")}
+        module.sizes = dataclasses.replace(module.sizes, **heads)
+        for owner, name, where in (
+            (module, "A_log", Shard(0)),
+            (module, "dt_bias", Shard(0)),
+            (module.conv1d, "weight", Replicate()),
+        ):
+            values = distribute_tensor(owner.get_parameter(name).detach(), device_mesh, [where])
+            owner.register_parameter(name, nn.Parameter(values))
         return module
 
 
@@ -270,14 +293,23 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
         "model.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
         "lm_head": VocabularyParallel(),
     }
-    layer_plan: dict[str, ParallelStyle] = {
-        "self_attn": PrepareModuleInput(
-            input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
+    whole_pack = PrepareModuleInput(
+        input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
+    )
+    attention: dict[str, ParallelStyle] = {
+        "self_attn": whole_pack,
         "self_attn.q_proj": ColwiseParallel(),
         "self_attn.k_proj": ColwiseParallel(),
         "self_attn.v_proj": ColwiseParallel(),
         "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    recurrence: dict[str, ParallelStyle] = {
+        "linear_attn": whole_pack,
+        "linear_attn.in_proj_*": ColwiseParallel(),
+        "linear_attn.norm": SequenceParallel(sequence_dim=1, use_local_output=True),
+        "linear_attn.out_proj": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    layer_plan: dict[str, ParallelStyle] = {
         "mlp": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
         "mlp.gate_proj": ColwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
@@ -289,12 +321,14 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
             layer_plan[name] = SequenceParallel(sequence_dim=0, use_local_output=place % 2 == 1)
     if policy.args.qk_norm:
         # All heads share one weight, and the sharded dimension is that of the heads: [T, heads, D].
-        layer_plan["self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
-        layer_plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+        attention["self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+        attention["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     parallelize_module(policy, mesh, plan)
     for layer in policy.layers:
-        mixture = layer.mlp if isinstance(layer.mlp, MoE) else None
-        parallelize_module(layer, mesh, layer_plan if mixture is None else mixture_plan(layer_plan, mixture))
+        own = layer_plan if not isinstance(layer.mlp, MoE) else mixture_plan(layer_plan, layer.mlp)
+        if layer.mixer == "linear_attn":
+            parallelize_module(layer.get_submodule("linear_attn"), mesh, HeadParallel())
+        parallelize_module(layer, mesh, own | (recurrence if layer.mixer == "linear_attn" else attention))
     policy.sequence_parts = mesh.size()
     policy.tie_weights()
 

@@ -165,6 +165,8 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
         "attention heads": args.num_attention_heads,
         "key-value heads": args.num_key_value_heads,
     }
+    if args.delta is not None:
+        counts["key heads of Gated DeltaNet"] = args.delta.key_heads
     if args.dense_layers:
         counts["feed-forward columns (intermediate_size)"] = args.intermediate_size
     if args.experts is not None and args.experts.shared_intermediate_size:
@@ -358,6 +360,7 @@ def _check_teacher_shape(check: Check, config: JobConfig) -> None:
         return
     tensor, experts = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
     sizes = [args.num_attention_heads, args.num_key_value_heads, args.intermediate_size if args.dense_layers else 0]
+    sizes.append(0 if args.delta is None else args.delta.key_heads)
     text = f"parallelism.tensor_parallel_degree = {tensor} must divide its heads and feed-forward columns"
     check.refuse(TEACHER, any(size % tensor for size in sizes) or (tensor > 1 and args.undivided), text)
     count = 0 if args.experts is None else args.experts.count

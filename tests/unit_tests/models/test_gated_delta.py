@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.delta_models import DELTA_FAMILIES, make_delta
 from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
-from torchtitan.distributed.placement import ParallelDims, full_tensor
+from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import Passes, model_flops
@@ -157,14 +157,14 @@ def _config(directory: str, settings: dict[str, Any]) -> JobConfig:
     return config
 
 
-def _trained(policy: Decoder) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of two packs, and the gradients of both together."""
+def _trained(policy: Decoder, packs: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of two packs, and the gradients of both together; as many ranks as `packs` compute each."""
     losses = []
     for lengths in (LENGTHS, [40, 9, 70, 3, 100]):
         tokens = torch.arange(sum(lengths)) * 7 % policy.args.vocab_size
         log_probs, _ = policy(tokens, PackedLayout(lengths), tokens.roll(-1))
         # Ranks add up their gradients.
-        (log_probs.mean() / device.world_size()).backward()
+        (log_probs.mean() / packs).backward()
         losses.append(log_probs.mean().item())
     found = {n: full_tensor(p.grad) for n, p in policy.named_parameters() if p.grad is not None}
     return losses, found
@@ -188,34 +188,81 @@ def test_a_compiled_checkpointed_layer_is_one_graph(tmp_path: Path) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def train_layout(directory: str, settings: dict[str, Any]) -> list[Any]:
-    """On every rank: losses and gradients' sums, with adapters where settings ask for them."""
-    config = _config(directory, settings)
-    policy = build_policy(config, ParallelDims.from_config(config.parallelism, device.world_size(), device.rank()))
+TP: dict[str, Any] = {"parallelism.tensor_parallel_degree": 2}
+
+
+def _built(config: JobConfig, dims: ParallelDims) -> Decoder:
+    """With adapters, where there are any, that change something."""
+    policy, generator = build_policy(config, dims), torch.Generator().manual_seed(4)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            copy_full_(parameter, torch.randn(parameter.shape, generator=generator) / 10)
+    return policy
+
+
+def compare_layouts(directory: str, layouts: list[dict[str, Any]], reference: str, scratch: str) -> list[Any]:
+    """On every rank, of every layout: the losses, the worst error of a gradient, of an export and of logits."""
+    results, expected = [], load_file(reference)
+    logits = expected.pop("logits")
+    for number, settings in enumerate(layouts):
+        config = _config(directory, settings)
+        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+        policy = _built(config, dims)
+        folder = Path(scratch) / f"{device.world_size()}-{number}"
+        export_policy(policy, folder)
+        original, written = (load_file(Path(one) / "model.safetensors") for one in (f"{scratch}/one", folder))
+        with torch.no_grad():
+            apart = (policy.logits(torch.arange(70)[None]) - logits).abs().max().item()
+        losses, gradients = _trained(policy, dims.dp_size)
+        assert gradients.keys() == expected.keys() and original.keys() == written.keys()
+        error = {n: ((one - expected[n]).norm() / expected[n].norm()).item() for n, one in gradients.items()}
+        same = all(torch.equal(original[name], written[name]) for name in original)
+        results.append([losses, max(error.values()), apart, same])
+    return results
+
+
+SELECTIVE = {"activation_checkpoint.mode": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "adapted", "layouts"),
+    [
+        ("qwen3_next", 2, [], [SELECTIVE, {**TP, "parallelism.expert_parallel_degree": 2}]),
+        ("qwen3_next", 2, ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"], [SELECTIVE, TP]),
+        ("qwen3_5_moe_text", 4, [], [TP]),
+        pytest.param(
+            *("qwen3_5_text", 2, ["in_proj_qkv", "in_proj_a", "out_proj"]),
+            [{**TP, **SELECTIVE, "compile.enable": True}],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["experts", "adapters", "four", "compiled"],
+)
+def test_ranks_agree_with_one(
+    family: str, ranks: int, adapted: list[str], layouts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    directory = make_delta(tmp_path / "model", family, linear_num_key_heads=2)
+    settings: dict[str, Any] = {"lora.rank": 3, "lora.target_modules": adapted} if adapted else {}
+    config = _config(str(directory), settings)
+    policy = _built(config, ParallelDims(1, 1, 1, 1))
+    export_policy(policy, tmp_path / "one")
+    with torch.no_grad():
+        logits = policy.logits(torch.arange(70)[None])
     losses, gradients = _trained(policy)
-    return [losses, {name: one.double().square().sum().item() for name, one in gradients.items()}]
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_two_ranks_agree_with_one(adapted: bool, tmp_path: Path) -> None:
-    directory = make_delta(tmp_path / "model", "qwen3_next")
-    settings: dict[str, Any] = {"activation_checkpoint.mode": "selective"}
-    if adapted:
-        targets = ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]
-        settings |= {"lora.rank": 3, "lora.target_modules": targets}
-    losses, gradients = train_layout(str(directory), settings)
-    assert ("model.layers.0.linear_attn.in_proj_ba.lora_B.weight" in gradients) == adapted
-    for theirs, sums in run_distributed(f"{__name__}:train_layout", 2, directory=str(directory), settings=settings):
+    save_file(gradients | {"logits": logits}, tmp_path / "expected.safetensors")
+    results = run_distributed(
+        f"{__name__}:compare_layouts",
+        ranks,
+        directory=str(directory),
+        layouts=[settings | one for one in layouts],
+        reference=str(tmp_path / "expected.safetensors"),
+        scratch=str(tmp_path),
+    )
+    for theirs, error, apart, same in (layout for rank in results for layout in rank):
         assert theirs == pytest.approx(losses, abs=1e-6)
-        assert sums == pytest.approx(gradients, rel=1e-4, abs=1e-9)
-    if adapted:
-        config, policy = (
-            _config(str(directory), settings),
-            build_policy(_config(str(directory), settings), ParallelDims(1, 1, 1, 1)),
-        )
-        assert trained_parameters(config, policy.args)[1] == sum(
-            parameter.numel() for parameter in policy.parameters() if parameter.requires_grad
-        )
+        assert error < 2e-5 and apart < 1e-5 * logits.abs().max() and same
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    assert not adapted or trained_parameters(config, policy.args)[1] == trained
 
 
 def test_operations_of_a_layer() -> None:

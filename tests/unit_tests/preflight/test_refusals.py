@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit_tests.conftest import GOOD, WriteConfig
+from tests.unit_tests.conftest import GOOD, SHAPE, WriteConfig
 from torchtitan.config.derived import verification
 from torchtitan.errors import ConfigError
 from torchtitan.inference.agent.engine import load_engine
@@ -288,6 +289,21 @@ def test_layouts(
         load_config(arguments)
         return
     with pytest.raises(ConfigError, match=problem):
+        load_config(arguments)
+
+
+def test_ranks_divide_the_key_heads_of_a_gated_delta_net(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = [*write_config(), "--parallelism.tensor_parallel_degree", "2"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sizes = {**SHAPE.to_hf_config(), "model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_value_heads": 12}
+    for heads in (4, 3):
+        config = json.dumps({**sizes, "linear_num_key_heads": heads})
+        (tmp_path / "checkpoint" / "config.json").write_text(config)
+        if heads == 4:
+            load_config(arguments)
+    with pytest.raises(ConfigError, match=r"degree = 2 .* 3 key heads of Gated DeltaNet \(allowed: 1\)"):
         load_config(arguments)
 
 
