@@ -1,14 +1,16 @@
-"""What it costs to train on what an environment has said: a built-in task with observations masked, and without.
+"""What it does to train on what an environment has said: a built-in task with observations masked, predicted, and
+neither.
 
     python benchmarks/observation_mask.py --json
     python benchmarks/observation_mask.py --task guess --steps 60 --json
 
-Ordinary runs in blocking mode, two for each seed. The second of them trains every observation together with the
-turn before it and with its advantage, as if the policy had sampled both. An observation has no behaviour log-prob, so
-both runs do without the correction that would ask for it; π/π_old of all tokens is the trainer's own.
+Ordinary runs in blocking mode, one of each kind for each seed. `predicted` adds the cross-entropy on observations
+(grpo.observation_coefficient). `unmasked` trains every observation together with the turn before it and with its
+advantage, as if the policy had sampled both. An observation has no behaviour log-prob, so all runs do without the
+correction that would ask for it; π/π_old of all tokens is the trainer's own.
 
-    pass_masked, pass_unmasked    the last eval/pass@1, mean over the seeds
-    masked_minus_unmasked         the difference
+    pass_masked, pass_predicted, pass_unmasked      the last eval/pass@1, mean over the seeds
+    masked_minus_unmasked, predicted_minus_masked   the differences
 """
 
 from __future__ import annotations
@@ -62,25 +64,29 @@ def train_on_observations() -> None:
     PolicyTrainer.train_batch = train_batch  # type: ignore[method-assign]
 
 
-def run(folder: Path, task: str, masked: bool, seed: int, steps: int) -> float:
+def run(folder: Path, task: str, kind: str, seed: int, steps: int, coefficient: float) -> float:
     """The last eval/pass@1 of one run."""
-    common.progress(f"{'masked' if masked else 'unmasked'}, seed {seed}")
     settings = {
         "job.config_file": REPOSITORY / "train_configs" / f"{task}_cpu.toml",
-        "job.dump_folder": folder / f"{masked}-{seed}",
+        "job.dump_folder": folder / f"{kind}-{seed}",
         "model.hf_assets_path": folder / "outputs" / "assets" / f"debug_{task}",
         "training.seed": seed,
         "training.steps": steps,
         "training.threads": 1,
         "grpo.async_weight_update": "false",
         "grpo.off_policy_correction": "none",
+        "grpo.observation_coefficient": coefficient if kind == "predicted" else 0.0,
         "rollout.max_staleness": 0,
         "eval.interval": steps,
         "checkpoint.enable": "false",
     }
-    program = common.TRAIN if masked else (__file__, UNMASKED)
+    program = (__file__, UNMASKED) if kind == "unmasked" else common.TRAIN
     rows = common.train(settings, program=program, seconds=RUN_SECONDS)
-    return [float(row["eval/pass@1"]) for row in rows if "eval/pass@1" in row][-1]
+    passed = [float(row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
+    observed = [row["observation/loss"] for row in rows if "observation/loss" in row]
+    said = f", cross-entropy of observations {observed[0]:.3f} → {observed[-1]:.3f}" if observed else ""
+    common.progress(f"{kind}, seed {seed}: pass@1 {passed}{said}")
+    return passed[-1]
 
 
 def main() -> None:
@@ -88,17 +94,23 @@ def main() -> None:
     parser.add_argument("--task", choices=("calculator", "guess"), default="calculator")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--kinds", default="masked,predicted,unmasked", help="of runs")
+    parser.add_argument("--coefficient", type=float, default=0.1, help="of predicted observations")
     arguments = parser.parse_args()
     seeds = range(1 if arguments.quick else arguments.seeds)
     steps = 2 if arguments.quick else arguments.steps
     with tempfile.TemporaryDirectory() as name:
-        passed: dict[str, list[float]] = {"pass_masked": [], "pass_unmasked": []}
+        passed: dict[str, list[float]] = {f"pass_{kind}": [] for kind in arguments.kinds.split(",")}
         for seed in seeds:
             for key, values in passed.items():
-                values.append(run(Path(name), arguments.task, key == "pass_masked", seed, steps))
+                kind = key.removeprefix("pass_")
+                values.append(run(Path(name), arguments.task, kind, seed, steps, arguments.coefficient))
     figures = {key: statistics.mean(values) for key, values in passed.items()}
-    figures["masked_minus_unmasked"] = figures["pass_masked"] - figures["pass_unmasked"]
+    for more, less in (("masked", "unmasked"), ("predicted", "masked")):
+        if f"pass_{more}" in figures and f"pass_{less}" in figures:
+            figures[f"{more}_minus_{less}"] = figures[f"pass_{more}"] - figures[f"pass_{less}"]
     conditions = {"task": arguments.task, "steps": steps, "each": passed, "quick": arguments.quick}
+    conditions["coefficient"] = arguments.coefficient
     conditions["cpu"] = common.processor()
     common.report("observation_mask", figures, BARS, conditions, arguments.json)
 

@@ -399,6 +399,10 @@ class GRPO:
     entropy_coefficient: NotNegative = 0.0
     """Weight of the entropy bonus"""
 
+    observation_coefficient: NotNegative = 0.0
+    """Weight of the cross-entropy on what tools and environments wrote between the turns, averaged over these tokens of
+    a minibatch; it makes the policy predict its environment"""
+
     entropy_top_share: ShareAboveZero = 1.0
     """Decoupled mode: the policy loss uses only this share of a batch's tokens, those with the highest entropy"""
 

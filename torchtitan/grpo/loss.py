@@ -197,6 +197,23 @@ class MicroBatchLoss:
         return off_policy.sequence_mask(log_ratio, self.micro_batch.advantages, self._sequences, self.settings.bounds)
 
 
+class WithObservations:
+    """The loss of a micro-batch's A active tokens, and behind them the cross-entropy of its O observed ones, which
+    environments wrote (ECHO, arXiv 2605.24517): -weight · log π of each. It is called like a MicroBatchLoss, with rows
+    of the A + O tokens."""
+
+    def __init__(self, policy_loss: MicroBatchLoss, active: int, weight: float):
+        self._policy_loss, self._active, self._weight = policy_loss, active, weight
+        self.sum = policy_loss.ratio_max.new_zeros(())
+        """Of the observed tokens' -log π so far"""
+
+    def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+        cut = min(max(self._active - rows.start, 0), len(log_probs))
+        mine = self._policy_loss(log_probs[:cut], entropy[:cut], slice(rows.start, rows.start + cut))
+        self.sum -= log_probs[cut:].detach().sum()
+        return torch.cat((mine, -self._weight * log_probs[cut:]))
+
+
 def loss_settings(grpo: GRPO) -> LossSettings:
     """Raises UserError if loss_type, advantage or off_policy_correction names a function that cannot be loaded."""
     load_estimator(grpo.advantage)

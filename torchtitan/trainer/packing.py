@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -138,6 +138,7 @@ class MicroBatch:
     same_version: torch.Tensor
     """[A] bool: tokens of trajectories that were sampled entirely by the version that this batch trains"""
     kept: KeptTokens | None
+    """Of the active positions, and behind them the observed ones"""
     trained: list[Branch]
     """The branches whose sampled tokens the active positions predict, in order"""
     teacher_log_probs: torch.Tensor | None = None
@@ -149,6 +150,12 @@ class MicroBatch:
     num_sequences: int = 1
     inputs: int = 0
     """Tokens of all sequences, each counted on its own; T are computed"""
+    observed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[O] int64: indices among the T of positions that predict what an environment wrote, with an observation loss"""
+    observed_targets: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[O] int64: the tokens that these predict"""
+    observation_weight: float = 0.0
+    """Of each of these tokens, normalised over the whole minibatch of all ranks"""
 
 
 def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
@@ -176,10 +183,12 @@ def pack(
     device: torch.device,
     replayed: ModelArgs | None = None,
     merged: bool = False,
+    observation_weight: float = 0.0,
 ) -> MicroBatch:
     """Pack whole branches into one micro-batch; without any, use one inert token (a rank must join every collective).
 
     replayed: the model, if its experts are to be the engine's. merged: what branches begin with together is there once.
+    observation_weight: of each token that an environment wrote; with 0 the head computes nothing for these.
     """
     runs = (merge if merged else keep_apart)([identities(branch, replayed) for _, branch in rows])
     targets: list[int] = []
@@ -192,6 +201,8 @@ def pack(
     kept: list[list[int]] = []
     trained: list[Branch] = []
     taught: list[float] = []
+    observed: list[int] = []
+    observed_targets: list[int] = []
     for number, ((sample, branch), weight) in enumerate(zip(rows, weights, strict=True)):
         whole, places = branch.token_ids, branch.sampled_at
         if not trained_tokens(sample, mask_truncated) or not places:
@@ -199,6 +210,9 @@ def pack(
         trained.append(branch)
         active += runs.places[number][np.array(places) - 1].tolist()
         targets += [whole[place] for place in places]
+        if observation_weight and (seen := branch.observed_at):
+            observed += runs.places[number][np.array(seen) - 1].tolist()
+            observed_targets += [whole[place] for place in seen]
         for completion, advantage in zip(branch.sampled, turn_advantages(sample, branch), strict=True):
             advantages += [advantage] * len(completion.token_ids)
             kept += completion.kept_token_ids or [[]] * len(completion.token_ids)
@@ -231,7 +245,10 @@ def pack(
         behaviour_log_probs=torch.tensor(behaviour, dtype=torch.float32, device=device),
         weights=torch.tensor(token_weights, dtype=torch.float32, device=device),
         same_version=torch.tensor(same, dtype=torch.bool, device=device),
-        kept=KeptTokens.from_rows(kept, device),
+        observed=torch.tensor(observed, dtype=torch.int64, device=device),
+        observed_targets=torch.tensor(observed_targets, dtype=torch.int64, device=device),
+        observation_weight=observation_weight,
+        kept=KeptTokens.from_rows([*kept, *([] for _ in observed)], device),
         trained=trained,
     )
 
@@ -249,6 +266,7 @@ def micro_batches(
     device: torch.device,
     replayed: ModelArgs | None = None,
     merged: bool = False,
+    observation_coefficient: float = 0.0,
 ) -> list[MicroBatch]:
     """This rank's share of a minibatch. Every rank gets the same number of micro-batches, each of at most `budget`
     tokens that are computed, and as many that are trained.
@@ -262,8 +280,10 @@ def micro_batches(
     rows = [(sample, branch) for sample in samples for branch in sample.branches]
     weights = [weight for sample, weight in zip(samples, by_sample, strict=True) for _ in sample.branches]
     active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
+    seen = [len(branch.observed_at) if count else 0 for (_, branch), count in zip(rows, active, strict=True)]
     if merged:
-        bins = balanced_clusters([identities(branch, replayed) for _, branch in rows], active, budget, ranks)
+        headed = [a + b for a, b in zip(active, seen, strict=True)] if observation_coefficient else active
+        bins = balanced_clusters([identities(branch, replayed) for _, branch in rows], headed, budget, ranks)
     else:
         bins = balanced_bins([len(branch) - 1 for _, branch in rows], budget, ranks)
     if objective.local:
@@ -272,5 +292,5 @@ def micro_batches(
             own = objective.token_weights([active[i] for i in members], max_completion_tokens)
             for i, weight in zip(members, own, strict=True):
                 weights[i] = weight / len(bins)
-    settings = version, mask_truncated, device, replayed, merged
+    settings = version, mask_truncated, device, replayed, merged, observation_coefficient / max(sum(seen), 1)
     return [pack([rows[i] for i in members], [weights[i] for i in members], *settings) for members in bins[rank::ranks]]

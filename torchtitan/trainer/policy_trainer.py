@@ -34,12 +34,13 @@ from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
-from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3, stage_figures, stage_settings
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, WithObservations, k3, stage_figures, stage_settings
 from torchtitan.inference.types import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.divergence_head import Comparison
+from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.logprob_head import HeadFunction
 from torchtitan.models.lora import adapters_off, as_begun, weights, without_dropout
 from torchtitan.models.parallelize import build_policy, reduce_gradients
@@ -55,7 +56,8 @@ logger = logging.getLogger(__name__)
 
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
-ALL_SUMS = (*SUMS, *MISMATCH_SUMS, "replayed", "routed", "computed", "inputs", "operations")
+OBSERVED_SUMS = ("observation", "observed")
+ALL_SUMS = (*SUMS, *MISMATCH_SUMS, *OBSERVED_SUMS, "replayed", "routed", "computed", "inputs", "operations")
 LARGEST = ("ratio", "mismatch")
 
 
@@ -191,7 +193,9 @@ class PolicyTrainer:
         scored = int(grpo.recompute_old_log_probs) + (self.reference is not None)
         passes = Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
         return sum(
-            model_flops(self.policy.args, one.layout.lengths, len(one.targets), passes, one.layout.starts)
+            model_flops(
+                self.policy.args, one.layout.lengths, len(one.targets) + len(one.observed), passes, one.layout.starts
+            )
             for one in packs
         )
 
@@ -224,25 +228,31 @@ class PolicyTrainer:
             device=self.device,
             replayed=self.policy.args if self.config.grpo.routing_replay else None,
             merged=self._merged,
+            observation_coefficient=self.config.grpo.observation_coefficient,
         )
 
     def _forward(
         self,
         policy: Decoder,
         micro_batch: MicroBatch,
-        objective: MicroBatchLoss | None = None,
+        objective: TokenObjective | None = None,
         function: HeadFunction | None = None,
+        observed: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """(log-probs, entropy) of the active tokens, behind the loss where the head is given an objective; or what
-        another function of the head returns."""
+        another function of the head returns. observed: the observed tokens follow the active ones."""
+        targets, rows = micro_batch.targets, micro_batch.active
+        if observed:
+            targets = torch.cat((targets, micro_batch.observed_targets))
+            rows = torch.cat((rows, micro_batch.observed))
         # Greedy sampling reports log-probs at temperature 1; so does the trainer.
         outputs: tuple[torch.Tensor, ...] = policy(
             micro_batch.token_ids,
             micro_batch.layout,
-            micro_batch.targets,
+            targets,
             self.config.rollout.temperature or 1.0,
             micro_batch.kept,
-            rows=micro_batch.active,
+            rows=rows,
             objective=objective,
             # A reference is another policy: its router chooses by itself.
             routes=micro_batch.routes if policy is self.policy else None,
@@ -288,7 +298,7 @@ class PolicyTrainer:
             reduce_gradients(self.policy, each or place == len(part) - 1)
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
             with contextlib.nullcontext() if self.teaching is None else self.teaching.compare(micro_batch) as compared:
-                loss, log_probs, copies = self._loss(micro_batch, loss_of, compared)
+                loss, log_probs, copies = self._loss(micro_batch, loss_of, compared, totals)
                 if known.old is None and new:
                     totals.add_mismatch(log_probs.detach(), micro_batch, moved=not first)
                 elif known.old is not None and last and not first:
@@ -299,13 +309,22 @@ class PolicyTrainer:
         return total
 
     def _loss(
-        self, micro_batch: MicroBatch, loss_of: MicroBatchLoss, compared: Comparison | None
+        self, micro_batch: MicroBatch, loss_of: MicroBatchLoss, compared: Comparison | None, totals: _Totals
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(this rank's share of the loss, all log-probs, how many context-parallel ranks compute the same share)."""
         if compared is not None:
             log_probs, entropy, divergence = self._forward(self.policy, micro_batch, function=compared)
             return loss_of(log_probs, entropy, slice(0, len(log_probs)), divergence).sum(), log_probs, 1
-        if self.config.model.logprob_head == "one_pass" and loss_of.separable:
+        one_pass = self.config.model.logprob_head == "one_pass" and loss_of.separable
+        if count := len(micro_batch.observed):
+            active = len(micro_batch.targets)
+            both = WithObservations(loss_of, active, micro_batch.observation_weight)
+            found = self._forward(self.policy, micro_batch, both if one_pass else None, observed=True)
+            log_probs, entropy = found[-2:]
+            loss = found[0] if one_pass else both(log_probs, entropy, slice(0, active + count)).sum()
+            totals.add_observations(both.sum, count)
+            return loss, log_probs[:active], 1
+        if one_pass:
             loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)
             return loss, log_probs, 1
         log_probs, entropy = self._forward(self.policy, micro_batch)
@@ -371,6 +390,11 @@ class _Totals:
         for name, value in loss_of.sums.items():
             self.sums[name] += value / copies
         self._raise_largest("ratio", loss_of.ratio_max)
+
+    def add_observations(self, cross_entropy: torch.Tensor, count: int) -> None:
+        """Sum of -log π over so many tokens that environments wrote."""
+        self.sums["observation"] += cross_entropy
+        self.sums["observed"] += count
 
     def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch, moved: bool = False) -> None:
         """moved: the policy has taken optimizer steps of this batch, so it is no version that has sampled."""
@@ -438,7 +462,9 @@ class _Totals:
             "computed_tokens": sums["computed"],
             "computed_share": sums["computed"] / max(sums["inputs"], 1.0),
             "operations": sums["operations"],
-        } | ({"routing/replayed_share": sums["replayed"] / sums["routed"]} if sums["routed"] else {})
+            **({"observation/loss": sums["observation"] / sums["observed"]} if sums["observed"] else {}),
+            **({"routing/replayed_share": sums["replayed"] / sums["routed"]} if sums["routed"] else {}),
+        }
 
 
 def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
