@@ -21,6 +21,7 @@ from pydantic import Field
 
 from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.utils.http_site import HttpSite
+from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
 from torchtitan.weight_sync.actor.actor import Actor
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.wire import runtime as wire
@@ -161,6 +162,7 @@ class ActorServer(abc.ABC):
             web.post("/wake", self._wake),
             web.post("/weights/connect", self._connect),
             web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
         ]
 
     @web.middleware
@@ -193,7 +195,14 @@ class ActorServer(abc.ABC):
             weights["failure"] = self._lost or weights["failure"]
         return {"status": status, "reason": reason, "pid": os.getpid(), "weights": weights, **self.details()}
 
+    def figures(self) -> list[Figure]:
+        """Return what /metrics reports: the numbers of /health."""
+        return numbers_in(self.state(), "actor_")
+
     # Routes
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=exposition(self.figures()).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _pause(self, request: web.Request) -> web.Response:
         body = await parse_body(request, PauseBody)

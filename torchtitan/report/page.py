@@ -29,12 +29,14 @@ import jinja2
 from aiohttp import web
 
 from torchtitan.errors import UserError
+from torchtitan.report.browser import CompletionIndex, Selection
 from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE, number, run_folder
 from torchtitan.report.plots import COLORS, PLOTS, plot_timeline, run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline
 from torchtitan.utils.child_process import child_environment, end_with_parent
 from torchtitan.utils.json_lines import CHUNK_BYTES, JsonTail, line_start, read_json_lines, read_lines, write_whole
+from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
 
 REPORT_FILE = "report.html"
 MAX_EVENTS = 200
@@ -55,11 +57,13 @@ _SYNC_COLUMNS = (
 )  # fmt: skip
 HOST = "127.0.0.1"
 HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
-FILES = {"metrics": METRICS_FILE, "completions": COMPLETIONS_FILE, "events": "events.jsonl"}
+FILES = {"metrics": METRICS_FILE, "events": "events.jsonl"}
 TOKEN_VARIABLE = "TORCHTITAN_LIVE_TOKEN"
 STOP_SECONDS = 5.0
 # The whole report takes seconds of CPU time, so requests within this interval get the page that was drawn before.
 REPORT_SECONDS = 10.0
+# The index of 100,000 completions takes seconds, so a request reads on for so long and answers from what is known.
+INDEX_SECONDS = 0.5
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -281,6 +285,7 @@ class LiveServer:
         self._page = _resource("live.html").replace("{{style}}", _resource("style.css"))
         self._drawing = asyncio.Lock()
         self._report, self._drawn_at = "", -REPORT_SECONDS
+        self._completion_index, self._reading = CompletionIndex(run_dir / COMPLETIONS_FILE), asyncio.Lock()
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -288,6 +293,9 @@ class LiveServer:
             web.get("/", self._index),
             web.get("/run", self._run),
             web.get("/lines/{name}", self._lines),
+            web.get("/completions", self._completions),
+            web.get("/completion", self._completion),
+            web.get("/metrics", self._metrics),
             web.get("/report", self._draw_report),
         ])  # fmt: skip
         return app
@@ -354,12 +362,49 @@ class LiveServer:
             lines, end = read_lines(path, begin, before - begin) if begin < before else ([], before)
         return web.json_response({"file": status.st_ino, "begin": begin, "end": end, "lines": lines})
 
+    async def _completions(self, request: web.Request) -> web.Response:
+        """Return a page of the selected completions in short form: see CompletionIndex.page and Selection."""
+        try:
+            offset, limit = (int(request.query.get(name, 0)) for name in ("offset", "limit"))
+            selection = Selection.of(request.query)
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from None
+        async with self._reading:
+            known = await asyncio.to_thread(self._completion_index.update, INDEX_SECONDS)
+            page = await asyncio.to_thread(self._completion_index.page, selection, max(0, offset), limit)
+        return web.json_response(page | {"known": known})
+
+    async def _completion(self, request: web.Request) -> web.Response:
+        """Return one completion whole; `at`: its `begin`. 404 where the file has been replaced since."""
+        async with self._reading:
+            row = await asyncio.to_thread(self._completion_index.row, request.query.get("at", ""))
+        if row is None:
+            raise web.HTTPNotFound(text="this completion is not there any more\n")
+        return web.json_response(row)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """Return the newest value of every metric, and the actors' states, in Prometheus' text format."""
+        text = exposition(_newest(self.run_dir))
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
     async def _draw_report(self, request: web.Request) -> web.Response:
         async with self._drawing:
             if time.monotonic() - self._drawn_at > REPORT_SECONDS:
                 self._report = await asyncio.to_thread(report_page, self.run_dir)
                 self._drawn_at = time.monotonic()
         return web.Response(text=self._report, content_type="text/html")
+
+
+def _newest(run_dir: Path) -> list[Figure]:
+    newest: Row = {}
+    for row in JsonTail(run_dir / METRICS_FILE, CHUNK_BYTES).read():
+        newest |= {name: value for name, value in row.items() if value is not None}
+    figures, file = numbers_in(newest, "torchtitan_"), run_dir / ACTORS_FILE
+    for actor, told in (json.loads(file.read_text())["actors"] if file.is_file() else {}).items():
+        state, _, version = told.partition(" v")
+        known = float(version) if version.isdigit() else -1.0
+        figures.append(Figure("torchtitan_actor_version", known, {"actor": actor, "state": state}))
+    return figures
 
 
 def _resource(name: str) -> str:

@@ -60,7 +60,7 @@ def append(path: Path, text: str) -> None:
 def test_only_who_knows_the_token_is_let_in_and_only_by_a_name_of_this_machine(tmp_path: Path) -> None:
     async def check() -> None:
         async with client_of(write_run(tmp_path / "run", steps=3)) as client:
-            for path in ("/", "/run", "/report", "/lines/metrics?after=0", "/nothing"):
+            for path in ("/", "/run", "/report", "/lines/metrics?after=0", "/completions", "/metrics", "/nothing"):
                 for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
                     assert (await client.get(path, headers=wrong)).status == 401
                 assert (await client.get(path, params={"token": "wröng"})).status == 401
@@ -134,10 +134,10 @@ def test_whole_lines_as_the_files_grow_and_are_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [16, 100, 10_000])
-def test_leafing_back_finds_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_reading_back_finds_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     run_dir = tmp_path
     lines = [json.dumps({"step": step, "completion": "x" * (step % 50)}) for step in range(120)]
-    (run_dir / "completions.jsonl").write_text("\n".join(lines) + '\n{"cut o')
+    (run_dir / "events.jsonl").write_text("\n".join(lines) + '\n{"cut o')
     monkeypatch.setattr(page, "CHUNK_BYTES", chunk)
 
     async def check() -> None:
@@ -145,7 +145,7 @@ def test_leafing_back_finds_every_line_once(tmp_path: Path, monkeypatch: pytest.
             found: list[str] = []
             query = {"file": 0, "before": -1}
             while query["before"] != 0:
-                answer = await (await client.get("/lines/completions", params=query, headers=BEARER)).json()
+                answer = await (await client.get("/lines/events", params=query, headers=BEARER)).json()
                 found[:0] = answer["lines"]
                 query = {"file": answer["file"], "before": answer["begin"]}
             assert found == lines
@@ -302,8 +302,15 @@ def test_a_browser_draws_what_comes_and_runs_none_of_it(tmp_path: Path) -> None:
             append(run_dir / "metrics.jsonl", "\n" + json.dumps(rows[-2] | {"step": 31, "reward/mean": 77}) + '\n{"st')
             append(run_dir / "completions.jsonl", json.dumps(sample(31, prompt="newest")) + "\n")
             await browser.wait("at('cards').innerText.includes('77') && at('prompt').textContent === 'newest'")
-            await browser.evaluate("leaf(-3)")
-            assert "step 29" in await browser.evaluate("at('place').textContent")
+            assert "1 to 4 of 4" in await browser.evaluate("at('place').textContent")
+            # The reader picks one, and it stays while others come; a search for what only one has finds that one.
+            await browser.evaluate("at('list').rows[3].click()")
+            await browser.wait("at('completion').textContent === 'tail'")
+            append(run_dir / "completions.jsonl", json.dumps(sample(32, prompt="later")) + "\n")
+            await browser.evaluate("at('step_to').value = 29; at('step_to').onchange()")
+            await browser.wait("at('list').rows.length === 2 && at('facts').innerText.includes('29')")
+            await browser.evaluate("at('step_to').value = ''; at('text').value = 'NEWEST'; at('text').onchange()")
+            await browser.wait("at('list').rows.length === 2 && at('prompt').textContent === 'newest'")
             assert await browser.evaluate("document.title") == "run: live"
 
     with served(run_dir) as url:

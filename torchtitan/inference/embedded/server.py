@@ -29,6 +29,7 @@ from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.inference.versions import MAX_TORN
 from torchtitan.utils.json_lines import ActivityLog
+from torchtitan.utils.prometheus import Figure
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,6 @@ class EngineServer(ActorServer):
             *super().routes(),
             web.post("/v1/generate", self._generate),
             web.post("/v1/score", self._score),
-            web.get("/metrics", self._metrics),
         ]
 
     # Generation
@@ -210,18 +210,17 @@ class EngineServer(ActorServer):
             "verified": self.verifier.status.to_json(),
         }
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        statistics = self.engine.statistics
-        gauges = {
+    def figures(self) -> list[Figure]:
+        """Return what /metrics reports: the numbers of /health, and the engine's own."""
+        verified = self.verifier.status
+        values: dict[str, float] = {
             "running_sequences": self.engine.running,
             "waiting_sequences": self.engine.waiting,
             "policy_version": self.engine.version,
-            "verified_version": -1 if (verified := self.verifier.status).version is None else verified.version,
+            "verified_version": -1 if verified.version is None else verified.version,
             "uptime_seconds": round(time.monotonic() - self._begun, 3),
+            **{f"{name}_total": value for name, value in vars(self.engine.statistics).items()},
+            **{f"versions_{name}_total": getattr(verified, name) for name in ("whole", "torn", "unfinished")},
+            "verify_seconds_total": verified.seconds,
         }
-        lines = [f"# TYPE engine_{name} gauge\nengine_{name} {value}" for name, value in gauges.items()]
-        counters = {f"{name}_total": value for name, value in vars(statistics).items()}
-        counters |= {f"versions_{name}_total": getattr(verified, name) for name in ("whole", "torn", "unfinished")}
-        counters["verify_seconds_total"] = verified.seconds
-        lines += [f"# TYPE engine_{name} counter\nengine_{name} {value}" for name, value in counters.items()]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+        return [*super().figures(), *(Figure(f"engine_{name}", value) for name, value in values.items())]
