@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from deterministic.machine import Event, Machine, Process, SimChannel, Violation
-from deterministic.network import Flow, Network
+from deterministic.network import Network
 from deterministic.parts import REGISTRY, TOKEN, Actor, Rank, Shape
 from simulator.rollouts import Engine, Rollouts
 from simulator.scenario import Scenario, slowest_of
 from torchtitan.weight_sync.memory.manifest import Manifest
+from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.registry.registry import STATUS_SECONDS, Registry
 from torchtitan.weight_sync.registry.state import Settings
-from torchtitan.weight_sync.wire.runtime import Message
+from torchtitan.weight_sync.wire.runtime import Message, Timer
 
 # As in trainer.controller: while there is no data, when a pending version is first tried, and how often again.
 FIRST_PENDING_TRY_S = 0.01
@@ -288,7 +289,9 @@ class World(Machine):
         else:
             self.at(self.scenario.shard_bytes / (self.scenario.checksum_gigabytes_per_s * 1e9), process, finish)
 
-    def carry(self, channel: SimChannel, message: Message, done: Callable[[], None]) -> Flow:
+    def carry(self, channel: SimChannel, message: Message, done: Callable[[], None]) -> Timer:
+        if message["bucket"] == SHEET:
+            return super().carry(channel, message, done)
         source, target = self.actors.get(channel.process.name), self.actors[channel.peer.process.name]
         link = self._trainers_link if source is None else source.egress
         has_base = len(self.published) > 1 and self._served.get(target.name) == self.published[-2]

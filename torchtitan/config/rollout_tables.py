@@ -369,7 +369,7 @@ class WeightSync:
     to finish one in this time three times in a row is given up. 0: 60 s plus 4 s per GB of a version"""
 
     bucket_bytes: Annotated[int, Range(1024, 2**30)] = 16 * 1024 * 1024
-    """Bytes of one checksummed bucket"""
+    """Bytes of one checksummed bucket; more for a version of which a rank would send more than about 4,096 buckets"""
 
     join_timeout_s: Positive = 60.0
     """Deadline for an actor to join and to apply its first version; an actor that is receiving one gets more time"""

@@ -10,6 +10,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,11 @@ class SyncMetrics:
         self._trainer: dict[int, Row] = {}
         self._skipped = 0
         self._sums = Sums()
+        self._thread = ThreadPoolExecutor(1, "sync metrics")
+        self._behind: Future[dict[str, float]] | None = None
+        """The metrics that the thread computes"""
+        self._asked: list[tuple[Mapping[str, Any], Sequence[Snapshot]]] = []
+        """Steps that it has not heard of"""
         self._file: JsonLines | None = None
         if not folder.is_dir():
             return
@@ -391,8 +397,32 @@ class SyncMetrics:
             figures["snapshot_s"] = sum(end - begin for _, begin, end in snapshots) / len(snapshots)
         return {f"weight_sync/{name}": value for name, value in figures.items()}
 
+    def step_behind(self, row: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> dict[str, float]:
+        """As step(), which a thread does while the next step is trained: returns what it has found since the last call,
+        which is about the time up to the step before this one."""
+        if self._file is None:
+            return {}
+        self._asked.append((row, snapshots))
+        found = {f"weight_sync/{name}": value for name, value in Sums().figures().items()}
+        if self._behind is not None:
+            if not self._behind.done():
+                return found
+            found = self._behind.result()
+        asked, self._asked = self._asked, []
+        self._behind = self._thread.submit(self._steps, asked)
+        return found
+
+    def _steps(self, asked: list[tuple[Mapping[str, Any], Sequence[Snapshot]]]) -> dict[str, float]:
+        for row, _ in asked[:-1]:
+            self._note_step(row)
+        return self.step(asked[-1][0], [snapshot for _, snapshots in asked for snapshot in snapshots])
+
     def close(self) -> None:
         """Write the deliveries that are still open in their current state. May be called twice."""
+        self._thread.shutdown()
+        if self._asked and self._file is not None:
+            self._steps(self._asked)
+            self._asked = []
         if self._file is None:
             return
         self._note(self._book.feed(self._tail.read()))

@@ -332,9 +332,8 @@ class Controller:
         step_s = figures["time/step_s"]
         tokens = sum(sample.num_tokens for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
-        states = {name: f"{status.state} v{status.version}" for name, status in self.weights.actors().items()}
         row = {"policy_version": version} | batch.statistics | dict(figures) | rate
-        self.metrics.log_step(version, row | self.sync_metrics.step(row, snapshots), states)
+        self.metrics.log_step(version, row | self.sync_metrics.step_behind(row, snapshots), self.weights.states())
         self.metrics.log_completions(version, batch, self.tokenizer)
         fields = mismatch.alarm(self.config, row)
         # Warn when it begins, not in every step while it lasts.

@@ -27,6 +27,9 @@ class WeightPath(Protocol):
 
     def actors(self) -> Mapping[str, ActorStatus]: ...
 
+    def states(self) -> Mapping[str, str]:
+        """Return actors' states and versions, for people."""
+
     def statistics(self) -> dict[str, float]: ...
 
 
@@ -41,6 +44,9 @@ class NoActors:
         return "skipped"
 
     def actors(self) -> Mapping[str, ActorStatus]:
+        return {}
+
+    def states(self) -> Mapping[str, str]:
         return {}
 
     def statistics(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,9 +30,11 @@ from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.memory.slots import Boundary
+from torchtitan.weight_sync.registry.state import GONE as GONE
 from torchtitan.weight_sync.registry.state import LATE as LATE
-from torchtitan.weight_sync.registry.state import Settings
-from torchtitan.weight_sync.trainer.plan import unique_parameters
+from torchtitan.weight_sync.registry.state import MAX_FAILURES as MAX_FAILURES
+from torchtitan.weight_sync.registry.state import NOT_AWAITED, Settings, tally
+from torchtitan.weight_sync.trainer.plan import bucket_bytes_of, unique_parameters
 from torchtitan.weight_sync.trainer.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.transports.transport import load_transport
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -55,11 +58,22 @@ class Watcher:
         self._registry = RegistryClient(self._runtime, registry, identity, fields, self._send_pin, self._on_message)
         self._changed = threading.Condition()
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "evictions": 0, "failure": ""}
+        self._status |= tally(())
+        self._looks = 0
+        """How many status messages had the details of all actors"""
         self._pin: int | None = None
         self._runtime.start("watcher of the actors", self._registry.start)
 
     def status(self) -> Message:
-        """Return the latest status; treat it as read-only."""
+        """Return the latest status; treat it as read-only. Its counts are exact; of many actors, what it says of each
+        may be some seconds old (see look)."""
+        return self._status
+
+    def look(self, timeout: float) -> Message:
+        """Return a status with the latest of every actor, or after `timeout` seconds the one that there is."""
+        before = self._looks
+        self._runtime.post(partial(self._registry.tell, {"type": "look"}))
+        self.wait_for(lambda _status: self._looks > before, timeout)
         return self._status
 
     def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> None:
@@ -93,17 +107,19 @@ class Watcher:
 
     def _on_message(self, message: Message) -> None:
         if message["type"] == "status":
+            known = {} if message["whole"] else self._status["actors"]
+            known = {name: actor for name, actor in known.items() if name not in message["forgotten"]}
             with self._changed:
-                self._status = message
+                self._status = {**message, "actors": {**known, **message["actors"]}}
+                self._looks += message["whole"]
                 self._changed.notify_all()
 
 
 # What metrics.jsonl reports of each actor's last version; report/sync_metrics.py has everything about every version.
 ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
-# An actor with this many failures in a row is not waited for until it has applied a version again.
-MAX_FAILURES = 3
-GONE = ("LOST", "GIVEN_UP")
-NOT_AWAITED = (*GONE, LATE)
+# Metrics and console lines name each of so many actors; of more, they count how many are in which state.
+MAX_NAMED = 32
+LOOK_TIMEOUT_SECONDS = 2.0
 
 
 class ActorStatus(NamedTuple):
@@ -171,19 +187,20 @@ class WeightSync:
         self._transport = transport = load_transport(config.transport).configured(config, run_dir)
         if registry is None:
             transport.claim(epoch)
+        elements = sum(math.prod(parameter.shape) for parameter in unique_parameters(parameters).values())
+        version_bytes = DTYPE_BYTES[dtype] * elements
         self.publisher = Publisher(
             parameters,
             rank=rank,
             dtype=dtype,
             num_slots=config.slots_per_rank,
-            bucket_bytes=config.bucket_bytes,
+            bucket_bytes=max(config.bucket_bytes, bucket_bytes_of(version_bytes, world_size)),
             on_device=TRANSPORTS[config.transport].on_device,
         )
         self.boundary = Boundary(self.publisher)
         self.registry: servers.RegistryServer | None = None
         self.watcher: Watcher | None = None
-        elements = sum(math.prod(parameter.shape) for parameter in unique_parameters(parameters).values())
-        settings = Settings.of(config, world_size, DTYPE_BYTES[dtype] * elements, drain_s)
+        settings = Settings.of(config, world_size, version_bytes, drain_s)
         if registry is None:
             where = host, config.port, config.max_restarts
             self.registry = servers.RegistryServer(epoch, token, settings, folder, where, transport)
@@ -277,6 +294,8 @@ class WeightSync:
         if counts_as_stall:
             self._stall_s += time.perf_counter() - begun
         actors = self._actors()
+        if len(actors) > MAX_NAMED or not all_have(self.watcher.status(), version, at_least):
+            actors = self.watcher.look(LOOK_TIMEOUT_SECONDS)["actors"]
         applied = frozenset(name for name, actor in actors.items() if _has(actor, version))
         missing = {
             name: f"{actor['state']} at version {actor['version']}"
@@ -311,11 +330,19 @@ class WeightSync:
         self._snapshot_s = self._stall_s = 0.0
         if self.watcher is not None:
             figures["weight_sync/evictions"] = self.watcher.status()["evictions"]
-            for name, actor in self._actors().items():
+            actors = self._actors()
+            for name, actor in actors.items() if len(actors) <= MAX_NAMED else ():
                 figures[f"weight_sync/{name}/version"] = actor["version"]
                 given = actor["figures"]
                 figures |= {f"weight_sync/{name}/{key}": given[key] for key in ACTOR_FIGURES if key in given}
         return figures
+
+    def states(self) -> dict[str, str]:
+        """Return each actor's state and version, for people; of many actors, how many are in each state."""
+        actors = self._actors()
+        if len(actors) > MAX_NAMED and self.watcher is not None:
+            return {state: str(count) for state, count in self.watcher.status()["states"].items()}
+        return {name: f"{actor['state']} v{actor['version']}" for name, actor in actors.items()}
 
     def take_snapshots(self) -> list[Snapshot]:
         """Return this rank's snapshots whose fence was reached since the last call, at most the newest few."""
@@ -350,13 +377,11 @@ class WeightSync:
 
 def all_have(status: Message, version: int, at_least: int = 0) -> bool:
     """Return whether at least so many actors, and all that are waited for, serve `version` or newer."""
-    actors = status["actors"].values()
-    waited_for = [actor for actor in actors if _is_live(actor) and not actor["pinned"]]
     return (
         status["newest"] is not None
         and status["newest"] >= version
-        and sum(_has(actor, version) for actor in actors) >= at_least
-        and all(_has(actor, version) for actor in waited_for)
+        and sum(count for served, count in status["serving"] if served >= version) >= at_least
+        and all(served >= version for served, _count in status["awaited"])
     )
 
 

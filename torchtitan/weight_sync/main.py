@@ -25,11 +25,13 @@ from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.transport import Transport, load_transport
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
-from torchtitan.weight_sync.wire.runtime import Runtime
+from torchtitan.weight_sync.wire.runtime import Budget, Runtime
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 # At most this many lines wait for a slow disk; further ones are lost, and counted.
 MAXIMUM_WAITING = 10_000
+# An actor may cause so many lines at once, and per second from then on. A version takes three.
+LINES_AT_ONCE, LINES_PER_SECOND = 1000.0, 20.0
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
 PARENT_CHECK_SECONDS = 0.5
@@ -38,29 +40,43 @@ JOURNAL_SECONDS = 1.0
 
 
 class Journal:
-    """Appends to `path`. write() never waits: a full disk costs lines, but does not stop the synchronisation."""
+    """Appends to `path`. write() never waits: a full disk, or an actor that causes too many lines, costs lines, but
+    does not stop the synchronisation."""
 
     def __init__(self, runtime: Runtime, path: Path, term: int):
         self._runtime, self._term = runtime, term
         self._file = path.open("a", buffering=1)
+        self._lines: list[str] = []
+        """What no thread writes yet"""
         self._waiting = self._lost = 0
+        self._budgets: dict[str, Budget] = {}
+        """What each actor may still cause"""
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Queue one line. Runs on the loop's thread."""
-        if self._waiting >= MAXIMUM_WAITING:
+        budget = self._budgets.setdefault(fields.get("actor", ""), Budget(LINES_AT_ONCE, LINES_PER_SECOND))
+        if self._waiting >= MAXIMUM_WAITING or ("actor" in fields and budget.wait_s(self._runtime.now())):
             self._lost += 1
-            logger.error("the disk does not take the journal's lines; one about %s is lost", event)
             return
+        budget.spend(1.0)
+        about = {"time": time.time(), "term": self._term, "event": event, **fields}
         lost, self._lost = {"lost_lines": self._lost} if self._lost else {}, 0
-        line = json.dumps({"time": time.time(), "term": self._term, "event": event, **fields, **lost}) + "\n"
+        self._lines.append(json.dumps({**about, **lost}) + "\n")
+        self._waiting += 1
+        if self._waiting == len(self._lines):
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        lines, self._lines = self._lines, []
 
         def written(_result: Any, error: BaseException | None) -> None:
-            self._waiting -= 1
+            self._waiting -= len(lines)
             if error is not None:
-                logger.error("the journal lacks a line: %s: %s", error, line.rstrip())
+                logger.error("the journal lacks %d lines: %s", len(lines), error)
+            if self._lines:
+                self._write_lines()
 
-        self._waiting += 1
-        self._runtime.work("journal", partial(self._file.write, line), written)
+        self._runtime.work("journal", partial(self._file.write, "".join(lines)), written)
 
 
 def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:

@@ -193,6 +193,30 @@ def test_the_trainers_own_figures_and_skipped_versions(tmp_path: Path) -> None:
     assert rows[2, None]["outcome"] == "skipped" and (3, None) not in rows
 
 
+def test_a_thread_computes_the_same_while_the_trainer_goes_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    metrics = SyncMetrics(tmp_path)
+    journal.start("e1", "a")
+    totals: Counter[str] = Counter()
+    for version in range(1, 6):
+        journal.publish(version)
+        journal.pull(version, "a")
+        journal.apply(version, "a", **FIGURES)
+        row = {"policy_version": version, "time/snapshot_s": 0.01 * version}
+        totals.update(metrics.step_behind(row, [(version, 1.0, 1.5)]))
+        if version == 3:
+            assert metrics._behind is not None
+            metrics._behind.result()
+    assert 0 < totals["weight_sync/applied"] <= 5
+    metrics.close()
+    rows = rows_of(tmp_path)
+    assert [rows[version, "a"]["outcome"] for version in range(1, 6)] == ["applied"] * 5
+    assert rows[1, "a"]["sync_stall_s"] == 0.01
+    empty = tmp_path / "replay"
+    empty.mkdir()
+    assert SyncMetrics(empty).step_behind({"policy_version": 1}) == {}
+
+
 def test_a_resumed_run_keeps_the_rows_of_its_earlier_life_and_a_replay_has_none(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.start("e1", "a")

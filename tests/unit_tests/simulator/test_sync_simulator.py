@@ -274,7 +274,7 @@ def test_a_broken_protocol_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def believe(self: Puller, source: ShardServerConnection, key: BucketKey, _found: str, asked: Any) -> None:
         assert self.transfer is not None
-        settle(self, source, key, self.transfer.manifest.checksums[key[0]][key[1]], asked)
+        settle(self, source, key, self.transfer.expected(key), asked)
 
     monkeypatch.setattr(Puller, "_verify", believe)
     with pytest.raises(Violation, match="torn"):

@@ -51,8 +51,11 @@ class Client:
         self.machine.run(self.machine.now + 0.05)
 
     def last(self, kind: str) -> Message:
-        """The newest message of this type."""
-        return next(message for message in reversed(self.heard) if message["type"] == kind)
+        """The newest message of this type; of a status, with all that earlier ones have said of actors."""
+        found = [message for message in self.heard if message["type"] == kind]
+        if kind == "status":
+            return {**found[-1], "actors": {name: one for message in found for name, one in message["actors"].items()}}
+        return found[-1]
 
     def count(self, kind: str) -> int:
         return sum(message["type"] == kind for message in self.heard)

@@ -18,6 +18,7 @@ from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into
 from torchtitan.weight_sync.memory.manifest import Manifest
 from torchtitan.weight_sync.memory.slots import SlotState, SlotView
+from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
@@ -233,6 +234,8 @@ class Job:
 
     def _check_read(self, channel: SimChannel, message: Message, payload: memoryview) -> None:
         """Called whenever a socket reads memory that was given to it."""
+        if message["bucket"] == SHEET:
+            return
         rank = self.ranks[message["rank"]]
         if rank.process is not channel.process:
             self._check_relayed(channel, message, payload)

@@ -127,7 +127,8 @@ def test_nobody_waits_for_workers_whose_leader_has_ended(monkeypatch: pytest.Mon
 def test_a_relay_has_what_is_verified_of_one_snapshot() -> None:
     relay = Relay(Process(Machine(0), "a").runtime, "e", lambda _key: memoryview(b"bytes"), "key")
     assert relay.version(5) is None and relay.buckets(0) is None and not relay.has(5, 0, 0, None)
-    relay.hold(whole_layout(2, 3), Transfer(1, 5, MANIFEST, {(0, 1)}, 0.0, moved_at=0.0))
+    layout = whole_layout(2, 3)
+    relay.hold(layout, Transfer(1, 5, MANIFEST, layout, {0: {1}}, 0.0, moved_at=0.0))
     # What is newer may be asked for: it is about to come here, too.
     assert [relay.version(serial) for serial in (4, 5, 6)] == [None, 3, -1]
     assert [relay.buckets(rank) for rank in (-1, 0, 1, 2)] == [None, 3, 3, None]
@@ -143,13 +144,14 @@ def test_a_relay_sends_nothing_of_memory_that_belongs_to_the_next_version() -> N
     machine = Machine(0)
     relay = Relay(Process(machine, "a").runtime, "e1", lambda _key: memoryview(bytes(BUCKET_BYTES)), TOKEN)
     relay.start("10.0.1.1:7000")
-    transfers = [Transfer(number, serial, MANIFEST, set(), 0.0, moved_at=0.0) for number, serial in ((1, 5), (2, 6))]
-    relay.hold(whole_layout(1, 2), transfers[0])
+    layout = whole_layout(1, 2)
+    first, second = (Transfer(number, 4 + number, MANIFEST, layout, {}, 0.0, moved_at=0.0) for number in (1, 2))
+    relay.hold(layout, first)
     peer = Client(machine, "10.0.1.1:7000", PEER, "b", beats=False, rank=0)
     peer.process.rate = 1.0
     peer.say("open", pull=1, serial=5, buckets=[[0, 2]])
     assert not peer.over
-    relay.hold(whole_layout(1, 2), transfers[1])
+    relay.hold(layout, second)
     machine.run(machine.now + 0.1)
     assert peer.over and not peer.count("bucket")
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from tests.patience import PATIENCE_S
 from torchtitan import faults
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.memory.manifest import Layout, Manifest, content_digest
+from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
 from torchtitan.weight_sync.memory.weight_files import file_checksum, read_weights
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 from torchtitan.weight_sync.transports.disk import Catalogue, FolderOwner, SlotFiles, read_file, replace_file
@@ -87,16 +87,14 @@ class Folder:
     def publish(self, version: int, live: tuple[int, ...] = ()) -> str:
         """All ranks write it, and the registry publishes it; its digest."""
         files = [self.write(rank, version) for rank in range(len(self.parts))]
-        step, checksums = self.whole.bucket_bytes, []
+        step, sheets = self.whole.bucket_bytes, list[str]()
         for rank in range(len(self.parts)):
             slot = self.slots[rank, version]
-            checksums.append(
-                [xxhash.xxh3_128_hexdigest(slot[start : start + step]) for start in range(0, len(slot), step)]
-            )
-        digest = content_digest("layout", checksums)
-        manifest = Manifest(EPOCH, version, "layout", tuple(map(tuple, checksums)), digest)
+            sums = [xxhash.xxh3_128_hexdigest(slot[start : start + step]) for start in range(0, len(slot), step)]
+            sheets.append(Sheet.of(sums).digest())
+        manifest = Manifest.of(EPOCH, version, "layout", sheets)
         self.catalogue.publish(manifest, files, live)
-        return digest
+        return manifest.digest
 
     def pulled(self, rank: int, version: int) -> bytes:
         """What an actor reads."""

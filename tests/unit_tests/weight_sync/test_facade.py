@@ -12,6 +12,7 @@ import pytest
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.facade import MAX_FAILURES, SyncOutcome, WeightSync
 from torchtitan.weight_sync.memory.slots import Boundary
+from torchtitan.weight_sync.registry.state import tally
 from torchtitan.weight_sync.servers import listen
 from torchtitan.weight_sync.wire.runtime import Message
 
@@ -30,7 +31,11 @@ class Registry:
         self.enough: bool | None = None
 
     def status(self) -> Message:
-        return {"newest": self.newest, "actors": self.told[0], "dropped": [], "evictions": 2}
+        counts = tally(SimpleNamespace(shown_state=one["state"], **one) for one in self.told[0].values())  # type: ignore[misc]
+        return {"newest": self.newest, "actors": self.told[0], "dropped": [], "evictions": 2, **counts}
+
+    def look(self, _timeout: float) -> Message:
+        return self.status()
 
     def wait_for(self, condition: Callable[[Message], bool], _timeout: float) -> None:
         self.told = self.told[-1:]

@@ -11,8 +11,9 @@ import xxhash
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
-from torchtitan.weight_sync.actor.puller import PEER_SECONDS, Puller, Served
-from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, content_digest
+from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, Sheet
+from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
@@ -29,6 +30,8 @@ class Server:
         self.heard: list[Message] = []
         self.bytes: int | None = None
         """What the last ping has said"""
+        self.sheets: dict[int, bytes] = {}
+        """By serial: it answers a request for one at once, and says nothing of it"""
         self.channels: list[Channel] = []
         self.process = Process(machine, address)
         admit = lambda _identity, _fields: fields  # noqa: E731
@@ -43,6 +46,9 @@ class Server:
         if message["type"] == "ping":
             self.bytes = message.get("bytes")
             channel.send({"type": "pong"})
+        elif message.get("buckets") == [[SHEET, 0]] and (sheet := self.sheets.get(message["serial"])):
+            about = {"type": "bucket", "pull": message["pull"], "rank": 0, "bucket": SHEET}
+            channel.send(about, memoryview(sheet))
         else:
             self.heard.append(message)
 
@@ -67,6 +73,7 @@ class World:
         self.machine, self.needs, self.progress_s = Machine(0), needs, progress_s
         self.registry = Server(self.machine, REGISTRY, ACTOR, {"term": 1})
         self.server = Server(self.machine, SERVER, ACTOR, {"rank": rank})
+        self.sheets = self.server.sheets
         self.staging = bytearray(BUCKETS * BUCKET_BYTES)
         self.applied: list[int] = []
         self.fetched: list[Any] = []
@@ -111,16 +118,20 @@ class World:
     def newest(self, serial: int, version: int, **fields: Any) -> Manifest:
         """The registry publishes a version."""
         buckets = [bucket_of(version, bucket) for bucket in range(BUCKETS)]
-        if "source" in fields:
-            fields = {"digests": [[hashlib.sha256(bucket).hexdigest() for bucket in buckets]], **fields}
+        digests = [hashlib.sha256(bucket).hexdigest() for bucket in buckets] if fields.pop("digests", True) else []
         # The bytes that have the checksums of the version may be others than those that have its digests.
-        sums = [[xxhash.xxh3_128_hexdigest(bucket) for bucket in fields.pop("checked", buckets)]]
-        layout_id = LAYOUT.layout_id()
-        digest = content_digest(layout_id, sums)
-        message = {"epoch": "e1", "version": version, "layout_id": layout_id, "checksums": sums, "digest": digest}
+        sums = [xxhash.xxh3_128_hexdigest(bucket) for bucket in fields.pop("checked", buckets)]
+        sheet = Sheet.of(sums, digests)
+        if not fields.pop("keep_sheet", False):
+            self.sheets[serial] = sheet.data
+        manifest = Manifest.of("e1", version, LAYOUT.layout_id(), [sheet.digest()])
         live = {"newest": serial, "lanes": [], "room": True, "dropped": []}
-        self.registry.say("newest", **{**message, **live, **fields})
-        return Manifest("e1", version, layout_id, tuple(map(tuple, sums)), digest)
+        self.registry.say("newest", **{**manifest.to_json(), **live, **fields})
+        return manifest
+
+    def sheet(self) -> Sheet:
+        """The checksums of the newest version."""
+        return Sheet(self.sheets[max(self.sheets)], BUCKETS)
 
     def send(self, version: int, bucket: int, server: Server | None = None, data: bytes | None = None) -> None:
         """A shard server answers the last request with a bucket."""
@@ -206,8 +217,8 @@ def test_worker_that_needs_nothing_applies_at_once() -> None:
 
 @pytest.mark.parametrize(("epoch", "told"), [("e1", 1), ("e0", 0)])
 def test_what_an_engine_holds_already_is_told_if_it_is_of_this_launch(epoch: str, told: int) -> None:
-    sums = [[xxhash.xxh3_128_hexdigest(bucket_of(3, bucket)) for bucket in range(BUCKETS)]]
-    world = World(served=Served(epoch, 3, content_digest(LAYOUT.layout_id(), sums)))
+    manifest = World().newest(1, 3)
+    world = World(served=Served(epoch, 3, manifest.digest))
     assert world.registry.count("serving") == told
     world.newest(1, 3)
     assert world.server.count("open") == 1 - told
@@ -360,8 +371,8 @@ def test_pull_that_stands_still_asks_again_over_a_new_channel() -> None:
 
 def test_reference_is_fetched_and_asked_for_again_where_only_the_way_was_broken() -> None:
     world = World()
-    manifest = world.newest(1, 0)
-    first, second = manifest.checksums[0]
+    world.newest(1, 0)
+    first, second = world.sheet()[0], world.sheet()[1]
     world.fetched = [ConnectionError("timed out"), first, RuntimeError("no file"), second]
     for bucket in (0, 0, 1):
         world.server.say("bucket", pull=1, rank=0, bucket=bucket, reference={})
@@ -397,6 +408,7 @@ def test_shard_server_that_moves_is_followed() -> None:
     world = World()
     world.newest(1, 0)
     moved = Server(world.machine, "10.0.0.9:6000", ACTOR, {"rank": 0})
+    moved.sheets = world.sheets
     world.model("10.0.0.9:6000")
     assert moved.last("open")["buckets"] == [[0, 2]] and world.server.channels[-1].closed
     world.send(0, 0, moved)
@@ -407,7 +419,9 @@ def test_shard_server_that_moves_is_followed() -> None:
 def peer_of(world: World) -> tuple[Server, Message]:
     """Another actor, and how the registry offers it."""
     key = role_key(TOKEN, PEER, "a")
-    return Server(world.machine, OTHER, PEER, {"rank": 0}), {"name": "b", "address": OTHER, "key": key}
+    peer = Server(world.machine, OTHER, PEER, {"rank": 0})
+    peer.sheets = world.sheets
+    return peer, {"name": "b", "address": OTHER, "key": key}
 
 
 def test_pull_from_another_actor_is_counted_as_such() -> None:
@@ -457,20 +471,54 @@ def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> N
     told = world.registry.last("forged")
     assert (told["source"], told["version"]) == ("b", 0) and not world.applied
     assert world.server.last("open")["buckets"] == [[1, 2]]
-    # No relay is followed to a version that cannot be checked.
-    for digests in ([], [["aa"]]):
-        world = World()
-        peer, source = peer_of(world)
-        world.newest(1, 0, source=source, digests=digests)
-        assert world.registry.channels[0].closed and not peer.channels
+    # Nothing that another actor relays is believed where it cannot be checked.
+    world = World()
+    peer, source = peer_of(world)
+    world.newest(1, 0, source=source, digests=False)
+    world.send(0, 0, peer)
+    world.run(0.1)
+    assert [one["buckets"] for one in world.server.heard] == [[[0, 1]], [[1, 2]]]
+
+
+def test_a_damaged_sheet_is_asked_for_again_and_ends_the_pull_in_the_end() -> None:
+    world = World()
+    world.newest(1, 0)
+    good = world.sheets[1]
+    world = World()
+    world.sheets[1] = bytes(len(good))
+    world.newest(1, 0, keep_sheet=True)
+    assert world.puller.corrupted == MAX_CORRUPTIONS and world.registry.last("ended")["outcome"] == "refused"
+    assert "bucket -1 of rank 0" in world.registry.last("ended")["reason"] and not world.applied
+    world.sheets[1] = good
+    world.run(1.5)
+    for bucket in range(BUCKETS):
+        world.send(0, bucket)
+    world.run(0.1)
+    assert world.applied == [0]
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "said"),
+    [
+        ({"bucket": SHEET, "reference": {"slot": 0}}, None, "come over the channel"),
+        ({"bucket": SHEET}, bytes(3 * 16), "48 bytes are not the checksums"),
+        ({"bucket": 0}, bytes(BUCKET_BYTES), "came before its checksum"),
+        ({"bucket": SHEET, "base": 0}, bytes(2 * 16), "a delta of bucket -1"),
+    ],
+)
+def test_checksums_come_first_whole_and_as_bytes(message: Message, payload: bytes | None, said: str) -> None:
+    world = World()
+    world.newest(1, 0, keep_sheet=True)
+    world.server.say("bucket", payload, pull=1, rank=0, **message)
+    assert said in world.machine.protocol_errors[-1] and world.server.channels[0].closed
 
 
 def test_registry_that_makes_no_sense_is_hung_up_on() -> None:
     for kind, fields, reason in (
-        ("status", {"actors": {}, "newest": None, "dropped": [], "evictions": 0, "failure": ""}, "does not send"),
+        ("look", {}, "does not send"),
         ("newest", {"epoch": "e0"}, "of epoch e0"),
         ("model", {"layout_id": "b", "layout": {}, "servers": [SERVER], "progress_s": 5.0}, "another layout"),
-        ("newest", {"checksums": [["aa"]]}, ""),
+        ("newest", {"sheet_digests": ["aa"]}, ""),
     ):
         world = World()
         channel = world.registry.channels[-1]

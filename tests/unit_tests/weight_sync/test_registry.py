@@ -11,12 +11,14 @@ from deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.registry import registry as registry_module
-from torchtitan.weight_sync.registry.registry import MAX_LOST_LANES, Registry
+from torchtitan.weight_sync.registry.registry import ACTOR_SHARE, MAX_LOST_LANES, STATUS_ACTORS, Registry
 from torchtitan.weight_sync.registry.state import Actor, Settings, relay_sources
+from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, RANK, TRAINER, role_key
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
 
-SUMS = [["aa", "bb"], ["cc", "dd"]]
+SHEETS = ["aa", "bb"]
+"""What each rank says that its checksums hash to"""
 
 
 class World:
@@ -54,8 +56,8 @@ class World:
         return found
 
     def publish(self, ranks: list[Client], serial: int, version: int) -> None:
-        for client, sums in zip(ranks, SUMS, strict=True):
-            client.say("snapped", serial=serial, version=version, checksums=sums)
+        for client, sheet in zip(ranks, SHEETS, strict=True):
+            client.say("snapped", serial=serial, version=version, sheet=sheet)
 
     @property
     def digest(self) -> str:
@@ -74,15 +76,15 @@ def test_version_is_published_when_all_ranks_have_it_and_the_layout_is_known() -
     for number, client in enumerate(ranks):
         client.say("layout", layout=rank_layout(2, 2, number).to_json())
     newest = actor.last("newest")
-    assert (newest["newest"], newest["version"], newest["checksums"]) == (1, 0, SUMS)
+    assert (newest["newest"], newest["version"], newest["sheet_digests"]) == (1, 0, SHEETS)
     assert [rank.last("live")["newest"] for rank in ranks] == [1, 1]
     assert actor.last("model")["servers"] == ["10.0.0.1:6000", "10.0.0.1:6001"]
-    ranks[0].say("snapped", serial=2, version=1, checksums=SUMS[0])
+    ranks[0].say("snapped", serial=2, version=1, sheet=SHEETS[0])
     assert actor.count("newest") == 1
     # The newest of all that is whole; what is older is not published any more.
-    ranks[0].say("snapped", serial=3, version=2, checksums=SUMS[0])
-    ranks[1].say("snapped", serial=3, version=2, checksums=SUMS[1])
-    ranks[1].say("snapped", serial=2, version=1, checksums=SUMS[1])
+    ranks[0].say("snapped", serial=3, version=2, sheet=SHEETS[0])
+    ranks[1].say("snapped", serial=3, version=2, sheet=SHEETS[1])
+    ranks[1].say("snapped", serial=2, version=1, sheet=SHEETS[1])
     assert actor.count("newest") == 2 and actor.last("newest")["version"] == 2
     late = world.actor("late")
     assert late.last("newest")["version"] == 2 and late.count("model") == 1 and "pinned" not in late.heard[-1]
@@ -120,7 +122,7 @@ def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
     assert ranks[0].last("live")["dropped"] == [1] and trainer.last("status")["dropped"] == [[1, 0]]
     world.publish(ranks, 1, 0)
     assert world.registry.newest is None
-    ranks[0].say("snapped", serial=2, version=0, checksums=SUMS[0])
+    ranks[0].say("snapped", serial=2, version=0, sheet=SHEETS[0])
     world.run(1.5)
     assert trainer.last("status")["dropped"] == [[1, 0]]
     world.run(1.0)
@@ -157,13 +159,13 @@ def test_shards_that_do_not_fit_together_are_a_failure_that_the_trainer_hears_of
     [
         ({"type": "layout", "layout": {"other": 1}}, "another layout"),
         ({"type": "serving", "version": 0, "digest": "", "figures": {}}, "does not send"),
-        ({"type": "snapped", "serial": 5, "version": 9, "checksums": SUMS[0]}, "calls snapshot 5 version 9"),
+        ({"type": "snapped", "serial": 5, "version": 9, "sheet": SHEETS[0]}, "calls snapshot 5 version 9"),
     ],
 )
 def test_rank_that_contradicts_itself_is_hung_up_on(message: Message, reason: str) -> None:
     world = World()
     ranks = world.ranks()
-    ranks[1].say("snapped", serial=5, version=4, checksums=SUMS[1])
+    ranks[1].say("snapped", serial=5, version=4, sheet=SHEETS[1])
     ranks[0].say(**{"kind": message["type"], **{name: value for name, value in message.items() if name != "type"}})
     assert ranks[0].over and reason in world.machine.protocol_errors[-1]
 
@@ -320,14 +322,11 @@ def test_neither_of_two_actors_that_dispute_a_bucket_relays_any_more() -> None:
     world = World(relay_fanout=1)
     ranks = world.ranks()
     actors = {name: world.actor(name, address=f"10.0.0.2:{number}") for number, name in enumerate("abcd", 1)}
-    digests = [[["da", "db"], ["dc", "dd"]], [["de", "df"], ["dg", "dh"]]]
 
     def publish(serial: int) -> dict[str, str]:
         """Actor -> whom it pulls from."""
-        for client, sums, one in zip(ranks, SUMS, digests[serial % 2], strict=True):
-            client.say("snapped", serial=serial, version=serial, checksums=sums, digests=one)
+        world.publish(ranks, serial, serial)
         told = {name: client.last("newest") for name, client in actors.items()}
-        assert all(("source" in one) == (one.get("digests") == digests[serial % 2]) for one in told.values())
         return {name: one["source"]["name"] for name, one in told.items() if "source" in one}
 
     assert publish(1) == {"b": "a", "c": "b", "d": "c"}
@@ -406,14 +405,51 @@ def test_checksums_of_a_lost_shard_server_do_not_count() -> None:
     """The next one computes them anew."""
     world = World()
     ranks = world.ranks()
-    ranks[0].say("snapped", serial=1, version=0, checksums=["00", "00"])
+    ranks[0].say("snapped", serial=1, version=0, sheet="00")
     assert ranks[0].channel is not None
     ranks[0].channel.close("killed")
     world.run(0.1)
-    ranks[1].say("snapped", serial=1, version=0, checksums=SUMS[1])
+    ranks[1].say("snapped", serial=1, version=0, sheet=SHEETS[1])
     assert world.registry.newest is None
-    world.rank(0).say("snapped", serial=1, version=0, checksums=SUMS[0])
+    world.rank(0).say("snapped", serial=1, version=0, sheet=SHEETS[0])
     assert world.registry.newest is not None
+
+
+def test_the_trainer_is_told_counts_of_many_actors_at_once_and_details_little_by_little() -> None:
+    world = World()
+    ranks, actors = world.ranks(), [world.actor(f"a{number:02d}") for number in range(30)]
+    world.publish(ranks, 1, 0)
+    trainer = world.trainer(beats=False)
+    assert len(trainer.heard[-1]["actors"]) == 30 and trainer.heard[-1]["whole"]
+    trainer.heard.clear()
+    for actor in actors:
+        actor.send({"type": "serving", "version": 0, "digest": world.digest, "figures": {}})
+    actors[-1].send({"type": "poisoned", "version": 0, "reason": "half of it"})
+    world.run(0.016)
+    first = trainer.heard[0]
+    assert "a29" in first["actors"] and len(first["actors"]) == STATUS_ACTORS + 1
+    assert (dict(first["serving"]), dict(first["awaited"])) == ({0: 29, -1: 1}, {0: 29, -1: 1})
+    assert first["states"] == {"READY": 29, "POISONED": 1}
+    world.run(0.2)
+    assert len(trainer.last("status")["actors"]) == 30
+    count = len(trainer.heard)
+    world.run(1.0)
+    assert len(trainer.heard) == count, "nothing has changed"
+    trainer.say("look")
+    assert trainer.heard[-1]["whole"] and len(trainer.heard[-1]["actors"]) == 30
+
+
+def test_an_actor_that_floods_the_registry_waits_and_the_others_do_not() -> None:
+    world = World()
+    evil, good = world.actor("evil"), world.actor("good")
+    for _ in range(1000):
+        evil.send({"type": "poisoned", "version": 0, "reason": "x"})
+    good.say("poisoned", version=0, reason="y")
+    said = [event["actor"] for event in world.events("poisoned")]
+    assert said.count("good") == 1 and said.count("evil") < 2.1 * ACTOR_SHARE * wire.MESSAGES_AT_ONCE / 2
+    world.run(1.0)
+    more = sum(event["actor"] == "evil" for event in world.events("poisoned")) - said.count("evil")
+    assert more <= 1.1 * ACTOR_SHARE * wire.MESSAGES_PER_SECOND
 
 
 def test_registry_that_ends_closes_everything() -> None:

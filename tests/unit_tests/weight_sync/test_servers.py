@@ -175,4 +175,21 @@ def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch
     waiting.pop(0)(None, None)
     for _ in range(5):
         journal.write("line", {})
-    assert len(waiting) == 2
+    assert journal._waiting == 2
+
+
+def test_an_actor_causes_a_bounded_number_of_lines_and_those_left_out_are_counted(tmp_path: Path) -> None:
+    now = [0.0]
+    runtime: Any = SimpleNamespace(now=lambda: now[0], work=lambda _lane, function, done: done(function(), None))
+    journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
+    for _ in range(5000):
+        journal.write("poisoned", {"actor": "evil"})
+    journal.write("applied", {"actor": "good"})
+    now[0] = 10.0
+    for _ in range(5000):
+        journal.write("poisoned", {"actor": "evil"})
+    journal.write("publish", {"version": 1})
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    evil = [line for line in lines if line.get("actor") == "evil"]
+    assert len(evil) <= main.LINES_AT_ONCE + 10 * main.LINES_PER_SECOND + 2 and len(lines) == len(evil) + 2
+    assert sum(line.get("lost_lines", 0) for line in lines) == 10_000 - len(evil)

@@ -12,6 +12,7 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
+from torchtitan.weight_sync.memory.manifest import Sheet
 from torchtitan.weight_sync.trainer.shard_server import MAX_BUCKET_SECONDS
 from torchtitan.weight_sync.transports import bucket_server
 from torchtitan.weight_sync.transports.bucket_server import IDLE_SECONDS
@@ -87,7 +88,7 @@ def test_registry_hears_layout_and_checksums_and_again_after_it_was_lost() -> No
     (one, other) = world.told_of("snapped")
     data = content("e1", 0, 0, BUCKETS)
     sums = [xxhash.xxh3_128_hexdigest(data[i : i + BUCKET_BYTES]) for i in range(0, len(data), BUCKET_BYTES)]
-    assert (one["serial"], one["version"], one["checksums"]) == (first, 0, sums)
+    assert (one["serial"], one["version"], one["sheet"]) == (first, 0, Sheet.of(sums).digest())
     assert (other["serial"], other["version"]) == (second, 1)
     world.told.clear()
     assert world.channel is not None

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from deterministic.machine import Machine, Process
-from deterministic.parts import REGISTRY, TOKEN
+from deterministic.parts import REGISTRY, TOKEN, whole_layout
 from tests.patience import eventually
 from tests.tiny_models import SHAPE
 from tests.unit_tests.inference.test_parity import Liar
@@ -25,7 +25,7 @@ from torchtitan.inference.actor_parts import ActorProcess
 from torchtitan.inference.pool import InferencePool
 from torchtitan.utils.child_process import ChildProcess
 from torchtitan.utils.json_lines import EventLog
-from torchtitan.weight_sync.memory.manifest import Manifest
+from torchtitan.weight_sync.memory.manifest import Manifest, Sheet
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
@@ -114,12 +114,12 @@ def test_relayed_bytes_are_checked_by_more_than_a_checksum() -> None:
     data = random.Random(1).randbytes(4096)
     forged = other_bytes(data, struct.pack("<2f", 1e6, 1e6))
     assert forged[:8] != data[:8] and xxhash.xxh3_128_hexdigest(forged) == xxhash.xxh3_128_hexdigest(data)
-    sums, digests = ((xxhash.xxh3_128_hexdigest(data),),), ((hashlib.sha256(data).hexdigest(),),)
-    manifest = Manifest("e1", 1, "layout", sums, "digest")
+    sheet = Sheet.of([xxhash.xxh3_128_hexdigest(data)], [hashlib.sha256(data).hexdigest()])
+    manifest = Manifest("e1", 1, "layout", (sheet.digest(),), "digest", {0: sheet})
 
     def accepted(source: str, arrived: bytes) -> bool:
-        transfer = Transfer(1, 1, manifest, {(0, 0)}, 0.0, 0.0, source, digests)
-        hasher = transfer.hasher()
+        transfer = Transfer(1, 1, manifest, whole_layout(1, 1), {0: {0}}, 0.0, 0.0, source)
+        hasher = transfer.hasher(0)
         hasher.update(arrived)
         return bool(hasher.hexdigest() == transfer.expected((0, 0)))
 

@@ -223,6 +223,9 @@ class ColocatedWeights:
         status = ActorStatus("SERVING", self._version, self._version >= 0, "", 0)
         return {replica_name(number): status for number in range(self._replicas)}
 
+    def states(self) -> Mapping[str, str]:
+        return {name: f"{status.state} v{status.version}" for name, status in self.actors().items()}
+
     def statistics(self) -> dict[str, float]:
         generated = self._replica.busy_s
         figures = {

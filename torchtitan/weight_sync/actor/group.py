@@ -24,7 +24,7 @@ from torchtitan.weight_sync.memory.slots import anonymous_file, file_reference
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.memory.transfer import BYTES
 from torchtitan.weight_sync.wire.handshake import WORKER, Acceptor, Identity
-from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError
+from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Message, ProtocolError
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 logger = logging.getLogger("torchtitan.weight_sync.actor.group")
@@ -166,8 +166,7 @@ class Leader(Puller):
             for worker in self._workers.values():
                 worker.staged, worker.bytes = NOTHING, 0
             live = {"newest": serial, "lanes": [], "room": True, "base": self._base, "dropped": []}
-            checksums = Encoded(manifest.checksums)
-            self._send({"type": "newest", **live, **vars(manifest), "checksums": checksums})
+            self._send({"type": "newest", **live, **manifest.to_json()})
 
     def _ended(self, number: int, worker: _Worker, message: Message) -> None:
         version, outcome, reason = message["version"], message["outcome"], f"worker {number}: {message['reason']}"

@@ -6,13 +6,13 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.memory.transfer import Engine, Transfer
+from torchtitan.weight_sync.memory.transfer import SHEET, Engine, Transfer
 from torchtitan.weight_sync.transports.bucket_server import Relay
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -69,7 +69,8 @@ class Puller:
         self._tell = self.registry.tell
         self._layout: Layout | None = None
         self._layout_id = ""
-        self._needs: Collection[BucketKey] = ()
+        self._needs: dict[int, set[int]] = {}
+        """Rank -> its sheet, and the buckets that this actor needs"""
         self._sources: list[ShardServerConnection] = []
         self._servers: list[str] = []
         self._relay = relay
@@ -86,8 +87,6 @@ class Puller:
         """The actor that relays this transfer; None: the trainer sends it"""
         self._newest: tuple[int, Manifest, Message | None] | None = None
         """Serial, version, and the actor to pull it from, if any"""
-        self._digests: Sequence[Sequence[str]] = ()
-        """Of the newest version's buckets, if an actor relays it"""
         self._lanes: set[int] = set()
         self._room = True
         self._pinned: int | None = None
@@ -162,9 +161,9 @@ class Puller:
             return {}
         # A thread that fetches a bucket has its own deadlines, and reports the bytes only at the end.
         if self._is_quiet() and self._runtime.now() - pull.moved_at > self._progress_s:
-            pull.moved_at, missing = self._runtime.now(), {rank for rank, _ in pull.missing}
+            pull.moved_at = self._runtime.now()
             for source in self._sources:
-                if source.rank in missing:
+                if source.rank in pull.missing:
                     source.drop(f"no byte for {self._progress_s:g} s")
                     source.ask()
         elif self._runtime.now() - pull.moved_at > PEER_SECONDS:
@@ -187,7 +186,9 @@ class Puller:
         self._servers, self._progress_s = list(map(str, message["servers"])), message["progress_s"]
         if self._layout is None:
             layout = self._read_layout(message["layout"])
-            self._needs = self.engine.prepare(layout, message)
+            self._needs = {rank: {SHEET} for rank in range(len(layout.ranks)) if layout.bucket_count(rank)}
+            for rank, bucket in self.engine.prepare(layout, message):
+                self._needs[rank].add(bucket)
             self._layout, self._layout_id = layout, message["layout_id"]
             self._sources = self._new_sources(len(layout.ranks))
         elif message["layout_id"] != self._layout_id:
@@ -228,10 +229,7 @@ class Puller:
             raise ProtocolError(f"a version of epoch {manifest.epoch}")
         if self._newest is None or self._newest[0] != message["newest"]:
             self._paused_until = 0.0
-        source, self._digests = message.get("source"), message.get("digests", ())
-        if source is not None and list(map(len, self._digests)) != list(map(len, manifest.checksums)):
-            raise ProtocolError(f"version {manifest.version} is relayed without a digest per bucket")
-        self._newest = message["newest"], manifest, source
+        self._newest = message["newest"], manifest, message.get("source")
         self._on_live(message)
 
     def _on_live(self, message: Message) -> None:
@@ -270,14 +268,16 @@ class Puller:
         assert self._layout is not None
         if not self._passes("pull", manifest.version):
             return
-        now, missing = self._runtime.now(), set(self._needs)
-        transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
+        now = self._runtime.now()
+        there = {rank: {SHEET} for rank in manifest.sheets}
+        missing = {rank: left for rank, needs in self._needs.items() if (left := needs - there.get(rank, set()))}
+        transfer = Transfer(next(self._numbers), serial, manifest, self._layout, missing, now, moved_at=now)
         if self._relay is not None:
             self._relay.hold(self._layout, transfer)
         if self._peer != peer:
             self._peer = peer
             self._move_sources()
-        transfer.source, transfer.digests = "" if peer is None else str(peer["name"]), self._digests
+        transfer.source = "" if peer is None else str(peer["name"])
         self.transfer = transfer
         self._tell_pulling(transfer)
         if not missing:
@@ -331,33 +331,26 @@ class Puller:
         transfer = self.transfer
         if transfer is None or not self.is_current(message):
             return None
-        key, now = self._checked_key(source, message, transfer), self._runtime.now
+        key, now = transfer.checked_key(source.rank, message), self._runtime.now
         if "base" in message:
             base = self._held.get(key)
-            if base is None or message["base"] != base or message["bytes"] >= self._bucket_bytes(key):
+            if base is None or message["base"] != base or message["bytes"] >= transfer.bucket_bytes(key):
                 raise ProtocolError(f"a delta of bucket {key[1]} of rank {key[0]} that was not asked for")
             delta = memoryview(bytearray(message["bytes"]))
             transfer.arriving[key] = delta
             return delta, lambda piece: transfer.count(len(piece), True, now())
         # The kind is xxh3: checksums of the other kind are only used for memory that references point to.
-        hasher = transfer.hasher()
+        hasher = transfer.hasher(key[1])
         transfer.arriving[key] = hasher
         self._held.pop(key, None)
+        is_sheet = key[1] == SHEET
+        memory = transfer.sheet_memory(key[0], message["bytes"]) if is_sheet else self.engine.bucket(key)
 
         def take(piece: memoryview) -> None:
-            transfer.count(len(piece), False, now())
+            transfer.count(0 if is_sheet else len(piece), False, now())
             hasher.update(piece)
 
-        return self.engine.bucket(key), take
-
-    def _checked_key(self, source: ShardServerConnection, message: Message, transfer: Transfer) -> BucketKey:
-        key = message["rank"], message["bucket"]
-        if message["rank"] != source.rank:
-            raise ProtocolError(f"a bucket of rank {message['rank']} came from rank {source.rank}")
-        if key not in transfer.missing or key in transfer.arriving:
-            # Verified bytes are never overwritten: what is applied is what was verified.
-            raise ProtocolError(f"bucket {key[1]} of rank {key[0]} was sent twice, or not asked for")
-        return key
+        return memory, take
 
     def bucket(self, source: ShardServerConnection, message: Message) -> None:
         """Verify a bucket that has arrived, or start a thread for its reference or delta."""
@@ -374,9 +367,9 @@ class Puller:
         if "reference" in message:
             if "drop" in asked:
                 return
-            self._checked_key(source, message, transfer)
+            transfer.checked_key(source.rank, message)
             fetch = partial(self.engine.fetch, key, message["reference"])
-            self._work(transfer, source, key, fetch, self._bucket_bytes(key), asked)
+            self._work(transfer, source, key, fetch, transfer.bucket_bytes(key), asked)
         elif (placed := transfer.arriving.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
@@ -408,11 +401,6 @@ class Puller:
 
         self._runtime.work("fetch", function, written)
 
-    def _bucket_bytes(self, key: BucketKey) -> int:
-        assert self._layout is not None
-        start, end = self._layout.bucket_range(*key)
-        return end - start
-
     def _verify(self, source: ShardServerConnection, key: BucketKey, found: str, asked: Any) -> None:
         pull, (rank, bucket) = self.transfer, key
         assert pull is not None
@@ -421,8 +409,11 @@ class Puller:
         if "corrupt" in asked:
             found = "corrupt"
         if found == pull.expected(key):
-            pull.missing.remove(key)
-            self._held[key] = pull.serial
+            pull.done(*key)
+            if bucket == SHEET:
+                pull.take_sheet(rank)
+            else:
+                self._held[key] = pull.serial
             source.succeeded()
             if self._relay is not None:
                 self._relay.send_more()
@@ -438,7 +429,12 @@ class Puller:
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MAX_CORRUPTIONS} times")
             self._pause()
         elif not self.leave_peer():
-            source.tell(pull.request([bucket], again=True))
+            if bucket != SHEET:
+                source.tell(pull.request([bucket], again=True))
+                return
+            # Without it the buckets that follow cannot be verified.
+            source.drop("its checksums are corrupt")
+            source.ask()
 
     # Engine
 

@@ -42,9 +42,9 @@ def differing_parameters(
     check_types(proof.layout, live)
     wrong = [
         (rank, bucket)
-        for rank, expected in enumerate(proof.checksums)
+        for rank, sheet in proof.sheets.items()
         for bucket, found in enumerate(slot_checksums(proof.layout, rank, live, stop))
-        if found != expected[bucket]
+        if found != sheet[bucket]
     ]
     if not wrong:
         return ""

@@ -1,4 +1,4 @@
-"""What describes a version: the layout (once per job) and the checksums (per version), both plain JSON. No torch.
+"""What describes a version: the layout (once per job, as JSON) and the checksums (per version, as bytes). No torch.
 
 A rank's slot consists of shards without gaps, cut into buckets of a fixed size regardless of where shards end. The
 actor's staging memory holds the same bytes per sender rank, so a bucket is verified and stored as it is. Whether the
@@ -8,11 +8,12 @@ the check of four million shards takes less than a second.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -102,45 +103,94 @@ class Layout:
             raise LayoutError(f"malformed layout: {error!r}") from error
 
 
-def content_digest(layout_id: str, checksums: list[list[str]]) -> str:
-    """Return one digest of a version's bytes, over the layout id and every bucket's checksum, rank by rank."""
-    return xxhash.xxh3_128_hexdigest(json.dumps([layout_id, checksums], separators=(",", ":")).encode())
+CHECKSUM_BYTES, SHA256_BYTES = 16, 32
+DIGEST_BYTES = 16
+
+
+def new_digest() -> Any:
+    """Return a hasher for sheets: BLAKE2b, because whoever relays a sheet might want another one to be taken for it."""
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+
+class Sheet:
+    """What the buckets of one rank in one version hash to. data: `count` checksums of 16 bytes each, and behind them,
+    if actors relay, as many SHA-256 digests. It travels like a bucket, to whoever lacks it."""
+
+    def __init__(self, data: bytes, count: int):
+        self.data, self._count = data, count
+
+    @classmethod
+    def of(cls, checksums: Sequence[str], digests: Sequence[str] = ()) -> Sheet:
+        """Make a sheet of hexadecimal checksums, and of the buckets' SHA-256 if actors relay."""
+        return cls(bytes.fromhex("".join((*checksums, *digests))), len(checksums))
+
+    def digest(self) -> str:
+        """Return what the registry announces of this sheet."""
+        hasher = new_digest()
+        hasher.update(self.data)
+        return str(hasher.hexdigest())
+
+    def __getitem__(self, bucket: int) -> str:
+        """Return a bucket's checksum."""
+        return self.data[CHECKSUM_BYTES * bucket : CHECKSUM_BYTES * (bucket + 1)].hex()
+
+    def sha256(self, bucket: int) -> str:
+        """Return a bucket's SHA-256; empty, which nothing hashes to, if this sheet has none."""
+        start = CHECKSUM_BYTES * self._count + SHA256_BYTES * bucket
+        return self.data[start : start + SHA256_BYTES].hex()
+
+
+def sheet_sizes(count: int) -> tuple[int, int]:
+    """Return how many bytes a sheet of so many buckets has, without and with SHA-256."""
+    return CHECKSUM_BYTES * count, (CHECKSUM_BYTES + SHA256_BYTES) * count
+
+
+def content_digest(layout_id: str, sheet_digests: Sequence[str]) -> str:
+    """Return one digest of a version's bytes, over the layout id and every rank's sheet of checksums."""
+    hasher = new_digest()
+    hasher.update(json.dumps([layout_id, *sheet_digests]).encode())
+    return str(hasher.hexdigest())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One version: its identity, and a checksum per bucket of every rank."""
+    """A version: its identity, and what each rank's sheet of checksums hashes to. sheets: by rank, those that this
+    process has and has verified."""
 
     epoch: str
     version: int
     layout_id: str
-    checksums: tuple[tuple[str, ...], ...]
+    sheet_digests: tuple[str, ...]
     digest: str
+    sheets: dict[int, Sheet] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, epoch: str, version: int, layout_id: str, checksums: list[list[str]]) -> Manifest:
-        """Make the manifest of a version with these checksums."""
-        return cls(epoch, version, layout_id, tuple(map(tuple, checksums)), content_digest(layout_id, checksums))
+    def of(cls, epoch: str, version: int, layout_id: str, sheet_digests: Sequence[str]) -> Manifest:
+        """Make the manifest of a version with these sheets."""
+        return cls(epoch, version, layout_id, tuple(sheet_digests), content_digest(layout_id, sheet_digests))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
-        """Read a manifest. Raises LayoutError if fields are missing or the digest does not match the checksums."""
+        """Read a manifest. Raises LayoutError if fields are missing or the digest does not match the sheets'."""
         try:
-            checksums = [[str(value) for value in rank] for rank in data["checksums"]]
-            manifest = cls.of(str(data["epoch"]), int(data["version"]), str(data["layout_id"]), checksums)
+            digests = [str(value) for value in data["sheet_digests"]]
+            manifest = cls.of(str(data["epoch"]), int(data["version"]), str(data["layout_id"]), digests)
             if manifest.digest != data["digest"]:
-                raise LayoutError("the manifest's digest does not match its checksums")
+                raise LayoutError("the manifest's digest does not match those of its sheets")
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"malformed manifest: {error!r}") from error
         return manifest
 
+    def to_json(self) -> dict[str, Any]:
+        about = {"epoch": self.epoch, "version": self.version, "layout_id": self.layout_id, "digest": self.digest}
+        return {**about, "sheet_digests": list(self.sheet_digests)}
+
     def check_fits(self, layout: Layout, layout_id: str) -> None:
-        """Raise LayoutError unless there is exactly one checksum per bucket of `layout`."""
+        """Raise LayoutError unless there is exactly one sheet per rank of `layout`."""
         if self.layout_id != layout_id:
             raise LayoutError(f"version {self.version} has layout {self.layout_id}, not {layout_id}")
-        expected = [layout.bucket_count(rank) for rank in range(len(layout.ranks))]
-        if [len(rank) for rank in self.checksums] != expected:
-            raise LayoutError(f"version {self.version} does not have one checksum per bucket")
+        if len(self.sheet_digests) != len(layout.ranks):
+            raise LayoutError(f"version {self.version} does not have one sheet per rank")
 
 
 def merge_layouts(parts: list[dict[str, Any]]) -> Layout:

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry
-from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.manifest import Layout, Sheet
 from torchtitan.weight_sync.memory.manifest import WeightsRefused as WeightsRefused
 
 Area = memoryview | torch.Tensor
@@ -33,12 +33,12 @@ aten: Any = torch.ops.aten
 class ExpectedChecksums:
     """What is needed to verify an engine's own tensors against a version after it is applied; see digest.py.
 
-    checksums: of every bucket of every sender rank, from the version's manifest. still_staged: returns whether staging
-    memory still holds this version.
+    sheets: by sender rank, the checksums of its buckets. still_staged: returns whether staging memory still holds this
+    version.
     """
 
     layout: Layout
-    checksums: tuple[tuple[str, ...], ...]
+    sheets: Mapping[int, Sheet]
     still_staged: Callable[[], bool]
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import xxhash
 
-from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest
-from torchtitan.weight_sync.wire.runtime import Channel, Message
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, Sheet, new_digest, sheet_sizes
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 
 # How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
+
+
+# The number by which a rank's sheet of checksums is asked for, before its buckets.
+SHEET = -1
 
 
 @dataclass
@@ -25,28 +29,74 @@ class Transfer:
     number: int
     serial: int
     manifest: Manifest
-    missing: set[BucketKey]
+    layout: Layout
+    missing: dict[int, set[int]]
+    """Rank -> buckets, its sheet among them; without ranks of which nothing is missing"""
     begun: float
     moved_at: float
     """When the last byte arrived"""
     source: str = ""
     """Name of the actor that relays it; empty: the trainer sends it"""
-    digests: Sequence[Sequence[str]] = ()
-    """SHA-256 of each bucket of each rank, if it is relayed: a checksum does not keep an actor from passing on other
-    bytes"""
     arriving: dict[BucketKey, Any] = field(default_factory=dict)
     """Arriving bucket -> its hasher, or a delta's bytes; None if a thread writes the bucket"""
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
     """Bytes by figure (see BYTES)"""
+    _sheets: dict[int, memoryview] = field(default_factory=dict)
+    """Rank -> the memory that its sheet arrives in"""
 
-    def hasher(self) -> Any:
+    def lacks(self, rank: int, bucket: int) -> bool:
+        """Return whether this bucket, or sheet, is missing."""
+        return bucket in self.missing.get(rank, ())
+
+    def done(self, rank: int, bucket: int) -> None:
+        """Record that it is there and verified."""
+        self.missing[rank].remove(bucket)
+        if not self.missing[rank]:
+            del self.missing[rank]
+
+    def checked_key(self, rank: int, message: Message) -> BucketKey:
+        """Return which bucket this message of the source for `rank` is about. Raises ProtocolError unless it is due."""
+        key = found, bucket = message["rank"], message["bucket"]
+        if found != rank:
+            raise ProtocolError(f"a bucket of rank {found} came from rank {rank}")
+        if bucket == SHEET and "bytes" not in message:
+            raise ProtocolError("checksums come over the channel, in bytes")
+        if bucket != SHEET and self.lacks(rank, SHEET):
+            raise ProtocolError(f"bucket {bucket} of rank {rank} came before its checksum")
+        if not self.lacks(*key) or key in self.arriving:
+            # Verified bytes are never overwritten: what is applied is what was verified.
+            raise ProtocolError(f"bucket {bucket} of rank {rank} was sent twice, or not asked for")
+        return key
+
+    def bucket_bytes(self, key: BucketKey) -> int:
+        """Return the size of a bucket."""
+        start, end = self.layout.bucket_range(*key)
+        return end - start
+
+    def sheet_memory(self, rank: int, count: int) -> memoryview:
+        """Return memory for a rank's sheet. Raises ProtocolError if it cannot have so many bytes."""
+        if count not in sheet_sizes(self.layout.bucket_count(rank)):
+            raise ProtocolError(f"{count} bytes are not the checksums of rank {rank}")
+        self._sheets[rank] = memoryview(bytearray(count))
+        return self._sheets[rank]
+
+    def take_sheet(self, rank: int) -> None:
+        """Use a rank's sheet, which has arrived and been verified."""
+        self.manifest.sheets[rank] = Sheet(bytes(self._sheets.pop(rank)), self.layout.bucket_count(rank))
+
+    def hasher(self, bucket: int) -> Any:
         """Return a hasher for a bucket; see expected()."""
-        return hashlib.sha256() if self.source else xxhash.xxh3_128()
+        return new_digest() if bucket == SHEET else hashlib.sha256() if self.source else xxhash.xxh3_128()
 
     def expected(self, key: BucketKey) -> str:
-        """Return what a bucket has to hash to: its digest if an actor relays it, else its checksum."""
-        return (self.digests if self.source else self.manifest.checksums)[key[0]][key[1]]
+        """Return what a bucket has to hash to: its SHA-256 if an actor relays it, because a checksum does not keep an
+        actor from passing on other bytes, else its checksum."""
+        rank, bucket = key
+        if bucket == SHEET:
+            return self.manifest.sheet_digests[rank]
+        sheet = self.manifest.sheets[rank]
+        return sheet.sha256(bucket) if self.source else sheet[bucket]
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
         """Record that `count` bytes have arrived."""
@@ -59,17 +109,24 @@ class Transfer:
         return {"transfer_s": now - self.begun, **received, "source": self.source or "trainer"}
 
     def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
-        """Return the requests to this rank's shard server for buckets that are missing and not arriving already.
+        """Return the requests to this rank's shard server for what is missing and not arriving already: its sheet
+        first, because no bucket can be verified without it.
 
         held: bucket -> serial of the snapshot in staging memory; where that is `base`, a delta is requested.
         """
+        sheet: list[int] = []
         again: list[int] = []
         deltas: list[int] = []
         whole: list[int] = []
-        for key in sorted(key for key in self.missing if key[0] == rank and key not in self.arriving):
-            is_delta = base is not None and held.get(key) == base
-            (again if self.corruptions[key] else deltas if is_delta else whole).append(key[1])
-        asked: list[tuple[list[int], Message]] = [(again, {"again": True}), (deltas, {"base": base}), (whole, {})]
+        for bucket in sorted(self.missing.get(rank, ())):
+            key = rank, bucket
+            if key not in self.arriving:
+                is_delta = base is not None and held.get(key) == base
+                which = again if key in self.corruptions else deltas if is_delta else whole
+                (sheet if bucket == SHEET else which).append(bucket)
+        asked: list[tuple[list[int], Message]] = [
+            (sheet, {}), (again, {"again": True}), (deltas, {"base": base}), (whole, {})
+        ]  # fmt: skip
         return [self.request(buckets, **how) for buckets, how in asked if buckets]
 
     def request(self, buckets: list[int], **how: Any) -> Message:

@@ -4,7 +4,7 @@
     weights/<epoch>/version-00000012/
         model.safetensors             one rank: plain full tensors under their Hugging Face names
         rank-00003.safetensors        several ranks: the shards of one; its metadata says where they belong
-        manifest.json                 written last: epoch, version, checksums, digest, and a description of each file
+        manifest.json                 written last: epoch, version, digests, and a description of each file
 
     read_weights("weights/latest")    verifies and assembles all ranks' files (needs torch)
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-FORMAT = 2
+FORMAT = 3
 _DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # How often to resolve the folder again if its version is deleted while it is read.
 _READ_ATTEMPTS = 5
@@ -160,7 +160,7 @@ def _manifest(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
     try:
         data = json.loads((folder / MANIFEST).read_text())
         manifest, files = Manifest.from_json(data), data["files"]
-        if data["format"] != FORMAT or not 0 < len(files) == len(manifest.checksums):
+        if data["format"] != FORMAT or not 0 < len(files) == len(manifest.sheet_digests):
             raise ValueError("of another format, or not of all ranks")
         for file in files:
             if absent := {"file", "bytes", "xxh3_128"} - file.keys():

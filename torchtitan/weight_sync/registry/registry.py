@@ -7,28 +7,41 @@ the newest version and the lanes. A restarted registry (in a new term) hears all
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
-from torchtitan.weight_sync.registry.state import KEPT, Actor, IncompleteVersion, Lanes, Rank, Settings, relay_sources
+from torchtitan.weight_sync.registry.state import (
+    KEPT,
+    Actor,
+    IncompleteVersion,
+    Lanes,
+    Rank,
+    Settings,
+    relay_sources,
+    tally,
+)
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER, Acceptor, Identity
-from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
+from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime, Shared
 
 logger = logging.getLogger("torchtitan.weight_sync.registry.registry")
 
 # Changes within this time go into one status message.
 STATUS_SECONDS = 0.01
-# … and so much longer per actor: the trainer reads about all of them each time.
+# … and so much longer per actor.
 STATUS_SECONDS_PER_ACTOR = 1e-4
+# Of so many actors that only pull, apply and serve a status message has the details; the counts are of all.
+STATUS_ACTORS = 5
 # How many versions that will never be published are remembered, for shard servers and the trainer.
 MAX_DROPPED = 64
 # An actor that does not finish in this many lanes in a row is given up.
 MAX_LOST_LANES = 3
+# An actor says a few things per version here, and a fleet of hostile ones must not take the registry's only thread.
+ACTOR_SHARE = 0.1
 # An actor that has been away this long is no longer listed.
 FORGET_SECONDS = 300.0
 
@@ -53,7 +66,9 @@ class Registry:
         """For the catalogue: serial -> version of each live snapshot"""
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
-        self._acceptor = Acceptor(runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter)
+        self._acceptor = Acceptor(
+            runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter, ACTOR_SHARE
+        )
         self._token = token
         self.lanes = Lanes(settings)
         self._ranks: dict[int, Rank] = {}
@@ -72,6 +87,11 @@ class Registry:
         self._evictions = 0
         self._failure = ""
         self._status_due = False
+        self._whole = True
+        """Whether the next status message has the details of all actors"""
+        self._urgent: dict[str, None] = {}
+        self._routine: dict[str, None] = {}
+        """Names of actors of which the trainer has not been told the latest"""
         self._told = self._live()
         """What shard servers and actors were last told of what lives"""
 
@@ -96,6 +116,8 @@ class Registry:
         return {"term": self.term}
 
     def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
+        # When a thousand actors come at once, a tick may take seconds to come.
+        self._beat()
         if identity.role == RANK:
             self._rank_entered(channel, int(identity.name), fields)
         elif identity.role == ACTOR:
@@ -105,6 +127,7 @@ class Registry:
                 self._trainer.close("replaced")
             self._trainer = channel
             channel.on_message, channel.on_close = self._on_trainer_message, self._on_trainer_lost
+            self._whole = True
             self._tell_trainer()
 
     def _tick(self) -> None:
@@ -119,6 +142,7 @@ class Registry:
             if actor.channel is None:
                 if now - actor.heard_at > FORGET_SECONDS:
                     del self.actors[name]
+                    self._changed(name)
             elif now - actor.heard_at > SILENCE_SECONDS:
                 actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
             elif actor.apply_elapsed_s(now) > self.settings.apply_timeout_s:
@@ -127,7 +151,7 @@ class Registry:
             elif not actor.late and actor.take_elapsed_s(now) > self.settings.take_timeout_s:
                 actor.late = f"took no version within {self.settings.take_timeout_s:g} s though one is offered"
                 self._write("late", {"actor": name, "version": actor.version, "reason": actor.late})
-                self._changed()
+                self._changed(name)
         for serial, incomplete in list(self._incomplete.items()):
             if now - incomplete.since > self.settings.snapshot_timeout_s:
                 missing = [rank for rank in range(self.settings.world_size) if rank not in incomplete.snapped]
@@ -181,9 +205,10 @@ class Registry:
             logger.error("%s", self._failure)
             self._changed()
             return
-        about = {"layout_id": whole.layout_id(), "layout": Encoded(whole.to_json())}
+        about: Message = {"layout_id": whole.layout_id(), "layout": whole.to_json()}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
-        self._model = {"type": "model", **about, "servers": servers, "progress_s": self.settings.progress_timeout_s}
+        about |= {"servers": servers, "progress_s": self.settings.progress_timeout_s}
+        self._model = Shared({"type": "model", **about})
         for channel in self._actor_channels():
             channel.send(self._model)
         self._publish_complete()
@@ -210,9 +235,9 @@ class Registry:
         gathered = self._incomplete[serial]
         hook.at("publish", version=gathered.version)
         snapped = [gathered.snapped[rank] for rank in range(self.settings.world_size)]
-        checksums = [message["checksums"] for message in snapped]
-        self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], checksums)
-        self._newest_message = {"type": "newest", **vars(self.newest), "checksums": Encoded(checksums)}
+        sheets = [message["sheet"] for message in snapped]
+        self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], sheets)
+        self._newest_message = {"type": "newest", **self.newest.to_json()}
         self._incomplete = {later: one for later, one in self._incomplete.items() if later > serial}
         self.lanes.publish(serial, self._runtime.now())
         if self._catalogue is not None:
@@ -228,14 +253,13 @@ class Registry:
             # Whatever is wrong with an actor: the newest version is announced to all.
             logger.exception("no actor relays version %d", gathered.version)
             sources = {}
-        digests = Encoded([message.get("digests", []) for message in snapped]) if sources else None
+        newest = Shared({**live, **self._newest_message})
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.offer(gathered.version, self._runtime.now())
                 source = sources.get(name)
                 actor.source = "" if source is None else source["name"]
-                relayed = {} if source is None else {"source": source, "digests": digests}
-                actor.channel.send({**live, **self._newest_message, **relayed})
+                actor.channel.send(newest if source is None else {**newest, "source": source})
         for server in self._ranks.values():
             server.channel.send(live)
         self._changed()
@@ -276,13 +300,19 @@ class Registry:
     def _channels(self) -> list[Channel]:
         return [*(server.channel for server in self._ranks.values()), *self._actor_channels()]
 
-    def _changed(self) -> None:
-        """Announce what lives if it has changed, and schedule a status message to the trainer."""
+    def _changed(self, name: str = "", routine: bool = False) -> None:
+        """Announce what lives if it has changed, and schedule a status message to the trainer. name: of the actor that
+        has changed, if one has; routine: as each does with each version."""
         live = self._live()
         if live != self._told:
-            self._told = live
+            self._told = live = Shared(live)
             for channel in self._channels():
                 channel.send(live)
+        if name:
+            (self._routine if routine else self._urgent)[name] = None
+        self._tell_trainer_soon()
+
+    def _tell_trainer_soon(self) -> None:
         if self._trainer is not None and not self._status_due:
             self._status_due = True
             self._runtime.call_later(STATUS_SECONDS + STATUS_SECONDS_PER_ACTOR * len(self.actors), self._tell_trainer)
@@ -306,7 +336,7 @@ class Registry:
         if self._model:
             channel.send(self._model)
         channel.send({**self._live(), **self._newest_message})
-        self._changed()
+        self._changed(name)
 
     def _on_actor_lost(self, name: str, _channel: Channel, reason: str) -> None:
         actor = self.actors[name]
@@ -318,7 +348,7 @@ class Registry:
         self._evictions += 1
         self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
         self.lanes.leave(name)
-        self._changed()
+        self._changed(name)
 
     def _lost_lane(self, name: str) -> None:
         actor, count = self.actors[name], self.lanes.lost[name]
@@ -327,7 +357,7 @@ class Registry:
             actor.state = "GIVEN_UP"
             actor.reason = f"it could not finish a version within {self.settings.lease_s:g} s, {count} times in a row"
             actor.channel.close(actor.reason)
-        self._changed()
+        self._changed(name)
 
     def _on_actor_message(self, name: str, channel: Channel, message: Message) -> None:
         actor, now, kind = self.actors[name], self._runtime.now(), message["type"]
@@ -356,7 +386,7 @@ class Registry:
             self._write("poisoned", {"actor": name, "version": message["version"], "reason": message["reason"]})
         else:
             raise ProtocolError(f"an actor does not send {kind!r}")
-        self._changed()
+        self._changed(name, routine=kind in ("pulling", "ended", "serving") and not actor.failures)
 
     def _on_ended(self, name: str, actor: Actor, message: Message) -> None:
         """Handle the end of an actor's pull or, if everything was staged, its engine's refusal of the version."""
@@ -390,9 +420,13 @@ class Registry:
         if message["type"] == "ping":
             channel.send({"type": "pong"})
             return
+        if message["type"] == "look":
+            self._whole = True
+            self._tell_trainer_soon()
+            return
         if message["type"] != "pin":
             raise ProtocolError(f"a trainer does not send {message['type']!r}")
-        self._pin = {"pinned": message.get("version")}
+        self._pin, self._whole = {"pinned": message.get("version")}, True
         for actor in self.actors.values():
             actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
             if actor.applies_since is not None:
@@ -410,19 +444,30 @@ class Registry:
 
     def _tell_trainer(self) -> None:
         self._status_due = False
-        if self._trainer is not None:
-            self._trainer.send(self.status())
+        if self._trainer is None:
+            return
+        routine = [name for name in self._routine if name not in self._urgent][:STATUS_ACTORS]
+        self._trainer.send(self.status(None if self._whole else [*self._urgent, *routine]))
+        told = self._routine if self._whole else [*self._urgent, *routine]
+        self._routine = {name: None for name in self._routine if name not in told}
+        self._urgent, self._whole = {}, False
+        if self._routine:
+            self._tell_trainer_soon()
 
-    def status(self) -> Message:
-        """Return the status message for the trainer."""
+    def status(self, names: Iterable[str] | None = None) -> Message:
+        """Return the status message for the trainer: counts, and the details of these actors (None: of all)."""
+        named = self.actors if names is None else names
         return {
             "type": "status",
+            "whole": names is None,
+            **tally(self.actors.values()),
             "newest": None if self.newest is None else self.newest.version,
             "dropped": [[serial, version] for serial, version in self._dropped.items()],
             "pinned": self._pinned,
             "evictions": self._evictions,
             "failure": self._failure,
-            "actors": {name: actor.status() for name, actor in self.actors.items()},
+            "actors": {name: self.actors[name].status() for name in named if name in self.actors},
+            "forgotten": [name for name in named if name not in self.actors],
         }
 
     def close(self) -> None:

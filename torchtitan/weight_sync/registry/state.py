@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 # An actor that is connected, and not waited for until it has taken a version.
 LATE = "LATE"
+GONE = ("LOST", "GIVEN_UP")
+NOT_AWAITED = (*GONE, LATE)
+# An actor with this many failures in a row is not waited for until it has applied a version again.
+MAX_FAILURES = 3
 # What a new process inherits from an earlier one of its name.
 KEPT = ("evictions", "eviction", "taken", "late", "disputes")
 
@@ -147,6 +151,19 @@ class Actor:
         return {**about, **{name: getattr(self, name) for name in shown}}
 
 
+def tally(actors: Iterable[Actor]) -> Message:
+    """Return how many actors are in which state, serve which version (-1: none), and how many of those that the trainer
+    waits for serve which."""
+    states, serving, awaited = Counter[str](), Counter[int](), Counter[int]()
+    for actor in actors:
+        state, version = actor.shown_state, actor.version if actor.serves else -1
+        states[state] += 1
+        serving[version] += 1
+        if state not in NOT_AWAITED and actor.failures < MAX_FAILURES and not actor.pinned:
+            awaited[version] += 1
+    return {"states": dict(states), "serving": list(serving.items()), "awaited": list(awaited.items())}
+
+
 @dataclass
 class IncompleteVersion:
     """A version that not all ranks have reported yet."""
@@ -235,7 +252,8 @@ class Lanes:
 
     def end(self, actor: str) -> None:
         """Record that the actor pulls nothing (any more). A lane that nobody pulls ends."""
-        if self.pulls.pop(actor, None) is not None:
+        pull = self.pulls.pop(actor, None)
+        if pull is not None and (pull.serial in self.lanes or self.settings.delta):
             self._sweep()
 
     def finished(self, actor: str) -> None:

@@ -17,6 +17,10 @@ from torchtitan.errors import UserError
 from torchtitan.weight_sync.memory.layout_tables import Box, ParameterTable, ShardTable, numbered
 from torchtitan.weight_sync.memory.manifest import Layout
 
+MAX_BUCKETS = 4096
+# Elements never straddle buckets.
+BUCKET_ALIGNMENT = 1024
+
 
 @dataclass(frozen=True, eq=False)
 class Placed:
@@ -75,6 +79,12 @@ def sent_box(placed: Placed, rank: int) -> Box | None:
         return box if rank == 0 else None
     alike = zip(placed.placements, placed.coordinate, strict=True)
     return None if any(placement.is_replicate() and coordinate for placement, coordinate in alike) else box
+
+
+def bucket_bytes_of(version_bytes: int, ranks: int) -> int:
+    """Return the least size of buckets of which a rank has about MAX_BUCKETS, if all send as much: checksums, requests
+    and messages then stay few however large the version is."""
+    return -(-version_bytes // (ranks * MAX_BUCKETS * BUCKET_ALIGNMENT)) * BUCKET_ALIGNMENT
 
 
 def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, bucket_bytes: int) -> Layout:

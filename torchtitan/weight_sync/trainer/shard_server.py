@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync.memory.delta import Deltas, element_bytes, encode
-from torchtitan.weight_sync.memory.manifest import Layout, checksum_function
+from torchtitan.weight_sync.memory.manifest import Layout, Sheet, checksum_function
 from torchtitan.weight_sync.memory.slots import LiveSlots
+from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.transports.bucket_server import BucketServer, Reader
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -66,8 +67,8 @@ class ShardServer(BucketServer):
         make = partial(encode, size=element_bytes(layout))
         self.deltas = Deltas(runtime, self.live, self._bucket, make, self.send_more)
         self._checksum, self._relay = checksum_function(layout.checksum), relay
-        self._snapped: dict[int, Message] = {}
-        """Serial -> what the registry is told of a snapshot"""
+        self._snapped: dict[int, tuple[Message, Sheet]] = {}
+        """Serial -> what the registry is told of a snapshot, and its checksums"""
         self._due: float | None = None
         """When the thread that processes a snapshot must next have progressed; None if it is idle"""
         self._told_failed = 0
@@ -104,7 +105,7 @@ class ShardServer(BucketServer):
     def look(self) -> None:
         """Read from the shared words what the trainer has done. Called at each ring of its bell."""
         filled = self.live.filled()
-        self._snapped = {serial: message for serial, message in self._snapped.items() if serial in filled}
+        self._snapped = {serial: found for serial, found in self._snapped.items() if serial in filled}
         for serial, version in self._slots.failed:
             if serial > self._told_failed and self.registry.connected:
                 self._told_failed = serial
@@ -124,8 +125,8 @@ class ShardServer(BucketServer):
     def _moved(self, seconds: float) -> None:
         self._due = self._runtime.now() + seconds
 
-    def _take(self, index: int, serial: int, version: int) -> Message:
-        """Return what the registry is to be told of a snapshot."""
+    def _take(self, index: int, serial: int, version: int) -> tuple[Message, Sheet]:
+        """Return what the registry is to be told of a snapshot, and its checksums."""
         hook.at("checksum", version=version, rank=self.rank)
         memory: Any = self._slots.slot(index)
         sums, digests = [], []
@@ -135,30 +136,32 @@ class ShardServer(BucketServer):
             sums.append(self._checksum(bucket))
             if self._relay:
                 digests.append(hashlib.sha256(bucket).hexdigest())
-        about = {"serial": serial, "version": version, **({"digests": digests} if self._relay else {})}
+        about, sheet = {"serial": serial, "version": version}, Sheet.of(sums, digests)
+        snapped = {"type": "snapped", **about, "sheet": sheet.digest()}
         if self._persist is None:
-            return {"type": "snapped", **about, "checksums": sums}
+            return snapped, sheet
         moved = partial(self._moved, MAX_WRITE_SECONDS)
         moved()
         try:
-            return {"type": "snapped", **about, "checksums": sums, "file": self._persist(index, version, memory, moved)}
+            return {**snapped, "file": self._persist(index, version, memory, moved)}, sheet
         except OSError as error:
             logger.error("version %d is dropped: %s", version, error.strerror or error)
-            return {"type": "failed", **about, "reason": error.strerror or str(error)}
+            return {"type": "failed", **about, "reason": error.strerror or str(error)}, sheet
 
-    def _taken(self, serial: int, message: Message, error: BaseException | None) -> None:
+    def _taken(self, serial: int, found: tuple[Message, Sheet], error: BaseException | None) -> None:
         if error is not None:
             # This ends the server: a new one computes everything anew, while this one would hold the slot for ever.
             raise RuntimeError("the checksums of a snapshot could not be computed") from error
         self._due = None
-        self._snapped[serial] = message
+        self._snapped[serial] = found
+        self.send_more()
         self._tell_snapped(serial)
         self.live.let_go(serial)
         self.look()
 
     def _tell_snapped(self, serial: int) -> None:
         if serial in self.live.filled():
-            self.registry.tell(self._snapped[serial])
+            self.registry.tell(self._snapped[serial][0])
 
     # Registry
 
@@ -189,11 +192,16 @@ class ShardServer(BucketServer):
         return None if found is None else found[1]
 
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
-        """Snapshots are complete, so a bucket is always there; a delta is made on request."""
+        """Snapshots are complete, so a bucket is always there; a delta is made on request, and checksums take a
+        while."""
+        if bucket == SHEET:
+            return serial in self._snapped
         return base is None or self.deltas.is_made(serial, base, bucket)
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
         """Return a bucket's bytes or a delta, or where they are: in the slot, in a file, or on the link."""
+        if bucket == SHEET:
+            return {}, memoryview(self._snapped[reader.serial][1].data)
         serial, index = reader.serial, self.live.filled()[reader.serial][0]
         if reader.link is not None:
             return {"reference": self._send_over(reader.link, reader, bucket)}, None

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout
-from torchtitan.weight_sync.memory.transfer import Transfer
+from torchtitan.weight_sync.memory.transfer import SHEET, Transfer
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.handshake import PEER, Acceptor, Identity
 from torchtitan.weight_sync.wire.runtime import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
@@ -166,7 +166,9 @@ class BucketServer:
     def _send_next(self, reader: Reader) -> None:
         while reader.waiting and reader.sending is None:
             serial, rank, version = reader.serial, reader.rank, self.version(reader.serial)
-            there = (bucket for bucket, (base, _) in reader.waiting.items() if self.has(serial, rank, bucket, base))
+            # Nothing can be verified before the sheet has arrived.
+            waiting = {SHEET: (None, False)} if SHEET in reader.waiting else reader.waiting
+            there = (bucket for bucket, (base, _) in waiting.items() if self.has(serial, rank, bucket, base))
             bucket = next(there, None)
             if bucket is None or version is None:
                 return
@@ -206,13 +208,14 @@ class BucketServer:
 
 
 def _buckets_in(ranges: list[Any], count: int) -> list[int]:
-    """Expand ascending ranges [first, end) of a rank with `count` buckets into bucket numbers. Raises ProtocolError."""
+    """Expand ascending ranges [first, end) of a rank with `count` buckets, and SHEET, into numbers. Raises
+    ProtocolError."""
     buckets: list[int] = []
     for bounds in ranges:
         if not isinstance(bounds, list) or len(bounds) != 2 or set(map(type, bounds)) != {int}:
             raise ProtocolError(f"{bounds!r} is no range of buckets")
         first, end = bounds
-        if not (buckets[-1] if buckets else -1) < first <= end <= count:
+        if not (buckets[-1] if buckets else SHEET - 1) < first <= end <= count:
             raise ProtocolError(f"buckets {first} to {end} of {count}, or out of order")
         buckets += range(first, end)
     return buckets
@@ -253,8 +256,10 @@ class Relay(BucketServer):
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
         """Only verified buckets are available, and never as deltas."""
         transfer = self._transfer
-        return transfer is not None and transfer.serial == serial and (rank, bucket) not in transfer.missing
+        return transfer is not None and transfer.serial == serial and not transfer.lacks(rank, bucket)
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview]:
         """Return a bucket of staging memory, which does not change before hold()."""
+        if bucket == SHEET and self._transfer is not None:
+            return {}, memoryview(self._transfer.manifest.sheets[reader.rank].data)
         return {}, self._memory((reader.rank, bucket))

@@ -142,7 +142,7 @@ class Catalogue:
         """Publish a version. files: the description of each rank's file; live: versions that actors still pull."""
         self._published = [version for version in self._published if version != manifest.version] + [manifest.version]
         self._published = self._published[-KEEP_VERSIONS:]
-        about = {"format": weight_files.FORMAT, **vars(manifest), "files": list(files)}
+        about = {"format": weight_files.FORMAT, **manifest.to_json(), "files": list(files)}
         self._work(partial(self._point_latest_to, about))
         self._work(partial(self._sweep, manifest.version, {*self._published, *live}))
 

@@ -83,7 +83,8 @@ class ServerConnection:
 class RegistryClient(ServerConnection):
     """The connection to the registry. on_join(): called when connected to a registry, which knows nothing of this
     client yet. on_message(message): called for each of its messages. retry_for_s: how long it may be unreachable before
-    `failure` is set and dialling stops. beat(): called every HEARTBEAT_SECONDS; returns the fields of the ping."""
+    `failure` is set and dialling stops. beat(): called every HEARTBEAT_SECONDS; returns the fields of the ping.
+    A ping without any goes out every other time."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class RegistryClient(ServerConnection):
         """Whether this client may join yet"""
         self._term = 0
         self._heard_at = runtime.now()
-        self._closed = False
+        self._closed = self._quiet = False
 
     def start(self) -> None:
         """Begin to dial."""
@@ -166,4 +167,7 @@ class RegistryClient(ServerConnection):
         # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been read.
         if self._runtime.now() - self._heard_at > SILENCE_SECONDS:
             self.hang_up(f"the registry said nothing for {SILENCE_SECONDS:g} s")
-        self.tell({"type": "ping", **self._beat()})
+        about = self._beat()
+        self._quiet = not about and not self._quiet
+        if not self._quiet:
+            self.tell({"type": "ping", **about})

@@ -64,7 +64,7 @@ class Acceptor:
 
     roles: allowed roles; secret: their keys are derived from it (role_key). admit(identity, fields) returns what the
     peer is told, or raises ProtocolError to refuse it. enter(channel, identity, fields) takes over the channel, and
-    must set its callbacks.
+    must set its callbacks. share: of wire.MESSAGES_AT_ONCE and MESSAGES_PER_SECOND that an actor has here.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class Acceptor:
         secret: str,
         admit: Callable[[Identity, Message], Message],
         enter: Callable[[Channel, Identity, Message], None],
+        share: float = 1.0,
     ):
-        self._runtime, self._roles, self._secret = runtime, roles, secret
+        self._runtime, self._roles, self._secret, self._share = runtime, roles, secret, share
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
         self._budgets: dict[Identity, Budget] = {}
@@ -102,6 +103,9 @@ class Acceptor:
         for channel in list(self._waiting):
             channel.close("closing")
 
+    def _new_budget(self) -> Budget:
+        return Budget(wire.MESSAGES_AT_ONCE * self._share, wire.MESSAGES_PER_SECOND * self._share)
+
     def _settled(self, channel: Channel) -> None:
         timer = self._waiting.pop(channel, None)
         if timer is not None:
@@ -120,7 +124,7 @@ class Acceptor:
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         budget = None
         if identity.role in (ACTOR, PEER):
-            budget = channel.budget = self._budgets.setdefault(identity, Budget())
+            budget = channel.budget = self._budgets.setdefault(identity, self._new_budget())
             channel.trust(wire.MAXIMUM_ACTOR_BYTES)
         else:
             channel.trust()

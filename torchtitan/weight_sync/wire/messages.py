@@ -1,7 +1,7 @@
 """Every message by its fields: what arrives is parsed into values of these types, or refused at the door.
 
 Nothing else of a message goes further, to the registry's state, the journal or the trainer. Of the messages that only
-the trainer's own processes send, layouts and checksums are checked where they are used.
+the trainer's own processes send, layouts and sheets are checked where they are used.
 """
 
 from __future__ import annotations
@@ -122,22 +122,21 @@ SCHEMA: dict[str, Fields] = {
     # Any client -> registry, and the answer. bytes: how many a pulling actor has received
     "ping": {"bytes?": integer},
     "pong": {},
-    # Shard server -> registry. snapped may have the buckets' digests, and name the file that holds the snapshot; failed
-    # may say why there is none
+    # Shard server -> registry. sheet: what the snapshot's sheet of checksums hashes to; file: the one that holds it;
+    # failed may say why there is none
     "layout": {"layout": anything},
-    "snapped": {"serial": integer, "version": integer, "checksums": listed, "digests?": listed, "file?": anything},
+    "snapped": {"serial": integer, "version": integer, "sheet": name, "file?": anything},
     "failed": {"serial": integer, "version": integer, "reason?": prose},
     # Registry -> shard servers and actors
     "live": _LIVE,
     # Registry -> actor. servers: one address per rank; progress_s: [weight_sync] progress_timeout_s; staging: of a
-    # leader's workers. newest is also sent to an actor that joins; it may name another actor to pull from, as `source`,
-    # with the digests to check its buckets with
+    # leader's workers. newest is also sent to an actor that joins; it may name another actor to pull from, as `source`
     "model": {
         "layout_id": name, "layout": anything, "servers": listed, "progress_s": number, "staging?": anything,
     },
     "newest": {
-        **_LIVE, "epoch": name, "version": integer, "layout_id": name, "digest": name, "checksums": listed,
-        "source?": maybe(anything), "digests?": listed,
+        **_LIVE, "epoch": name, "version": integer, "layout_id": name, "digest": name,
+        "sheet_digests": listed, "source?": maybe(anything),
     },
     # Actor -> registry. ended: how a pull ended, or that its version was refused, and why
     "pulling": {"serial": integer, "version": integer},
@@ -146,8 +145,9 @@ SCHEMA: dict[str, Fields] = {
     "poisoned": {"version": integer, "reason": prose},
     # Actor -> registry: a bucket that the actor `source` relayed is not what the trainer sent
     "forged": {"version": integer, "source": name},
-    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets; base: the snapshot that deltas may be
-    # taken against; again: an earlier copy was damaged or lost, and the bytes themselves are wanted
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, in which -1 stands for its sheet; base:
+    # the snapshot that deltas may be taken against; again: an earlier copy was damaged or lost, and the bytes
+    # themselves are wanted
     "open": {"pull": integer, "serial": integer, "buckets": listed, "base?": integer, "again?": boolean},
     # Shard server -> actor. A bucket carries its bytes or a delta against the snapshot `base`, or says in `reference`
     # where the bytes are
@@ -162,10 +162,13 @@ SCHEMA: dict[str, Fields] = {
     "credit": {"link": name},
     # Leader -> worker: apply the version that all have staged
     "apply": {"version": integer},
-    # Trainer (rank 0) <-> registry
+    # Trainer (rank 0) <-> registry. status: how many actors are in which state and serve which version (see
+    # state.tally), and details of those that have changed, or, if `whole`, as after a look, of all
     "pin": {"version?": maybe(integer)},
+    "look": {},
     "status": {
-        "actors": anything, "newest": maybe(integer), "dropped": listed, "pinned?": maybe(integer),
+        "whole": boolean, "states": anything, "serving": listed, "awaited": listed, "actors": anything,
+        "forgotten": listed, "newest": maybe(integer), "dropped": listed, "pinned?": maybe(integer),
         "evictions": integer, "failure": prose,
     },
 }  # fmt: skip

@@ -42,21 +42,21 @@ class ProtocolError(Exception):
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Encoded:
-    """A long value that is part of many messages, encoded once."""
+class Shared(Message):
+    """A message to many, encoded once: it must not change after it has been sent."""
 
-    def __init__(self, value: Any):
-        self.text = _json(value)
-
-
-def _json(value: Any) -> str:
-    return value.text if isinstance(value, Encoded) else _encode(value)
+    frame = b""
 
 
 def encode(message: Message) -> bytes:
-    """Return one framed message; its values may be Encoded."""
-    body = ("{" + ",".join(f"{_json(name)}:{_json(value)}" for name, value in message.items()) + "}").encode()
-    return LENGTH.pack(len(body)) + body
+    """Return one framed message."""
+    if isinstance(message, Shared) and message.frame:
+        return message.frame
+    body = _encode(message).encode()
+    frame = LENGTH.pack(len(body)) + body
+    if isinstance(message, Shared):
+        message.frame = frame
+    return frame
 
 
 def as_bytes(text: str) -> bytes:
@@ -114,17 +114,19 @@ class Timer(Protocol):
 
 
 class Budget:
-    """How many messages of one peer may be handled. Its connections share it."""
+    """How much of something one peer may cause, such as messages to be handled: `most` at once, and so much per second
+    from then on. Its connections share it."""
 
-    def __init__(self) -> None:
-        self._left, self._at = MESSAGES_AT_ONCE, 0.0
+    def __init__(self, most: float, per_second: float) -> None:
+        self._most, self._per_second = most, per_second
+        self._left, self._at = most, 0.0
 
     def wait_s(self, now: float) -> float:
         """Return after how many seconds the next message may be handled."""
-        self._left = min(MESSAGES_AT_ONCE, self._left + (now - self._at) * MESSAGES_PER_SECOND)
+        self._left = min(self._most, self._left + (now - self._at) * self._per_second)
         self._at = now
         # Rounding may leave a debt that is too small for the clock.
-        return 0.0 if self._left > -1e-3 else -self._left / MESSAGES_PER_SECOND
+        return 0.0 if self._left > -1e-3 else -self._left / self._per_second
 
     def spend(self, messages: float) -> None:
         """Count what has been handled; the budget may be exceeded, and is then paid off."""
