@@ -6,21 +6,27 @@
 #       --model.hf_assets_path /models/Qwen3-0.6B --job.dump_folder /runs
 #
 # /dev/shm (--shm-size): NCCL between ranks of one machine, and of an engine on several GPUs one version of the weights.
-#   BASE            the base image; with its digest (IMAGE@sha256:…) every build has the same one. torch and the engines
-#                   bring their own CUDA libraries, the host its driver
-#   TORCH_BACKEND   torch's build: cu130 needs a driver of 580 or newer, cu128 and cu126 are for older ones
-#   ENGINE          vllm, sglang or empty
-ARG BASE=nvidia/cuda:12.8.1-base-ubuntu24.04
-FROM ${BASE}
-
-ARG TORCH_BACKEND=cu128
+#   ENGINE          vllm, sglang or none
+#   BASE, DEVEL     the base image, and for sglang, which compiles kernels when it starts, one with nvcc; with its digest
+#                   (IMAGE@sha256:…) every build has the same one. torch and the engines bring their own CUDA libraries,
+#                   the host its driver: 580 or newer
+#   TORCH_BACKEND   torch's build
 ARG ENGINE=vllm
+ARG BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
+ARG DEVEL=nvidia/cuda:13.0.1-devel-ubuntu24.04
+FROM ${BASE} AS vllm
+FROM ${BASE} AS none
+FROM ${DEVEL} AS sglang
+FROM ${ENGINE}
+
+ARG TORCH_BACKEND=cu130
+ARG ENGINE
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-# A C compiler: torch.compile and Triton build their launchers with it.
+# Compilers: torch.compile and Triton build their launchers with them, SGLang its kernels.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc git libc6-dev libnuma1 python3-dev python3-venv tini \
+    && apt-get install --yes --no-install-recommends g++ gcc git libc6-dev libnuma1 python3-dev python3-venv tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home trainer
 
@@ -35,7 +41,7 @@ COPY benchmarks ./benchmarks
 COPY tests ./tests
 COPY run_grpo.sh ./
 RUN LOCKED=1 TORCH_BACKEND="$TORCH_BACKEND" scripts/setup_env.sh data,test \
-    && if [ -n "$ENGINE" ]; then scripts/install_engine.sh "$ENGINE"; fi \
+    && if [ "$ENGINE" != none ]; then scripts/install_engine.sh "$ENGINE"; fi \
     && mkdir outputs /runs \
     && chown trainer outputs /runs
 

@@ -40,6 +40,15 @@ case "$engine" in
         ;;
 esac
 
+# Both are built for CUDA 13. Where an image is built there is no driver: the host brings it.
+if [[ "$engine" == vllm || "$engine" == sglang ]]; then
+    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)"
+    if [[ "$driver" =~ ^[0-9]+ ]] && ((BASH_REMATCH[0] < 580)); then
+        say "$engine needs an NVIDIA driver of 580 or newer (CUDA 13), and this machine has $driver: update it"
+        exit 1
+    fi
+fi
+
 # What our code needs inside an engine's process; the checkout itself is put on PYTHONPATH.
 requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>=0.4")
 

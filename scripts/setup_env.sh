@@ -8,8 +8,10 @@
 # which is made on first use. An environment of your own gets packages installed only if $PYTHON names it.
 #
 #   PYTHON=…                Python 3.10 or newer; outside a virtual environment, it is used to make ./.venv
-#   TORCH_VERSION=2.13.0    the torch to install if there is none
-#   TORCH_BACKEND=…         its build: cpu, auto (what the NVIDIA driver can run) or a CUDA such as cu128. Default:
+#   TORCH_VERSION=…         the torch to install if there is none. Default: 2.14.0 in a CUDA build, whose NCCL is that of
+#                           the engines (scripts/engines/pins.json); 2.11.0 for a driver older than 580, as the last
+#                           with builds for CUDA 12.8; else 2.13.0
+#   TORCH_BACKEND=…         its build: cpu, auto (what the NVIDIA driver can run) or a CUDA such as cu130. Default:
 #                           torch's default build with driver 580 or newer, auto with an older one, cpu without a driver
 #   LOCKED=1                first the versions of requirements.lock, with the extras data and test; pip checks their hashes
 #   ALLOW_CUDA_TORCH=1      without an NVIDIA driver: install a CUDA build (gigabytes) if there is no CPU build
@@ -48,13 +50,15 @@ setup_make_venv() { # $1: the interpreter to make it with
 # --no-compile: the interpreter compiles what it imports, while compiling everything would double the set-up time.
 # torch is installed first, with its version, so that no other requirement pulls in a newer and bigger one.
 setup_install_torch() { # $1: the interpreter
-    local version="${TORCH_VERSION:-2.13.0}" backend="${TORCH_BACKEND:-}" driver="" uv=""
+    local version="" backend="${TORCH_BACKEND:-}" driver="" uv=""
     if [[ -z "$backend" ]] && setup_has_driver; then
         driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
         # The CUDA version in torch's default build needs that driver.
-        ((${driver%%.*} >= 580)) 2>/dev/null && backend=default || backend=auto
+        ((${driver%%.*} >= 580)) 2>/dev/null && backend=default || { backend=auto && version=2.11.0; }
         setup_say "found NVIDIA driver ${driver:-of unknown version}: torch's build for it is $backend"
     fi
+    if [[ -z "$version" ]]; then [[ -z "$backend" || "$backend" == cpu ]] && version=2.13.0 || version=2.14.0; fi
+    version="${TORCH_VERSION:-$version}"
     if [[ "$backend" == default ]]; then
         setup_say "installing torch $version in its default (CUDA) build"
         # A CPU build satisfies the requirement, so pip would keep it: replace it first (pip downloads, then removes).

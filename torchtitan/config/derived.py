@@ -17,6 +17,7 @@ from typing import Any
 
 from torchtitan.config.job_config import GRPO, JobConfig, Parallelism, WeightSync
 from torchtitan.config.objectives import DAPO_CLIP, GSPO_CLIP, describe
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError
 from torchtitan.utils.machine import count_gpus, gpus_of_driver, hides_gpus
@@ -162,6 +163,14 @@ def shares_devices(config: JobConfig) -> bool:
     inference = config.inference
     asked = inference.mode == "server" and inference.sleep_level > 0 and inference.backend != "embedded"
     return asked and not inference.servers and has_engines(config)
+
+
+def stages_on_device(config: JobConfig) -> bool:
+    """Whether engines receive versions in the memory of their GPU. Workers that share a version, and agents that write
+    files or answer for the embedded engine, receive them in host memory."""
+    inference, sync = config.inference, config.weight_sync
+    alone = inference.backend == "vllm" and inference.mode == "server" and inference.tensor_parallel_size == 1
+    return alone and sync.route != "agent" and TRANSPORTS[sync.transport].on_device and trains_on_gpu()
 
 
 def sleeps_between_batches(config: JobConfig) -> bool:

@@ -12,9 +12,10 @@ from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import find_python
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.preflight.check import Check
-from torchtitan.utils.machine import has_gpu, is_loopback
+from torchtitan.utils.machine import driver_version, has_gpu, is_loopback, wheel_version
 from torchtitan.weight_sync.transports.transport import load_transport
 
+CUDA_13_DRIVER = 580
 ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
 
@@ -120,6 +121,12 @@ def _check_engine(check: Check) -> None:
     refuse("inference.update_mode", inference.update_mode == "drain" and backend == "sglang", text)
     if check.planning:
         return
+    python, driver = engine_python(config), driver_version()
+    old = python is not None and driver[:3].isdigit() and int(driver[:3]) < CUDA_13_DRIVER
+    text = (
+        f"{backend} is built for CUDA 13, which needs an NVIDIA driver of {CUDA_13_DRIVER} or newer: this is {driver}"
+    )
+    refuse("inference.backend", old and wheel_version(str(python), "nvidia_nccl_cu13"), text)
     no_file = inference.engine_python and not Path(inference.engine_python).is_file()
     text = "there is no such file; leave it empty to use what scripts/install_engine.sh made"
     refuse("inference.engine_python", no_file, text)

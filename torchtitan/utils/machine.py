@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -174,6 +175,22 @@ def ask_driver(*arguments: str) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.splitlines()
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver, such as 580.65.06; empty where there is none."""
+    return next(iter(ask_driver("--query-gpu=driver_version", "--format=csv,noheader")), "").strip()
+
+
+def wheel_version(python: str, name: str) -> str | None:
+    """Return the version of a wheel in an interpreter's environment; None if there is none. name: its pattern, as
+    folders in site-packages spell it."""
+    # Do not resolve the link: its target lies outside the environment.
+    folder = Path(python).absolute().parent.parent
+    for place in sorted(folder.glob("lib/python3*/site-packages/*.dist-info")):
+        if found := re.fullmatch(rf"{name}-(.+)\.dist-info", place.name):
+            return found[1]
+    return None
 
 
 def keep_freed_memory(large: bool = False) -> None:

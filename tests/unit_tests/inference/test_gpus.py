@@ -89,6 +89,7 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
     def make(name: str, version: str) -> str:
         packages = tmp_path / name / "lib" / "python3.12" / "site-packages"
         (packages / f"nvidia_nccl_cu13-{version}.dist-info").mkdir(parents=True)
+        (packages / "torch-2.14.0+cu130.dist-info").mkdir()
         python = tmp_path / name / "bin" / "python"
         python.parent.mkdir()
         python.symlink_to(sys.executable)
@@ -107,13 +108,48 @@ def test_communicators_need_one_version_of_nccl(
     config.inference.backend, config.inference.engine_python = "vllm", engine
     config.model.name, config.model.flavor = "qwen3", "0.6B"
     differs = theirs != "2.29.7"
-    assert ("# WARNING: the trainer has NCCL 2.29.7 and vllm has 2.30.7" in describe_plan(config, 1)) is differs
+    plan = describe_plan(config, 1)
+    assert ("# WARNING: the trainer has NCCL 2.29.7 and vllm has 2.30.7" in plan) is differs
+    # What the engine's environment has, without its build.
+    assert (f"{sys.executable} -m pip install torch==2.14.0, or" in plan) is differs
     for transport in ("tcp", "disk", "nccl"):
         config.weight_sync.transport = transport
         check = Check(config, 1, planning=True)
         check_inference(check)
         refused = [problem.text for problem in check.problems if "NCCL" in problem.text]
         assert len(refused) == (differs and transport == "nccl")
+
+
+@pytest.mark.parametrize("driver", ["570.86.15", "580.65.06", ""])
+def test_engines_for_cuda_13_need_its_driver(
+    driver: str, environments: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.preflight.inference.driver_version", lambda: driver)
+    config = JobConfig()
+    config.inference.backend, config.inference.engine_python = "vllm", environments("engine", "2.30.7")
+    check = Check(config, 1, planning=False)
+    check_inference(check)
+    assert any("driver of 580 or newer: this is 570" in one.text for one in check.problems) is (driver[:3] == "570")
+
+
+def test_nccl_needs_engines_that_receive_on_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = JobConfig()
+    config.weight_sync.transport = "nccl"
+
+    def refused(device: str, **inference: object) -> bool:
+        monkeypatch.setenv("TORCHTITAN_DEVICE", device)
+        for key, value in {"backend": "vllm", "tensor_parallel_size": 1, **inference}.items():
+            setattr(config.inference, key, value)
+        check = Check(config, 1, planning=True)
+        check_inference(check)
+        return any("NCCL goes from GPU to GPU" in one.text for one in check.problems)
+
+    assert not refused("cuda")
+    for others in ({"tensor_parallel_size": 2}, {"backend": "sglang"}, {"backend": "embedded"}):
+        # On a CPU all of them receive over gloo.
+        assert refused("cuda", **others) and not refused("cpu", **others)
+    config.weight_sync.route = "agent"
+    assert refused("cuda")
 
 
 def test_ipc_needs_engines_that_see_the_ranks_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

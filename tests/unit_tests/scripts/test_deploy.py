@@ -80,6 +80,42 @@ def test_pods_have_no_more_rights_than_they_need() -> None:
             assert all("httpGet" not in value for key, value in container.items() if key.endswith("Probe"))
 
 
+def test_the_overlay_for_rdma_patches_what_is_there() -> None:
+    yaml = pytest.importorskip("yaml")
+    overlay = yaml.safe_load((ROOT / "deploy/kustomization.yaml").read_text())
+    assert [(ROOT / "deploy" / name).is_file() for name in overlay["resources"]] == [True]
+    for patch in overlay["patches"]:
+        target = {"spec": read_manifest()[patch["target"]["kind"], patch["target"]["name"]]}
+        for operation in yaml.safe_load(patch["patch"]):
+            *folders, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
+            place: Any = target
+            for part in folders:
+                place = place[int(part) if isinstance(place, list) else part]
+            assert operation["op"] == "add" and last not in place
+
+
+def test_the_image_can_compile_and_is_built_as_it_should_be() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line and line[0] != "#"]
+    variables = dict(line.removeprefix("ARG ").split("=", 1) for line in lines if re.match(r"ARG \w+=", line))
+    # Wheels of torch since 2.12 are for CUDA 13 or for none that the engines know.
+    assert variables["TORCH_BACKEND"] == "cu130" and all("cuda:13.0" in variables[name] for name in ("BASE", "DEVEL"))
+    stages = dict(reversed(line.removeprefix("FROM ").split(" AS ")) for line in lines if " AS " in line)
+    assert stages == {"vllm": "${BASE}", "none": "${BASE}", "sglang": "${DEVEL}"} and "-devel-" in variables["DEVEL"]
+    (run,) = [line for line in lines if "apt-get install" in line]
+    packages = re.search(r"apt-get install --yes --no-install-recommends ([^&]*)&&", run)
+    assert packages and packages[1].split() == sorted(packages[1].split())
+    # What its programs need, by what they would miss: kernels and launchers, versions from git, NUMA, a reaper.
+    needed = {"g++", "gcc", "libc6-dev", "python3-dev", "git", "libnuma1", "python3-venv", "tini"}
+    assert set(packages[1].split()) == needed
+    # As hadolint has it.
+    assert "apt-get update" in run and "rm -rf /var/lib/apt/lists/*" in run and "sudo" not in text
+    assert not [line for line in lines if line.startswith(("ADD", "MAINTAINER")) or ":latest" in line]
+    assert not [line for line in lines if line.startswith("FROM ") and "$" not in line]
+    assert [line for line in lines if line.startswith("USER")] == ["USER 10001"]
+    assert lines[-1].startswith('ENTRYPOINT ["tini"') and any("pipefail" in line for line in lines)
+
+
 def test_actions_are_named_by_commit() -> None:
     text = (ROOT / ".github/workflows/ci.yml").read_text()
     assert re.findall(r"uses: (\S+)", text) == re.findall(r"uses: (\S+@[0-9a-f]{40}) # v", text)

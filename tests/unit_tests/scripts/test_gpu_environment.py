@@ -69,9 +69,9 @@ def test_the_set_up_does_not_take_a_cpu_build_for_good_on_a_gpu_machine(environm
 @pytest.mark.parametrize(
     ("driver", "backend", "installed"),
     [
-        ("580.65.06", "", "pip install -qq --no-compile torch==2.13.0"),
-        ("550.54.15", "", "uv pip install --quiet --python PYTHON --torch-backend=auto REPLACE torch==2.13.0"),
-        ("580.65.06", "cu128", "uv pip install --quiet --python PYTHON --torch-backend=cu128 REPLACE torch==2.13.0"),
+        ("580.65.06", "", "pip install -qq --no-compile torch==2.14.0"),
+        ("550.54.15", "", "uv pip install --quiet --python PYTHON --torch-backend=auto REPLACE torch==2.11.0"),
+        ("580.65.06", "cu130", "uv pip install --quiet --python PYTHON --torch-backend=cu130 REPLACE torch==2.14.0"),
         ("580.65.06", "cpu", "pip install -qq --no-compile torch==2.13.0+cpu"),
     ],
 )

@@ -149,7 +149,7 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
 
     done, calls = slurm(
         tmp_path, ["--training.steps", "9", "--inference.tensor_parallel_size", "2"], CONFIG_FILE=str(config),
-        TRAIN_NODES="2",
+        TRAIN_NODES="2", SLURM_CPUS_ON_NODE="64",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # The servers' steps are told to end when the training has, and nothing else is.
@@ -165,12 +165,14 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
         assert one[one.index("--port") + 1] == str(8000 + number)
         assert f"CUDA_VISIBLE_DEVICES={['0,1', '2,3'][number]}" in one
         assert one[one.index("--tensor-parallel-size") + 1] == "2"
+        assert one[one.index("--cpus-per-task") + 1] == "32" and one[one.index("--cpu-bind") + 1] == "none"
         # What the run says counts here, too; the engine is the one that was installed before.
         said = parse_arguments(["--engine", "vllm", *one[one.index("--host") :]])
         assert (said.model, said.dtype, said.max_length) == (str(model), "bfloat16", 64)
         assert (said.update_mode, said.passed, said.python) == ("drain", ["--seed", "3"], sys.executable)
     (training,) = [one for one, _ in words if "torchtitan.grpo_train" in one]
     assert training[training.index("--nodelist") + 1] == "gpu1,gpu2"
+    assert training[training.index("--cpus-per-task") + 1] == "64" and "--cpu-bind" in training
     assert training[training.index("--nnodes") + 1] == "2" and training[training.index("--nproc-per-node") + 1] == "4"
     assert training[training.index("--master-addr") + 1] == "gpu1"
     options = training[training.index("torchtitan.grpo_train") + 1 :]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import importlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -388,7 +389,9 @@ class ForeignEngine:
             "--token-env", options.token_env,
             "--parent-pid", str(options.parent_pid),
         ]  # fmt: skip
-        return [*ours, "--", *theirs, *options.arguments], environment
+        # Programs that its kernels are compiled with (ninja) lie beside its Python.
+        path = f"{Path(options.python).absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        return [*ours, "--", *theirs, *options.arguments], {"PATH": path, **environment}
 
     def find_route(self, asked: str, said: str) -> Route:
         """Return the requested route. If the engine does not have it, raise a UserError that begins with `said`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.utils.machine import wheel_version
 from torchtitan.weight_sync.transports.transport import Transport, off_device
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
@@ -34,9 +34,15 @@ class Nccl(Transport):
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        from torchtitan.config.derived import shares_devices
+        from torchtitan.config.derived import has_engines, is_colocated, shares_devices, stages_on_device, trains_on_gpu
 
         key = "weight_sync.transport"
+        if trains_on_gpu() and has_engines(config) and not is_colocated(config) and not stages_on_device(config):
+            yield (
+                key,
+                f"must be {off_device()}: NCCL goes from GPU to GPU, and of the engines only vllm on one GPU receives "
+                "there (inference.tensor_parallel_size = 1, weight_sync.route = auto or direct)",
+            )
         if (text := differing_nccl(config, engine_python())) is not None:
             yield key, text
         if shares_devices(config):
@@ -79,23 +85,15 @@ class Nccl(Transport):
 def differing_nccl(config: JobConfig, engine_python: str | None) -> str | None:
     """Return a message if the engine that the run starts has another version of NCCL than the trainer: all members of a
     communicator need the same, and NCCL refuses others without a word about versions."""
-    ours, theirs = nccl_version(sys.executable), nccl_version(engine_python) if engine_python else None
-    if not ours or not theirs or ours == theirs:
+    nccl = r"nvidia_nccl_cu\d+"
+    ours, theirs = wheel_version(sys.executable, nccl), wheel_version(engine_python, nccl) if engine_python else None
+    if not ours or not theirs or ours == theirs or engine_python is None:
         return None
+    torch = (wheel_version(engine_python, "torch") or "").partition("+")[0]
     return (
-        f"the trainer has NCCL {ours} and {config.inference.backend} has {theirs}: set weight_sync.transport to "
-        f"{off_device()}, or install a torch with the engine's NCCL (TORCH_BACKEND)"
+        f"the trainer has NCCL {ours} and {config.inference.backend} has {theirs}: install the engine's torch, "
+        f"{sys.executable} -m pip install torch=={torch}, or set weight_sync.transport to {off_device()}"
     )
-
-
-def nccl_version(python: str) -> str | None:
-    """Return the version of the NCCL wheel in an interpreter's environment; None if there is none."""
-    # Do not resolve the link: its target lies outside the environment.
-    folder = Path(python).absolute().parent.parent
-    for place in sorted(folder.glob("lib/python3*/site-packages/nvidia_nccl_cu*.dist-info")):
-        if found := re.fullmatch(r"nvidia_nccl_cu\d+-(.+)\.dist-info", place.name):
-            return found[1]
-    return None
 
 
 TRANSPORT = Nccl
