@@ -37,9 +37,14 @@ class WorkerFailure(AssertionError):
 
 
 def run_distributed(
-    function: str, world_size: int, timeout: float = 240.0, python: str | Path = sys.executable, **kwargs: Any
+    function: str,
+    world_size: int,
+    timeout: float = 240.0,
+    python: str | Path = sys.executable,
+    where: str = "cpu",
+    **kwargs: Any,
 ) -> list[Any]:
-    """Call `module:function`(**kwargs) on `world_size` ranks of `python`; returns one result per rank.
+    """Call `module:function`(**kwargs) on `world_size` ranks of `python` on a device; returns one result per rank.
 
     Raises WorkerFailure with the output of the ranks that failed, or of all of them when `timeout` seconds passed.
     """
@@ -55,7 +60,7 @@ def run_distributed(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHTITAN_DEVICE": "cpu",
+        "TORCHTITAN_DEVICE": where,
         "OMP_NUM_THREADS": "1",
     }
     job = {"function": function, "ranks": world_size, "timeout": timeout, "environment": environment, "kwargs": kwargs}
@@ -85,7 +90,8 @@ def _launcher(python: str) -> subprocess.Popen[str]:
         launcher = _LAUNCHERS[python] = subprocess.Popen(
             [python, "-m", "tests.distributed_launcher"],
             cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            # The process that forks must not start CUDA by asking whether there is a GPU.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
