@@ -85,7 +85,7 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
         config.environment.episode_timeout_s = 1.0
         for name in ("hangs", "hangs_in_a_loop"):
             player, played = await play(behind, f"{HERE}:{name}", 1)
-            assert not played and player.counts()["timeouts"] == 2, name
+            assert not played and sum(one.statistics["timeouts"] for one in player.counting) == 2, name
 
         # What goes on after its end is refused and told once.
         config.environment.episode_timeout_s = 20.0

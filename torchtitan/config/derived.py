@@ -17,6 +17,7 @@ from typing import Any
 
 from torchtitan.config.job_config import GRPO, JobConfig, Parallelism, WeightSync
 from torchtitan.config.objectives import DAPO_CLIP, GSPO_CLIP, describe
+from torchtitan.config.sources import IN_TABLE, Source
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError
@@ -72,6 +73,39 @@ def device_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("inference.backend", JobConfig().inference.backend) != "embedded":
         defaults |= ENGINE_ON_GPU
     return {key: value for key, value in defaults.items() if key not in given}
+
+
+def sources_of(config: JobConfig) -> list[tuple[str, JobConfig]]:
+    """The name of every source, and the run's configuration as it is for that source: what the source gives is in the
+    tables, and `source` has only it. A run without [[source]] has one source, whose name is empty."""
+    return [(source.name, _for_source(config, source)) for source in config.source] or [("", config)]
+
+
+def source_name(config: JobConfig) -> str:
+    """The name of the source whose configuration this is, as sources_of() made it."""
+    return config.source[0].name if config.source else ""
+
+
+def weights_of(config: JobConfig, rows: Sequence[int]) -> dict[str, float]:
+    """The weight of every source by its name. rows: the number of training rows of each."""
+    weights = [count * one.epochs if one.epochs else one.weight or 1.0
+               for one, count in zip(config.source, rows, strict=False)]  # fmt: skip
+    return dict(zip((one.name for one in config.source), weights, strict=True)) or {"": 1.0}
+
+
+def _for_source(config: JobConfig, source: Source) -> JobConfig:
+    own = copy.copy(config)
+    own.source = [source]
+    values = {IN_TABLE[key]: value for key, value in source.given().items() if key in IN_TABLE}
+    if source.rewards is not None:
+        values.setdefault("rewards.weights", [])
+    values |= {f"environment.{key}": value for key, value in (source.environment or {}).items()}
+    for table in {key.partition(".")[0] for key in values}:
+        setattr(own, table, copy.copy(getattr(config, table)))
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        setattr(getattr(own, table), name, value)
+    return own
 
 
 def without_masters(config: JobConfig) -> str | None:
@@ -146,6 +180,16 @@ def teacher_config(config: JobConfig) -> JobConfig:
     own.model.hf_assets_path, own.model.name, own.model.flavor = config.distill.teacher, "auto", ""
     own.lora.rank, own.lora.base_bits, own.grpo.reference_ema_decay = 0, 16, 0.0
     return own
+
+
+def longest_completion(config: JobConfig) -> int:
+    """The most tokens that a completion of any source may have."""
+    return max(own.rollout.max_completion_tokens for _, own in sources_of(config))
+
+
+def groups_per_batch(config: JobConfig, ranks: int) -> int:
+    """Groups of a batch over all ranks; of demonstrations, each is one row."""
+    return global_batch_size(config, ranks) // group_size(config)
 
 
 def group_size(config: JobConfig) -> int:
@@ -239,10 +283,14 @@ def has_environment(config: JobConfig) -> bool:
 
 
 def reward_weights(config: JobConfig) -> dict[str, float]:
-    """The weight of every reward by its name: those of the functions, and the environment's own with weight 1."""
-    functions = config.rewards.functions
-    weights = dict(zip(functions, config.rewards.weights or [1.0] * len(functions), strict=True))
-    return {**weights, **({own: 1.0} if (own := environment_name(config)) else {})}
+    """The weight of every reward of all sources by its name: those of the functions, and the environment's own with
+    weight 1."""
+    weights: dict[str, float] = {}
+    for _, own in sources_of(config):
+        functions = own.rewards.functions
+        weights |= dict(zip(functions, own.rewards.weights or [1.0] * len(functions), strict=True))
+        weights |= {name: 1.0 for name in [environment_name(own)] if name}
+    return weights
 
 
 def reward_labels(config: JobConfig) -> dict[str, str]:

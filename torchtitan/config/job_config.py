@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from torchtitan.config.rollout_tables import Curriculum, Environment, Eval, Inference, Rewards, Rollout, WeightSync
+from torchtitan.config.sources import Source
 from torchtitan.config.training_tables import (
     GRPO,
     ActivationCheckpoint,
@@ -38,8 +39,8 @@ MAX_SAVE_DEADLINE_S = 600
 __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
     "FaultInjection", "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
-    "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Training", "WeightSync", "free_table", "known_keys",
-    "table_types",
+    "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
+    "known_keys", "table_types",
 ]  # fmt: skip
 
 
@@ -171,12 +172,14 @@ class JobConfig:
     weight_sync: WeightSync = field(default_factory=WeightSync)
     fault_injection: FaultInjection = field(default_factory=FaultInjection)
     eval: Eval = field(default_factory=Eval)
+    source: list[Source] = field(default_factory=list)
+    """[[source]]: the tasks of a run that has several; see sources_of()"""
 
 
 @cache
 def table_types() -> dict[str, Any]:
     """TOML table -> its dataclass."""
-    return get_type_hints(JobConfig)
+    return {name: kind for name, kind in get_type_hints(JobConfig).items() if dataclasses.is_dataclass(kind)}
 
 
 @cache
@@ -195,7 +198,8 @@ def free_table(name: str) -> str:
 def config_to_toml(config: JobConfig) -> str:
     """The whole configuration as TOML that loads to the same configuration."""
     lines: list[str] = []
-    for table, values in asdict(config).items():
+    for table in table_types():
+        values = asdict(getattr(config, table))
         lines.append(f"[{table}]")
         # What follows a table's own table would belong to that.
         inner = {name: value for name, value in values.items() if isinstance(value, dict)}
@@ -204,4 +208,6 @@ def config_to_toml(config: JobConfig) -> str:
             lines += ["", f"[{table}.{name}]"]
             lines += [f"{show_key(key)} = {show(item)}" for key, item in value.items()]
         lines.append("")
+    for source in config.source:
+        lines += ["[[source]]", *(f"{name} = {show(value)}" for name, value in source.given().items()), ""]
     return "\n".join(lines)

@@ -19,7 +19,8 @@ from pydantic_core import ErrorDetails
 from torchtitan.config.derived import ENGINE_ARGS, device_defaults, option_name
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.reference import help_text
-from torchtitan.config.values import OPTIONS, RULE, read_toml, show, value_of_words
+from torchtitan.config.sources import Source, source_keys
+from torchtitan.config.values import OPTIONS, RULE, read_toml, show, value_of_words, without_none
 from torchtitan.errors import nearest
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ GONE_KEYS: dict[str, str] = {
 }
 """A key that has no meaning any more -> why; it is passed over for now, and a line says so"""
 PLACE = "command line"
+SOURCES = "source"
 PROGRAMS = {"__main__.py": "run_grpo.sh", "grpo_train.py": "torchrun -m torchtitan.grpo_train"}
 """What people have typed where Python was called with this file"""
 
@@ -57,6 +59,8 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     """`table.key` -> value"""
+    sources: list[Any] = field(default_factory=list)
+    """The tables of [[source]]"""
     is_complete: bool = True
     """Whether all files could be read, so that combinations of values can be judged"""
     written: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -82,6 +86,8 @@ class Draft:
         for table, content in ((str(name), content) for name, content in tables.items()):
             if "." in table:
                 self.set(table, content, place)
+            elif table == SOURCES:
+                self.set_sources(content, place)
             elif table not in table_types():
                 unknown = f"unknown table [{table}]{nearest(table, table_types())}"
                 outside = f"{table} = {show(content)} stands outside a table{nearest_key(table)}"
@@ -106,6 +112,13 @@ class Draft:
         else:
             self.values[key] = value
             self.written[key] = (place, show(value) if written is None else written)
+
+    def set_sources(self, sources: Any, place: str) -> None:
+        """Take the tables of [[source]], in place of earlier ones."""
+        if isinstance(sources, list) and all(isinstance(one, Mapping) for one in sources):
+            self.sources, self.written[SOURCES] = [dict(one) for one in sources], (place, "")
+        else:
+            self.refuse(SOURCES, f"{place}: source must be an array of tables: [[source]]")
 
     def _set_option(self, table: str, option: str, value: Any, place: str) -> None:
         """One entry of a free table, besides those that there are. An engine's max_model_len and max-model-len are the
@@ -132,7 +145,41 @@ class Draft:
                 wrong = {str(one["loc"][0]): one for one in error.errors()}
                 problems += [self._wrong_value(f"{table}.{key}", one) for key, one in wrong.items()]
                 tables[table] = kind(**{key: value for key, value in values.items() if key not in wrong})
-        return JobConfig(**tables), problems
+        config = JobConfig(**tables)
+        for number, given in enumerate(self.sources, start=1):
+            called = show(given["name"]) if given.get("name") else f"number {number}"
+            config.source += self._build_source(f"[[source]] {called}", given, config, problems)
+        return config, problems
+
+    def _build_source(
+        self, called: str, given: dict[str, Any], config: JobConfig, problems: list[Problem]
+    ) -> list[Source]:
+        place = self.written[SOURCES][0]
+        given = {str(key): list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+        table, inner = given, ""
+        try:
+            source = Source(**given)
+            table, inner = source.environment or {}, "environment."
+            # Checked, and a number as its key has it.
+            whole = type(config.environment)(**{**vars(config.environment), **table})
+            if source.environment is not None:
+                source.environment = {key: getattr(whole, key) for key in table}
+            return [source]
+        except ValidationError as error:
+            for one in error.errors():
+                key = str(one["loc"][0])
+                name = inner + key
+                if one["type"] == "unexpected_keyword_argument":
+                    known = known_keys() if inner else source_keys()
+                    said = f"unknown key {name} = {show(table[key])}{nearest(name, known)}"
+                elif key not in table:
+                    said = f"{name} is missing"
+                else:
+                    kind = (known_keys()[name] if inner else source_keys()[key]).annotation
+                    why = one["msg"] if one["type"] == RULE else f"{name} takes {describe_type(kind)}"
+                    said = f"{name} = {show(table[key])} is not allowed: {why}"
+                problems.append(Problem(f"source.{name}", f"{place}: {called}: {said}"))
+        return []
 
     def _wrong_value(self, name: str, error: ErrorDetails) -> Problem:
         place, written = self.written[name]
@@ -162,6 +209,7 @@ def nearest_key(name: str) -> str:
 
 def describe_type(kind: Any) -> str:
     """What values a key of this type takes, in words."""
+    kind = without_none(kind)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is list:

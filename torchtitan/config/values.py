@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -148,6 +148,14 @@ RunName = Annotated[
         "must be made of letters, digits, `_`, `.`, `+` and `-` (it names a folder)",
     ),
 ]
+
+
+def without_none(kind: Any) -> Any:
+    """The type of an optional value without None and rules."""
+    if type(None) not in get_args(kind):
+        return kind
+    kind = next(one for one in get_args(kind) if one is not type(None))
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def read_toml(file: str) -> tuple[dict[str, Any], str]:

@@ -7,6 +7,7 @@ from torchtitan.config.derived import (
     group_size,
     has_engines,
     is_colocated,
+    longest_completion,
     shard_degree,
     shares_devices,
     trains_on_gpu,
@@ -31,6 +32,7 @@ from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import size_text, tight_memory
+from torchtitan.preflight.sources import describe_mix
 from torchtitan.weight_sync.transports.nccl import differing_nccl
 
 # H100 (SXM): dense bf16 operations and bytes of memory per second from the data sheet, and the fraction often reached.
@@ -49,7 +51,7 @@ def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
     """
     grpo, checkpoint = config.grpo, config.activation_checkpoint
     lengths = [config.training.seq_len] * global_batch_size(config, ranks)
-    completions = min(config.rollout.max_completion_tokens, config.training.seq_len) * len(lengths)
+    completions = min(longest_completion(config), config.training.seq_len) * len(lengths)
     scored = grpo.recompute_old_log_probs + (grpo.kl_coefficient > 0)
     operations = model_flops(args, lengths, completions, Passes(grpo.num_iterations, scored))
     again = {"none": 0.0, "selective": 1 / checkpoint.selective_ac_option, "full": 1.0}[checkpoint.mode]
@@ -66,7 +68,7 @@ def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float 
     inference = config.inference
     if config.rollout.replay or inference.servers or inference.backend == "embedded":
         return None
-    size, longest = inference.tensor_parallel_size, config.rollout.max_completion_tokens
+    size, longest = inference.tensor_parallel_size, longest_completion(config)
     engines = max(1, ranks // size) if is_colocated(config) else inference.num_actors
     each = -(-global_batch_size(config, ranks) // engines)
     rounds, running = -(-each // inference.max_sequences), min(each, inference.max_sequences)
@@ -103,7 +105,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     """
     parallelism, args = config.parallelism, read_shape(config)
     batch, each = global_batch_size(config, ranks), group_size(config)
-    tokens, generated = batch * config.training.seq_len, batch * config.rollout.max_completion_tokens
+    tokens, generated = batch * config.training.seq_len, batch * longest_completion(config)
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
     warnings = (without_masters(config), differing_nccl(config, engine_python(config)), tight_memory(config, ranks))
     lines = [
@@ -116,6 +118,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         f"actors: {_actors(config, ranks)}",
         f"batch: {batch // each} groups × {each} = {batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
+        *describe_mix(config, ranks),
         f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated{_computed(config, batch)}",
     ]
     if args is None:
@@ -141,7 +144,7 @@ def _computed(config: JobConfig, batch: int) -> str:
     alone = group_size(config) == 1 or config.parallelism.context_parallel_degree > 1
     if alone or not config.training.merge_prefixes:
         return ""
-    completion = min(config.rollout.max_completion_tokens, config.training.seq_len)
+    completion = min(longest_completion(config), config.training.seq_len)
     prompts = batch // group_size(config) * (config.training.seq_len - completion)
     return f"; {prompts + batch * completion:,} are computed where every prompt is computed once for its group"
 

@@ -30,6 +30,7 @@ from torchtitan.config.derived import (
     has_sequence_ratios,
     learns_from_rewards,
     sleeps_between_batches,
+    sources_of,
     world_size,
 )
 from torchtitan.config.job_config import JobConfig, table_types
@@ -45,6 +46,7 @@ from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
+from torchtitan.preflight.sources import check_sources
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.rewards import BUILTIN
@@ -78,6 +80,7 @@ def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
         # Not asdict: an attribute that is not a key is a typo, and must be refused like any other.
         sections = {table: getattr(config, table) for table in table_types()}
         draft.add({table: getattr(section, "__dict__", section) for table, section in sections.items()}, "config")
+        draft.set_sources([one.given() for one in config.source], "config")
     elif isinstance(config, Mapping):
         draft.add(config, "config")
     else:
@@ -141,6 +144,18 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     With `planning`, nothing will be trained: a shape from model.flavor is enough, without checkpoint files. The keys in
     `wrong` have already been refused.
     """
+    check = Check(config, world_size(), planning, wrong)
+    check_sources(check)
+    found = [(name, _validate_source(own, planning, wrong)) for name, own in sources_of(config)]
+    # What all sources share is said once, and without their names.
+    common = set[str].intersection(*({problem.text for problem in problems} for _, problems in found))
+    check.problems += [problem for problem in found[0][1] if problem.text in common]
+    for name, problems in found:
+        check.problems += [Problem(one.key, f"source {name}: {one.text}") for one in problems if one.text not in common]
+    return check.problems
+
+
+def _validate_source(config: JobConfig, planning: bool, wrong: frozenset[str]) -> list[Problem]:
     check = Check(config, world_size(), planning, wrong)
     for rules in (
         check_stage, _check_parallelism, _check_batch, _check_optimizer, _check_lengths, _check_objective, check_lora,

@@ -116,8 +116,10 @@ class MetricsLogger:
         limit, labels = self.config.metrics.completions_per_step, reward_labels(self.config)
         by_turns = itertools.chain(*itertools.zip_longest(*(group.samples for group in batch.groups)))
         samples = [sample for sample in by_turns if sample is not None]
+        sources = {id(sample): group.source for group in batch.groups for sample in group.samples}
         for number, sample in enumerate(samples[: None if limit < 0 else limit]):
             row = describe_sample(step, batch.version, sample, tokenizer, labels)
+            row |= {"source": name} if (name := sources[id(sample)]) else {}
             self._completions.write(row | (describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {}))
 
     def close(self) -> None:

@@ -76,8 +76,8 @@ class CurriculumStream(PromptStream):
         prompt.row = row
         return prompt
 
-    def replaced(self, prompt: Prompt) -> bool:
-        return self._drawn.get(prompt.index) != prompt.row
+    def replaced(self, index: int, row: int) -> bool:
+        return self._drawn.get(index) != row
 
     def note(self, index: int, rewards: Sequence[float]) -> None:
         self._results[index] = list(rewards)

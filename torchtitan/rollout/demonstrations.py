@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config.derived import global_batch_size
+from torchtitan.config.derived import groups_per_batch, sources_of, weights_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, add_turn
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
+from torchtitan.rollout.mix import Mix, in_turns
+from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets, load_streams
 from torchtitan.rollout.tokenizer import Tokenizer, plain_message
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
 from torchtitan.rollout.unknown_text import check_unknown_text
@@ -62,7 +63,9 @@ class DemonstrationMaker(PromptMaker):
         asked = last.token_ids[: len(last) - len(last.sampled[-1].token_ids)]
         if self._sft.loss_on == "all":
             branches = [Branch([Given(one.token_ids[:1]), _as_sampled(one.token_ids[1:])]) for one in branches]
-        return Demonstration(index, content, asked, self._columns(row), self._prefill(asked), branches=branches)
+        return Demonstration(
+            index, content, asked, self._columns(row), self._prefill(asked), source=self._source, branches=branches
+        )
 
     def fits(self, prompt: Prompt) -> bool:
         assert isinstance(prompt, Demonstration)
@@ -106,41 +109,55 @@ class Demonstrations:
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer, ranks: int):
         """Raises UserError for a dataset or tokenizer that does not fit the configuration."""
-        self._config, self._maker = config, DemonstrationMaker(config, tokenizer)
-        rows, self._held_out = load_datasets(config, self._maker.renderer)
-        check_unknown_text(rows, config, tokenizer)
-        self._stream = PromptStream(rows, self._maker, config.training.seed, config.rollout.shuffle)
-        self._size, self._rows = global_batch_size(config, ranks), len(rows)
+        self._streams: dict[str, PromptStream] = {}
+        self._held_out: list[Prompt] = []
+        counts = []
+        for name, own in sources_of(config):
+            maker = DemonstrationMaker(own, tokenizer)
+            rows, held_out = load_datasets(own, maker.renderer)
+            check_unknown_text(rows, own, tokenizer)
+            seed, shuffle = config.training.seed, own.rollout.shuffle
+            self._streams[name] = PromptStream(rows, maker, seed, shuffle)
+            self._held_out += first_held_out(held_out, maker, config.eval.num_prompts)
+            counts.append(len(rows))
+        self._size, self._rows = groups_per_batch(config, ranks), sum(counts)
+        self._mix = Mix(weights_of(config, counts), self._size)
         epochs = config.sft.epochs
         self.steps = math.ceil(epochs * self._rows / self._size) if epochs else config.training.steps
         """Steps of the whole run"""
 
     def next_batch(self, version: int) -> Batch:
         """Return the batch to train on at `version`. Raises UserError if no row fits."""
-        batch = self._batch(version, [self._stream.next() for _ in range(self._size)])
+        counts = {name: self._mix.upcoming(name, 1)[0] for name in self._streams}
+        shares = [[stream.next() for _ in range(counts[name])] for name, stream in self._streams.items()]
+        self._mix.hand_out(counts)
+        batch = self._batch(version, in_turns(shares))
         lengths = [len(sample.completion_ids) for sample in batch.samples]
         batch.statistics = {
             "completion/length_mean": sum(lengths) / len(lengths),
-            "demonstrations/epoch": (batch.groups[-1].prompt_index + 1) / self._rows,
-            "demonstrations/too_long": float(self._stream.dropped),
+            "demonstrations/epoch": sum(one.position for one in self._streams.values()) / self._rows,
+            "demonstrations/too_long": float(sum(one.dropped for one in self._streams.values())),
         }
         return batch
 
     def held_out(self) -> Batch:
         """Return the held-out demonstrations, for the evaluation loss; the batch may have no groups."""
-        return self._batch(0, first_held_out(self._held_out, self._maker, self._config.eval.num_prompts))
+        return self._batch(0, self._held_out)
 
     def export_state(self) -> bytes:
         """Return the position in the rows, for a checkpoint between two steps."""
-        return json.dumps({"stream": self._stream.state_dict()}).encode()
+        streams = {name: stream.state_dict() for name, stream in self._streams.items()}
+        return json.dumps({"streams": streams, "mix": self._mix.state_dict()}).encode()
 
     def restore_state(self, data: bytes) -> None:
         """Continue from an exported state. Raises UserError if the rows are not those of the state."""
-        self._stream.load_state_dict(json.loads(data)["stream"])
+        state = json.loads(data)
+        load_streams(state, self._streams)
+        self._mix.load_state_dict(state.get("mix", self._mix.state_dict()))
 
     def _batch(self, version: int, prompts: Sequence[Prompt]) -> Batch:
         groups = []
         for one in prompts:
             assert isinstance(one, Demonstration)
-            groups.append(Group(one.index, [Sample(one.branches, "stop", 0.0)]))
+            groups.append(Group(one.index, [Sample(one.branches, "stop", 0.0)], one.source))
         return Batch(version, groups)

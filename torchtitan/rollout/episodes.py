@@ -31,14 +31,12 @@ class Player(ABC):
     """Exceptions after which an episode starts again; any other exception ends the run"""
 
     def __init__(self, config: JobConfig, *parts: EnvironmentPool | Gateway):
-        self._config, self._parts = config, parts
+        self._config = config
+        self.counting: list[Any] = [self, *parts]
+        """All whose `statistics` count something of its episodes"""
         self.statistics: Counter[str] = Counter({"turns": 0, "episodes_redone": 0, "episodes_lost": 0})
         self.last_failure = ""
         """Why the latest failed episode failed"""
-
-    def counts(self) -> Counter[str]:
-        """Return the counts of turns, episodes and failures since the start."""
-        return Counter({name: count for one in (self, *self._parts) for name, count in one.statistics.items()})
 
     @abstractmethod
     async def play_one(

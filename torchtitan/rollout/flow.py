@@ -7,180 +7,64 @@ import heapq
 import json
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, pstdev
-from typing import Any
+from collections.abc import Sequence
 
-from torchtitan.config.derived import (
-    global_batch_size,
-    learns_from_rewards,
-    reward_labels,
-    reward_weights,
-    sleeps_between_batches,
-)
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError, load_function
-from torchtitan.inference.types import VersionSpan, sampled_segments
-from torchtitan.rollout.group_maker import GroupMaker, make_sample
+from torchtitan.errors import UserError
+from torchtitan.rollout.group_maker import counters, make_sample
 from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
-from torchtitan.rollout.prompts import PromptStream
-from torchtitan.rollout.staleness_budget import StalenessBudget
-from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
+from torchtitan.rollout.mix import Mix, in_turns
+from torchtitan.rollout.prompts import load_streams
+from torchtitan.rollout.source_flow import SourceFlow
+from torchtitan.rollout.statistics import RolloutStatistics, of_source
+from torchtitan.rollout.types import Batch, Group, Prompt
 from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
-
-# The fewest samples of a group that give an advantage.
-SMALLEST_GROUP = 2
-# Rewards that differ by less than this count as equal.
-EQUAL_REWARDS = 1e-9
-# The run stops after this many batches' worth of consecutive groups without any reward.
-BATCHES_WITHOUT_REWARD = 4
-# After so many batches' worth of groups an event says that no completion has had a reward but 0 yet, and shows some.
-BATCHES_OF_ZEROS = 2
-SHOWN_COMPLETIONS = 3
-SHOWN_CHARACTERS = 200
-
-
-def sample_version(spans: Sequence[VersionSpan]) -> int:
-    """Return the version of a sample's oldest token. Raises ValueError for a sample without tokens."""
-    return min(span.version for span in spans if span.end > span.start)
-
-
-@dataclass
-class RolloutStatistics:
-    """Statistics since the last batch. Rewards and lengths include groups that were dropped for equal rewards, so that
-    they describe the policy rather than the selection of groups."""
-
-    max_completion_tokens: int
-    labels: dict[str, str]
-    """What curves call each reward"""
-    rewards: list[float] = field(default_factory=list)
-    per_function: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    turns: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    usable_lengths: list[int] = field(default_factory=list)
-    truncated: int = 0
-    groups_scored: int = 0
-    groups_zero_variance: int = 0
-    groups_filtered: int = 0
-    groups_unscored: int = 0
-    samples_unscored: int = 0
-    admitted: list[bool] = field(default_factory=list)
-    admitted_long: list[bool] = field(default_factory=list)
-
-    def add_sample(self, trajectory: Trajectory, reward: float | None, rewards: dict[str, float | None]) -> None:
-        turns = sampled_segments(trajectory.branches)
-        self.turns.append(len(turns))
-        self.lengths.append(sum(len(turn.token_ids) for turn in turns))
-        self.truncated += trajectory.finish_reason == "length"
-        if reward is None:
-            self.samples_unscored += 1
-            return
-        self.rewards.append(reward)
-        for name, value in rewards.items():
-            if value is not None:
-                self.per_function[name].append(value)
-
-    def add_gate(self, group: Group, admitted: bool) -> None:
-        """Record whether the staleness gate admitted a group."""
-        self.admitted.append(admitted)
-        if fmean([len(sample.completion_ids) for sample in group.samples]) > self.max_completion_tokens / 2:
-            self.admitted_long.append(admitted)
-
-    def figures(self, version: int, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return all metrics for a batch of `samples` that is handed out at `version`."""
-        trained = [len(sample.completion_ids) for sample in samples]
-        rewards = self.rewards or [sample.reward for sample in samples]
-        lengths = self.lengths or trained
-        truncated = self.truncated if self.lengths else sum(sample.finish_reason == "length" for sample in samples)
-        staleness = [version - sample_version(sample.spans) for sample in samples]
-        figures = {
-            "reward/mean": fmean(rewards),
-            "reward/std": pstdev(rewards),
-            "completion/length_mean": fmean(lengths),
-            "completion/length_max": float(max(lengths)),
-            "completion/length_trained_mean": fmean(trained),
-            "completion/length_usable_mean": fmean(self.usable_lengths or trained),
-            "completion/truncated_fraction": truncated / len(lengths),
-            "staleness/mean": fmean(staleness),
-            "staleness/max": float(max(staleness)),
-            "groups/scored": float(self.groups_scored),
-            "groups/zero_variance_fraction": self.groups_zero_variance / max(1, self.groups_scored),
-            "groups/filtered_fraction": self.groups_filtered / max(1, self.groups_scored),
-            "groups/unscored": float(self.groups_unscored),
-            "rollout/samples_unscored": float(self.samples_unscored),
-            "rollout/groups_stale": float(self.admitted.count(False)),
-            "rollout/admission_rate": fmean(self.admitted) if self.admitted else 1.0,
-            "rollout/mixed_version_fraction": fmean([len(sample.spans) > 1 for sample in samples]),
-        }
-        turns = self.turns or [len(sampled_segments(sample.branches)) for sample in samples]
-        if max(turns) > 1:
-            figures["environment/turns_mean"] = fmean(turns)
-        if self.admitted_long:
-            figures["rollout/admission_rate_long"] = fmean(self.admitted_long)
-        for name, values in sorted(self.per_function.items()):
-            label = self.labels.get(name, name)
-            figures[f"reward/{label}/mean"] = fmean(values)
-            figures[f"reward/{label}/std"] = pstdev(values)
-        return figures
 
 
 class RolloutFlow:
     """Keeps the actors busy and hands out batches. All methods belong to one asyncio loop.
 
-    Every position of the prompt stream is in exactly one state: not drawn yet, being generated, ready, or used up
-    (handed out, or dropped because it is not usable). A saved state has the first three, so a resume neither loses nor
-    repeats one.
+    Each source keeps what is generated for it (source_flow.py), and has its own places in every batch (mix.py): no
+    source waits for another one until the batch is put together. A saved state has what is not drawn yet, being
+    generated, or ready, so a resume neither loses nor repeats a prompt.
     """
 
     def __init__(
         self,
         config: JobConfig,
-        groups: GroupMaker,
-        stream: PromptStream,
+        sources: Sequence[SourceFlow],
+        mix: Mix,
         journal: Journal | None,
-        ranks: int,
         events: EventLog | None = None,
     ):
-        self._config = config
-        self._groups = groups
-        self._stream = stream
-        self._journal = journal
-        self._batch_groups = global_batch_size(config, ranks) // config.grpo.group_size
-        # Actors that sleep during training cannot work ahead, and should have nothing unfinished when it begins.
-        ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
-        self._budget = StalenessBudget(self._batch_groups, ahead, config.rollout.max_groups_in_flight)
+        self._config, self._mix = config, mix
+        self._all, self._sources = list(sources), list(sources)
+        """All sources, and those that have not failed"""
+        self._journal, self._events = journal, events
         self._running = False
-        self._in_flight: dict[int, asyncio.Task[None]] = {}
-        self._ready: dict[int, Group] = {}
-        self._redo: list[int] = []
-        self._without_reward = 0
-        self._events, self._answer = events, config.rewards.answer_column
-        self._zeros: list[tuple[Prompt, Trajectory]] | None = [] if learns_from_rewards(config) else None
-        """One sample of each group so far, while no reward but 0 has been seen"""
         self._kept: ReplaySource | None = None
         """Recorded batches to train on again"""
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
-        self._no_completion_s = self._no_group_s = 0.0
+        self._version = 0
+        self._no_completion_s = 0.0
         self._progress = 0
         self._enough_since: float | None = None
         """When enough groups for the next batch were ready; since then it waits only for earlier ones"""
-        self._statistics = self._fresh_statistics()
-        name = config.grpo.group_filter
-        self._keeps: Callable[[Group], Any] = load_function(name, "grpo.group_filter") if name else lambda group: True
+        self._start_statistics()
 
     def set_version(self, version: int) -> None:
         """Set the trainer's version and generate for its batch and later ones. The first call starts the generation."""
         # Groups sampled earlier would be too old once the kept batches have been trained on.
         last_kept = self._kept.versions[-1] if self._kept is not None else -1
         self._running = version + self._config.rollout.max_staleness > last_kept
-        self._budget.version, self._budget.handed_out = version, version <= last_kept
-        self._groups.rewards.set_step(version)
-        self._redo_stale()
+        self._version = version
+        for source in self._sources:
+            source.budget.version, source.budget.handed_out = version, version <= last_kept
+            source.groups.rewards.set_step(version)
+            source.redo_stale()
         self._fill()
 
     async def next_batch(self, version: int, timeout_s: float) -> Batch | None:
@@ -193,18 +77,16 @@ class RolloutFlow:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if version != self._budget.version:
-                raise ValueError(
-                    f"a batch for version {version} was asked for, the trainer's is {self._budget.version}"
-                )
+            if version != self._version:
+                raise ValueError(f"a batch for version {version} was asked for, the trainer's is {self._version}")
             if self._kept is not None and version in self._kept.versions:
                 return self._kept.next_batch(version)
             started = time.monotonic()
-            if len(self._ready) >= self._batch_groups:
+            if all(source.has_enough for source in self._sources):
                 self._enough_since = self._enough_since or started
-                batch = self._budget.batch([*self._in_flight, *self._redo])
-                if batch is not None:
-                    return self._hand_out(version, batch, started - self._enough_since)
+                parts = [indices for one in self._sources if (indices := one.next_groups()) is not None]
+                if len(parts) == len(self._sources):
+                    return self._hand_out(version, parts, started - self._enough_since)
             if started >= deadline:
                 return None
             self._changed.clear()
@@ -216,11 +98,13 @@ class RolloutFlow:
             self._count_wait(time.monotonic() - started)
 
     def export_state(self) -> bytes:
-        """Return the prompt position, the prompts in flight and the finished groups."""
+        """Return the prompt positions, the prompts in flight and the finished groups."""
+        ready = [one.ready[index] for one in self._sources for index in sorted(one.ready)]
         state = {
-            "stream": self._stream.state_dict(),
-            "unfinished": sorted([*self._in_flight, *self._redo]),
-            "ready": batch_to_json(Batch(self._budget.version, [self._ready[index] for index in sorted(self._ready)])),
+            "streams": {one.name: one.stream.state_dict() for one in self._all},
+            "unfinished": sorted(index for one in self._sources for index in [*one.in_flight, *one.redo]),
+            "ready": batch_to_json(Batch(self._version, ready)),
+            "mix": self._mix.state_dict(),
         }
         return json.dumps(state).encode()
 
@@ -237,11 +121,18 @@ class RolloutFlow:
             raise UserError(
                 "the checkpoint is one of job.stage = sft: start a new run with its export as model.hf_assets_path"
             )
-        self._stream.load_state_dict(state["stream"])
-        self._redo = sorted(state["unfinished"])
-        for group in batch_from_json(state["ready"]).groups:
-            self._add(group)
-        logger.info("restored %d finished groups; %d unfinished are redone", len(self._ready), len(self._redo))
+        load_streams(state, {one.name: one.stream for one in self._all})
+        self._mix.load_state_dict(state.get("mix", self._mix.state_dict()))
+        for source in set(self._sources):
+            if source.name not in self._mix.names:
+                self._sources.remove(source)
+                logger.warning("source %s had failed before the checkpoint: the run goes on without it", source.name)
+        for index in sorted(state["unfinished"]):
+            self._owner(index).redo.append(index)
+        groups = batch_from_json(state["ready"]).groups
+        for group in groups:
+            self._owner(group.prompt_index).add(group)
+        logger.info("restored %d finished groups; %d unfinished are redone", len(groups), len(state["unfinished"]))
 
     def train_again(self, kept: ReplaySource) -> int:
         """Hand out these batches before any new one; call it after restore_state() and before set_version().
@@ -252,206 +143,159 @@ class RolloutFlow:
             return 0
         self._kept = kept
         batches = [kept.read_batch(version) for version in kept.versions]
+        for batch in batches:
+            self._mix.hand_out(count_by_source(batch.groups))
         used = {group.prompt_index for batch in batches for group in batch.groups}
-        for index in used & self._ready.keys():
-            del self._ready[index]
-            self._budget.remove([index])
-        self._redo = sorted(set(self._redo) - used)
-        while self._stream.position <= max(used):
-            prompt = self._stream.next()
-            if prompt.index not in used:
-                heapq.heappush(self._redo, prompt.index)
+        for source in self._sources:
+            source.skip({index for index in used if self._owner(index) is source})
         return int(batches[-1].statistics.get("rollout/groups_ready", 0))
 
     async def close(self) -> None:
         self._running = False
-        tasks = list(self._in_flight.values())
+        tasks = [task for source in self._all for task in source.in_flight.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _fresh_statistics(self) -> RolloutStatistics:
-        return RolloutStatistics(self._config.rollout.max_completion_tokens, reward_labels(self._config))
+    def _owner(self, index: int) -> SourceFlow:
+        """The source of a prompt."""
+        return self._all[index % len(self._all)]
+
+    def _start_statistics(self) -> None:
+        labels = {name: label for one in self._all for name, label in one.fresh_statistics().labels.items()}
+        self._statistics = RolloutStatistics(labels)
+        for source in self._sources:
+            source.start_statistics(self._statistics)
 
     def _fill(self) -> None:
-        """Send out prompts for as many groups as can be used, starting with those that must be done again."""
+        """Send out prompts for as many groups as can be used, those that are used first first."""
         while self._running and self._failure is None:
-            position = self._budget.position(self._redo[0] if self._redo else None, self._in_flight)
-            if position >= self._budget.wanted():
+            wanted = [(one.budget.turn(position), position / one.budget.groups_per_batch, number, position)
+                      for number, one in enumerate(self._sources) if (position := one.wants()) is not None]  # fmt: skip
+            if not wanted:
                 return
+            *_, number, position = min(wanted)
+            source = self._sources[number]
+            min_version = source.budget.oldest_useful_version(position)
             try:
-                prompt = self._take_prompt()
+                prompt = source.take_prompt()
             except UserError as error:
-                self._fail(error)
-                return
-            min_version = self._budget.oldest_useful_version(position)
-            self._in_flight[prompt.index] = asyncio.create_task(self._make_group(prompt, min_version))
+                self._fail(error, source)
+                continue
+            source.in_flight[prompt.index] = asyncio.create_task(self._make_group(source, prompt, min_version))
 
-    def _take_prompt(self) -> Prompt:
-        if self._redo:
-            return self._stream.prompt_at(heapq.heappop(self._redo))
-        return self._stream.next()
-
-    async def _make_group(self, prompt: Prompt, min_version: int) -> None:
+    async def _make_group(self, source: SourceFlow, prompt: Prompt, min_version: int) -> None:
+        started = time.monotonic()
         try:
-            trajectories = await self._groups.sample(prompt, self._groups.request(prompt), min_version)
-            await self._groups.teach(trajectories)
-            scores = await self._groups.score(prompt, trajectories)
+            groups = source.groups
+            trajectories = await groups.sample(prompt, groups.request(prompt), min_version)
+            await groups.teach(trajectories)
+            scores = await groups.score(prompt, trajectories)
             samples = []
             for trajectory, (reward, rewards) in zip(trajectories, scores, strict=True):
-                self._statistics.add_sample(trajectory, reward, rewards)
+                source.count_sample(trajectory, reward, rewards)
                 if reward is not None:
-                    samples.append(make_sample(trajectory, reward, rewards, prompt.columns.get(self._answer)))
-            self._look_for_reward(prompt, trajectories, samples)
-            if self._stream.replaced(prompt):
-                self._statistics.groups_scored += 1
-                heapq.heappush(self._redo, prompt.index)
-            else:
-                self._take_in(Group(prompt.index, samples))
+                    answer = prompt.columns.get(source.config.rewards.answer_column)
+                    samples.append(make_sample(trajectory, reward, rewards, answer))
+            source.look_for_reward(prompt, trajectories, samples)
+            source.take_in(Group(prompt.index, samples, source.name), prompt.row, time.monotonic() - started)
         except Exception as error:
-            heapq.heappush(self._redo, prompt.index)  # a state that is saved now must include it
-            self._fail(error)
+            heapq.heappush(source.redo, prompt.index)  # a state that is saved now must include it
+            self._fail(error, source)
         finally:
-            self._in_flight.pop(prompt.index, None)
+            source.in_flight.pop(prompt.index, None)
         self._fill()
         self._changed.set()
 
-    def _take_in(self, group: Group) -> None:
-        """Keep a scored group for the trainer, or drop and count it."""
-        self._statistics.groups_scored += 1
-        usable = len(group.samples) >= SMALLEST_GROUP
-        if not usable:
-            self._statistics.groups_unscored += 1
-        elif self._config.grpo.drop_zero_variance and has_no_advantage(group, self._config):
-            self._statistics.groups_zero_variance += 1
-            usable = False
-        elif not self._keeps(group):
-            self._statistics.groups_filtered += 1
-            usable = False
-        self._without_reward = 0 if group.samples else self._without_reward + 1
-        if self._without_reward >= BATCHES_WITHOUT_REWARD * self._batch_groups:
-            raise UserError(
-                f"the last {self._without_reward} groups got no reward at all; {self._groups.last_failure}: "
-                "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
-                "environment (environment_failed in events.jsonl)"
-            )
-        self._budget.count(usable)
-        if usable:
-            self._statistics.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
-            self._no_group_s = 0.0
-        if len(group.samples) >= SMALLEST_GROUP:
-            self._stream.note(group.prompt_index, [sample.reward for sample in group.samples])
-            self._add(group, usable)
-            self._redo_stale(group.prompt_index)
-
-    def _look_for_reward(self, prompt: Prompt, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> None:
-        """Write an event if the first batches' worth of groups has no reward but 0: nothing is learned from them."""
-        if self._events is None or self._zeros is None or not samples:
-            return
-        if any(sample.reward for sample in samples):
-            self._zeros = None
-            return
-        self._zeros.append((prompt, trajectories[0]))
-        if (count := len(self._zeros)) < BATCHES_OF_ZEROS * self._batch_groups:
-            return
-        shown = [
-            {
-                "prompt": str(prompt.text)[-SHOWN_CHARACTERS:],
-                "completion": str(trajectory.completion)[:SHOWN_CHARACTERS],
-                "finish_reason": trajectory.finish_reason,
-                "answer": str(prompt.columns.get(self._answer))[-SHOWN_CHARACTERS:],
-            }
-            for prompt, trajectory in self._zeros[-SHOWN_COMPLETIONS:]
-        ]
-        self._zeros = None
-        self._events.write(
-            "no_reward_yet", level=logging.WARNING, groups=count, completions=shown,
-            look_at="is the answer in the form that the reward functions want, does rollout.max_completion_tokens cut "
-            "it off (finish_reason length), is the task too hard for this model (docs/real_models.md)?",
-        )  # fmt: skip
-
-    def _redo_stale(self, only: int | None = None) -> None:
-        """Have finished groups sampled again that will be too stale in their turn; only: look at this one."""
-        for index in self._budget.take_stale(self._config.rollout.max_staleness, only):
-            heapq.heappush(self._redo, index)
-            if index in self._ready:
-                self._statistics.add_gate(self._ready.pop(index), admitted=False)
-
-    def _hand_out(self, version: int, indices: list[int], straggler_wait_s: float) -> Batch:
-        groups = [self._ready.pop(index) for index in indices]
-        for group in groups:
-            self._statistics.add_gate(group, admitted=True)
-        batch = Batch(version, groups)
+    def _hand_out(self, version: int, parts: list[list[int]], straggler_wait_s: float) -> Batch:
+        shares = [source.hand_out(indices) for source, indices in zip(self._sources, parts, strict=True)]
+        batch = Batch(version, in_turns(shares))
+        counts = count_by_source(batch.groups)
+        self._mix.hand_out({name: counts.get(name, 0) for name in self._mix.names})
         batch.statistics = self._statistics.figures(version, batch.samples) | self._gauges()
+        for source, groups in zip(self._sources, shares, strict=True):
+            if source.name and groups:
+                samples = [sample for group in groups for sample in group.samples]
+                batch.statistics |= of_source(source.statistics.figures(version, samples), source.name)
+            if source.name:
+                batch.statistics[f"groups/{source.name}/trained"] = float(len(groups))
         batch.statistics["rollout/straggler_wait_s"] = straggler_wait_s
-        self._statistics, self._enough_since = self._fresh_statistics(), None
+        self._start_statistics()
+        self._enough_since = None
         if self._journal is not None:
             self._journal.append_batch(batch)
-        self._budget.hand_out(indices)
-        self._stream.used_up(indices[-1])
-        self._redo_stale()
-        self._no_completion_s = self._no_group_s = 0.0
+        for source in self._sources:
+            source.redo_stale()
+        self._no_completion_s = 0.0
         self._fill()
         return batch
 
-    def _add(self, group: Group, usable: bool = True) -> None:
-        if usable:
-            self._ready[group.prompt_index] = group
-        # The staleness gate considers the stalest sample.
-        self._budget.add(group.prompt_index, min(sample_version(sample.spans) for sample in group.samples), usable)
-
     def _gauges(self) -> dict[str, float]:
         return {
-            "rollout/groups_ready": float(len(self._ready)),
-            "rollout/groups_in_flight": float(len(self._in_flight)),
-            "rollout/prompts_too_long": float(self._stream.dropped),
-            **self._stream.figures(),
-            **self._groups.counters(),
-            **self._groups.rewards.take_logged(),
+            "rollout/groups_ready": float(sum(len(one.ready) for one in self._sources)),
+            "rollout/groups_in_flight": float(sum(len(one.in_flight) for one in self._sources)),
+            "rollout/prompts_too_long": float(sum(one.stream.dropped for one in self._all)),
+            **self._stream_figures(),
+            **counters([one.groups for one in self._all]),
+            **self._all[0].groups.rewards.take_logged(),
         }
+
+    def _stream_figures(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for source in self._sources:
+            own = source.stream.figures()
+            figures |= of_source(own, source.name) if source.name else own
+        return figures
 
     def _count_wait(self, seconds: float) -> None:
         """Count time for which the trainer waited. Raises UserError when it has waited for too long."""
-        self._no_completion_s = self._no_completion_s + seconds if self._groups.progress == self._progress else 0.0
-        self._progress = self._groups.progress
-        self._no_group_s += seconds if self._enough_since is None else 0.0
+        progress = sum(one.groups.progress for one in self._all)
+        self._no_completion_s = self._no_completion_s + seconds if progress == self._progress else 0.0
+        self._progress = progress
         limit = self._config.rollout.data_timeout_s
         if self._no_completion_s > limit:
-            actors = ", ".join(f"{name} {state}" for name, state in self._groups.pool.actors.items()) or "none"
+            pool, count = self._all[0].groups.pool, sum(len(one.in_flight) for one in self._sources)
+            actors = ", ".join(f"{name} {state}" for name, state in pool.actors.items()) or "none"
             raise UserError(
-                f"no completion arrived for {limit:g} s (rollout.data_timeout_s) with {len(self._in_flight)} groups "
+                f"no completion arrived for {limit:g} s (rollout.data_timeout_s) with {count} groups "
                 f"under way; actors: {actors} (see events.jsonl and logs/ in the run folder)"
             )
-        if self._no_group_s > limit:
-            counts = self._statistics
-            raise UserError(
-                f"completions arrive, but for {limit:g} s (rollout.data_timeout_s) no group could be trained on: of "
-                f"{counts.groups_scored}, {counts.groups_zero_variance} had equal rewards (grpo.drop_zero_variance), "
-                f"{counts.groups_filtered} were left out by grpo.group_filter, "
-                f"{counts.groups_unscored} had too few rewards, {counts.admitted.count(False)} were too old "
-                "(rollout.max_staleness)"
-            )
+        for source in list(self._sources):
+            source.seconds_without_group += 0.0 if source.has_enough else seconds
+            if source.seconds_without_group > limit:
+                groups, stale = source.statistics.groups, source.statistics.admitted.count(False)
+                self._fail(
+                    UserError(
+                        f"completions arrive, but for {limit:g} s (rollout.data_timeout_s) no group could be trained "
+                        f"on: of {groups['scored']}, {groups['zero_variance']} had equal rewards "
+                        f"(grpo.drop_zero_variance), {groups['filtered']} were left out by grpo.group_filter, "
+                        f"{groups['unscored']} had too few rewards, {stale} were too old (rollout.max_staleness)"
+                    ),
+                    source,
+                )
+        if self._failure is not None:
+            raise self._failure
 
-    def _fail(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = error
+    def _fail(self, error: Exception, source: SourceFlow) -> None:
+        """End the run, or go on without a source that it does not require."""
+        if source in self._sources and isinstance(error, UserError) and not source.required and len(self._sources) > 1:
+            self._sources.remove(source)
+            self._mix.leave(source.name)
+            for task in source.in_flight.values():
+                if task is not asyncio.current_task():
+                    task.cancel()
+            if self._events is not None:
+                self._events.write(
+                    "source_left", level=logging.WARNING, source=source.name, version=self._version, reason=str(error)
+                )
+        elif source in self._sources and self._failure is None:
+            named = source.name and isinstance(error, UserError)
+            self._failure = UserError(f"source {source.name!r}: {error}") if named else error
         self._changed.set()
 
 
-def has_no_advantage(group: Group, config: JobConfig) -> bool:
-    """Return whether every advantage of this group is zero, whatever else is in its batch.
-
-    With reinforce_pp they are zero except for the token mean over the batch, so the group alone carries no signal.
-    """
-    advantage = config.grpo.advantage
-    if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or config.job.stage == "distill":
-        return False  # every sample gets a signal from the batch, the user's function or the teacher
-    parts = [[sample.reward for sample in group.samples]]
-    if config.grpo.advantage_level == "turn":
-        turns = max(len(sample.returns) for sample in group.samples)
-        parts = [[one.returns[turn] for one in group.samples if turn < len(one.returns)] for turn in range(turns)]
-    if config.grpo.reward_aggregation == "normalize_each":
-        names = [name for name, weight in reward_weights(config).items() if weight]
-        given = [[sample.rewards.get(name) for sample in group.samples] for name in names]
-        parts = [[value for value in values if value is not None] for values in given]
-    return all(max(values) - min(values) < EQUAL_REWARDS for values in parts if values)
+def count_by_source(groups: Sequence[Group]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for group in groups:
+        counts[group.source] = counts.get(group.source, 0) + 1
+    return counts

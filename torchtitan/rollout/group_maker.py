@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class GroupMaker:
         self.rewards = rewards
         self._tokenizer = tokenizer
         self._epoch = epoch
-        self._episodes = episodes
+        self.episodes = episodes
         self.single_turn = episodes is None
         self._environment = environment_name(config)
         self._groups = 0
@@ -57,12 +58,12 @@ class GroupMaker:
     @property
     def progress(self) -> int:
         """A counter that grows as long as the actors sample anything."""
-        return self._groups + (0 if self._episodes is None else self._episodes.statistics["turns"])
+        return self._groups + (0 if self.episodes is None else self.episodes.statistics["turns"])
 
     @property
     def last_failure(self) -> str:
         """Why the latest sample without a reward has none."""
-        episode = "" if self._episodes is None else self._episodes.last_failure
+        episode = "" if self.episodes is None else self.episodes.last_failure
         lost = episode and f"an episode was lost: {episode}"
         return self.rewards.last_failure or lost or "the functions returned None"
 
@@ -89,8 +90,8 @@ class GroupMaker:
 
         Raises UserError if no actor can sample them.
         """
-        if self._episodes is not None:
-            return await self._episodes.play(prompt, request, min_version)
+        if self.episodes is not None:
+            return await self.episodes.play(prompt, request, min_version)
         completions = await self.pool.generate(request, min_version)
         self._groups += 1
         return [self._of_one_turn(prompt, completion) for completion in completions]
@@ -125,12 +126,19 @@ class GroupMaker:
             for score, one in zip(scores, trajectories, strict=True)
         ]
 
-    def counters(self) -> dict[str, float]:
-        """Return the counts since the start, under their keys in metrics.jsonl."""
-        parts = {"reward": self.rewards.statistics, "inference": self.pool.statistics}
-        if self._episodes is not None:
-            parts["environment"] = self._episodes.counts()
-        return {f"{part}/{name}": float(count) for part, counts in parts.items() for name, count in counts.items()}
+
+def counters(makers: Sequence[GroupMaker]) -> dict[str, float]:
+    """Return the counts since the start, under their keys in metrics.jsonl; what several makers share counts once."""
+    figures: dict[str, float] = defaultdict(float)
+    for part, counting in (
+        ("reward", [maker.rewards for maker in makers]),
+        ("inference", [maker.pool for maker in makers]),
+        ("environment", [one for maker in makers if maker.episodes is not None for one in maker.episodes.counting]),
+    ):
+        for one in {id(one): one for one in counting}.values():
+            for name, count in one.statistics.items():
+                figures[f"{part}/{name}"] += count
+    return dict(figures)
 
 
 def make_sample(

@@ -59,6 +59,7 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
         "version": batch.version,
         "statistics": batch.statistics,
         "groups": groups,
+        "sources": [group.source for group in batch.groups],
         "given": [_pack(tokens) for tokens in given],
     }
 
@@ -67,7 +68,12 @@ def batch_from_json(data: dict[str, Any]) -> Batch:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("not a recorded batch of this format")
     given = [_unpack(text) for text in data["given"]]
-    groups = [Group(index, [_sample_from_json(one, given) for one in samples]) for index, samples in data["groups"]]
+    # Journals before there were sources have no names.
+    sources = data.get("sources") or [""] * len(data["groups"])
+    groups = [
+        Group(index, [_sample_from_json(one, given) for one in samples], source)
+        for (index, samples), source in zip(data["groups"], sources, strict=True)
+    ]
     return Batch(data["version"], groups, data["statistics"])
 
 

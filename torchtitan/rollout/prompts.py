@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchtitan.config.derived import (
     has_environment,
     judging_reward,
     plays_through_gateway,
+    source_name,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, blaming, load_object
@@ -301,6 +302,7 @@ class PromptMaker:
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer):
         self._rollout = config.rollout
+        self._source = source_name(config)
         self._answer_column = config.rewards.answer_column
         self._hint_column, self._hint_template = config.distill.hint_column, config.distill.hint_template
         self._tokenizer = tokenizer
@@ -328,7 +330,9 @@ class PromptMaker:
         token_ids = self._tokenise(content, tools)
         hint = row.get(self._hint_column) if self._hint_column else None
         hint_ids = None if hint is None else self._tokenise(self._with_hint(content, str(hint)), tools)
-        return Prompt(index, content, token_ids, self._columns(row), self._prefill(token_ids), hint_ids)
+        return Prompt(
+            index, content, token_ids, self._columns(row), self._prefill(token_ids), hint_ids, source=self._source
+        )
 
     def _with_hint(self, content: str | list[dict[str, Any]], hint: str) -> str | list[dict[str, Any]]:
         last = content if isinstance(content, str) else plain_message(content[-1])
@@ -441,8 +445,8 @@ class PromptStream:
         number, place = divmod(index, len(self._rows))
         return self._maker.make(self._rows[self._order_of(number)[place]], index)
 
-    def replaced(self, prompt: Prompt) -> bool:
-        """Return whether its position has another prompt by now."""
+    def replaced(self, index: int, row: int) -> bool:
+        """Return whether a position has the prompt of another row by now."""
         return False
 
     def note(self, index: int, rewards: Sequence[float]) -> None:
@@ -505,6 +509,20 @@ class PromptStream:
                 digest.update(json.dumps(row, sort_keys=True, default=_described).encode())
             self._digest = digest.hexdigest()
         return self._digest
+
+
+def load_streams(state: Mapping[str, Any], streams: Mapping[str, PromptStream]) -> None:
+    """Continue all streams of a run, by the names of their sources. Raises UserError if the sources, their rows or the
+    seed are not those of the state."""
+    # Before there were sources, a run had one stream.
+    saved = state["streams"] if "streams" in state else {"": state["stream"]}
+    if list(saved) != list(streams):
+        raise UserError(
+            f"the sources are not those of the checkpoint ({', '.join(saved) or 'one without a name'}): restore them "
+            "and their order, or start a new run from the exported weights"
+        )
+    for name, stream in streams.items():
+        stream.load_state_dict(saved[name])
 
 
 def _described(value: Any) -> str:

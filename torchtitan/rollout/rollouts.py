@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, overload
 
-from torchtitan.config.derived import has_environment, is_colocated, plays_through_gateway
+from torchtitan.config.derived import (
+    groups_per_batch,
+    has_environment,
+    is_colocated,
+    plays_through_gateway,
+    sources_of,
+    weights_of,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
@@ -25,8 +34,10 @@ from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.journal import Journal
+from torchtitan.rollout.mix import Mix
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, is_chat, load_datasets
 from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.source_flow import SourceFlow
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
 from torchtitan.rollout.unknown_text import check_unknown_text
@@ -42,10 +53,67 @@ CALL_TIMEOUT_S = 60.0
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What plays the episodes of an environment; the gateway is given if its programs reach the policy through it."""
+
+    environments: EnvironmentPool | None = None
+    gateway: Gateway | None = None
+
+
+class Task:
+    """What a source asks, and how groups of its prompts are made."""
+
+    def __init__(
+        self, config: JobConfig, pool: Engines, rewards: RewardPool, tokenizer: Tokenizer, epoch: str, stage: Stage
+    ):
+        """config: the run's as it is for the source. Raises UserError for data that does not fit it."""
+        self.config, self._stage = config, stage
+        is_sft = config.job.stage == "sft"
+        self.maker = (DemonstrationMaker if is_sft else PromptMaker)(config, tokenizer)
+        # Demonstrations have been checked by the class of that name.
+        self.rows, self._held_out = load_datasets(config, None if is_sft else self.maker.renderer)
+        if not is_sft:
+            check_unknown_text(self.rows, config, tokenizer)
+        episodes: Player | None = None
+        if isinstance(stage.environments, AgentPool) and stage.gateway is not None:
+            episodes = AgentPlayer(config, stage.gateway, stage.environments, tokenizer)
+        elif stage.environments is not None:
+            episodes = EpisodePlayer(config, pool, stage.environments, self.maker, tokenizer)
+        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
+
+    def stream(self) -> PromptStream:
+        """Return the prompts to train on."""
+        config = self.config
+        drawn_from = self.rows, self.maker, config.training.seed, config.rollout.shuffle
+        if config.curriculum.enable:
+            return CurriculumStream(*drawn_from, config.curriculum, config.rollout.max_staleness == 0)
+        return PromptStream(*drawn_from)
+
+    def held_out_prompts(self) -> list[Prompt]:
+        """Return the first eval.num_prompts held-out prompts that fit, in an order that is the same in every run."""
+        return first_held_out(self._held_out, self.maker, self.config.eval.num_prompts)
+
+    async def start(self) -> None:
+        """Check what can be checked once the environments have started. Raises UserError."""
+        if self._stage.environments is not None:
+            self.maker.tools = self._stage.environments.tools
+            if self._stage.gateway is None and any(is_chat(row, self.config) for row in self.rows):
+                try:
+                    self.maker.renderer.refuse_environment(self.maker.tools)
+                except UserError as error:
+                    environment = self.config.environment
+                    what = ", ".join(filter(None, [environment.factory, *environment.tools]))
+                    raise ConfigError([f"[environment] {what} cannot be used: {error}"]) from None
+        if self.groups.teacher is not None:
+            # Fail now, rather than after the first samples, if the teacher is not reachable.
+            await self.groups.teacher.score([0, 0])
+
+
 class Rollouts:
     """Context manager. Entering it starts the reward workers and begins to start the engines, without waiting for them.
 
-    `pool`, `rewards`, `groups` and `flow` belong to one thread with an asyncio loop; other threads call their
+    `pool`, `rewards`, `tasks` and `flow` belong to one thread with an asyncio loop; other threads call their
     methods through `loop.call`.
     """
 
@@ -58,34 +126,24 @@ class Rollouts:
         journal: Journal | None,
         epoch: str,
         ranks: int,
-        environments: EnvironmentPool | None = None,
-        gateway: Gateway | None = None,
+        stages: Mapping[str, Stage] = MappingProxyType({}),
         events: EventLog | None = None,
     ):
-        """ranks: number of trainer ranks; gateway: given if the programs of `environments` reach the policy through it.
+        """ranks: number of trainer ranks; stages: what plays the episodes of sources with an environment, by name.
 
         Raises UserError for a dataset or tokenizer that does not fit the configuration.
         """
-        self._config = config
-        self._maker = (DemonstrationMaker if config.job.stage == "sft" else PromptMaker)(config, tokenizer)
-        checked = config.job.stage == "sft"  # by Demonstrations
-        train, self._held_out = load_datasets(config, None if checked else self._maker.renderer)
-        if not checked:
-            check_unknown_text(train, config, tokenizer)
-        self._chats = any(is_chat(row, config) for row in train)
-        self.pool, self.rewards = pool, rewards
-        self._environments, self._gateway = environments, gateway
-        episodes: Player | None = None
-        if isinstance(environments, AgentPool) and gateway is not None:
-            episodes = AgentPlayer(config, gateway, environments, tokenizer)
-        elif environments is not None:
-            episodes = EpisodePlayer(config, pool, environments, self._maker, tokenizer)
-        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
-        drawn_from = train, self._maker, config.training.seed, config.rollout.shuffle
-        stream = PromptStream(*drawn_from)
-        if config.curriculum.enable:
-            stream = CurriculumStream(*drawn_from, config.curriculum, config.rollout.max_staleness == 0)
-        self.flow = RolloutFlow(config, self.groups, stream, journal, ranks, events)
+        self.pool, self.rewards, self._stages = pool, rewards, stages
+        self.tasks = [
+            Task(own, pool, rewards, tokenizer, epoch, stages.get(name, Stage())) for name, own in sources_of(config)
+        ]
+        """One for each source, in their order"""
+        mix = Mix(weights_of(config, [len(one.rows) for one in self.tasks]), groups_per_batch(config, ranks))
+        sources = [
+            SourceFlow(task.config, task.groups, task.stream(), mix, number, len(self.tasks), events)
+            for number, task in enumerate(self.tasks)
+        ]
+        self.flow = RolloutFlow(config, sources, mix, journal, events)
 
     def __enter__(self) -> Rollouts:
         self.loop = BackgroundLoop("rollouts")
@@ -101,26 +159,18 @@ class Rollouts:
     ) -> None:
         self._end()
 
-    def held_out_prompts(self) -> list[Prompt]:
-        """Return the first eval.num_prompts held-out prompts that fit, in an order that is the same in every run."""
-        return first_held_out(self._held_out, self._maker, self._config.eval.num_prompts)
-
     async def _start(self) -> None:
         await self.rewards.start()
-        if self._environments is not None:
-            await self._environments.start()
-            self._maker.tools = self._environments.tools
-            if self._chats and self._gateway is None:
-                try:
-                    self._maker.renderer.refuse_environment(self._maker.tools)
-                except UserError as error:
-                    environment = self._config.environment
-                    what = ", ".join(filter(None, [environment.factory, *environment.tools]))
-                    raise ConfigError([f"[environment] {what} cannot be used: {error}"]) from None
-        if self.groups.teacher is not None:
-            # Fail now, rather than after the first samples, if the teacher is not reachable.
-            await self.groups.teacher.score([0, 0])
+        for environments in self._shared("environments"):
+            await environments.start()
+        for task in self.tasks:
+            await task.start()
         await self.pool.start()
+
+    def _shared(self, part: str) -> list[Any]:
+        """All environments, or gateways; sources may share one."""
+        parts = [getattr(stage, part) for stage in self._stages.values()]
+        return list({id(one): one for one in parts if one is not None}.values())
 
     def _end(self) -> None:
         try:
@@ -132,12 +182,13 @@ class Rollouts:
 
     async def _close(self) -> None:
         await self.flow.close()
-        if self._gateway is not None:
-            await self._gateway.close()
-        if self.groups.teacher is not None:
-            await self.groups.teacher.close()
+        for gateway in self._shared("gateway"):
+            await gateway.close()
+        for task in self.tasks:
+            if task.groups.teacher is not None:
+                await task.groups.teacher.close()
         closing = [self.rewards.close(), self.pool.close()]
-        await asyncio.gather(*closing, *([] if self._environments is None else [self._environments.close()]))
+        await asyncio.gather(*closing, *(one.close() for one in self._shared("environments")))
 
 
 def make_rollouts(
@@ -163,14 +214,36 @@ def make_rollouts(
         pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
     else:
         pool = InferencePool(config, epoch, token, run_dir, events)
-    environments: EnvironmentPool | None = None
-    gateway: Gateway | None = None
-    if plays_through_gateway(config):
-        environments = AgentPool(config, events, log_file=logs / "environments.log")
-        gateway = Gateway(config, pool, events, run_dir)
-    elif has_environment(config):
-        environments = EnvironmentPool(config, events, log_file=logs / "environments.log")
-    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway, events)
+    stages = make_stages(config, pool, events, run_dir)
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, stages, events)
+
+
+def make_stages(config: JobConfig, pool: Engines, events: EventLog, run_dir: Path) -> dict[str, Stage]:
+    """Make the environments of all sources that have one, by the source's name. Sources with the same [environment]
+    share its processes."""
+    stages: dict[str, Stage] = {}
+    made: dict[str, Stage] = {}
+    sources = sources_of(config)
+    for name, own in sources:
+        # Only the gateway has to know where completions end.
+        key = repr((own.environment, own.rollout.stop_token_ids if plays_through_gateway(own) else None))
+        if not has_environment(own):
+            continue
+        if key not in made:
+            own = copy.copy(own)
+            number = f"-{len(made)}" if made else ""
+            # One process serves the longest of their completions.
+            own.rollout = replace(own.rollout, max_completion_tokens=max(
+                one.rollout.max_completion_tokens for _, one in sources if one.environment == own.environment
+            ))  # fmt: skip
+            log_file = run_dir / "logs" / f"environments{number}.log"
+            if plays_through_gateway(own):
+                gateway = Gateway(own, pool, events, run_dir, f"gateway{number}")
+                made[key] = Stage(AgentPool(own, events, log_file), gateway)
+            else:
+                made[key] = Stage(EnvironmentPool(own, events, log_file))
+        stages[name] = made[key]
+    return stages
 
 
 class BackgroundLoop:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 # If most groups are dropped, up to this many times the wanted groups are generated at once to compensate.
@@ -21,9 +22,13 @@ class StalenessBudget:
 
     A batch is the first usable groups in prompt order, whichever finish first: otherwise prompts with short completions
     would be trained on more often.
+
+    Each source has its own budget, with its share of every batch: no source waits for another's groups, and none takes
+    another's places.
     """
 
-    groups_per_batch: int
+    groups_per_batch: float
+    """The mean over batches"""
     max_staleness: int
     max_groups: int = 0
     """Maximum number of groups in flight or ready, 0 for no limit; one batch is always allowed"""
@@ -36,16 +41,22 @@ class StalenessBudget:
     """Prompt index of each finished group that is not used up -> version of its oldest token"""
     ready: list[int] = field(default_factory=list)
     """The usable ones, ascending"""
+    quotas: Callable[[int], Sequence[int]] | None = None
+    """Returns the groups of each of the next so many batches; None: groups_per_batch of each"""
 
     @property
     def next_version(self) -> int:
         """The version at which the next batch will be trained."""
         return self.version + self.handed_out
 
+    def upcoming(self, batches: int) -> Sequence[int]:
+        """Return the groups of each of the next batches."""
+        return [int(self.groups_per_batch)] * batches if self.quotas is None else self.quotas(batches)
+
     def wanted(self) -> int:
         """Return how many usable groups may be in flight or ready now."""
-        ahead = self.groups_per_batch * (self.max_staleness + 1 - self.handed_out)
-        return min(ahead, max(self.max_groups, self.groups_per_batch)) if self.max_groups > 0 else ahead
+        counts = self.upcoming(self.max_staleness + 1 - self.handed_out)
+        return min(sum(counts), max(self.max_groups, *counts[:1])) if counts and self.max_groups > 0 else sum(counts)
 
     def add(self, index: int, sampled_at: int, usable: bool) -> None:
         """Take in a finished group, by prompt index; sampled_at: the version of its oldest token."""
@@ -62,7 +73,7 @@ class StalenessBudget:
     def count(self, usable: bool) -> None:
         """Take a finished group into the estimate."""
         # Average over about two batches: fast enough to follow the policy, slow enough to ignore single groups.
-        self.survival += (usable - self.survival) / (2 * self.groups_per_batch)
+        self.survival += (usable - self.survival) / (2 * max(self.groups_per_batch, 1))
         self.survival = max(self.survival, 1 / MAX_SPARES)
 
     def position(self, index: int | None, in_flight: Collection[int]) -> float:
@@ -79,7 +90,10 @@ class StalenessBudget:
 
     def turn(self, position: float) -> int:
         """Return the version at which a group is trained on if `position` usable groups are handed out before it."""
-        return self.next_version + int(position // self.groups_per_batch)
+        batches = self.max_staleness + 2
+        while (ends := list(itertools.accumulate(self.upcoming(batches))))[-1] <= position:
+            batches *= 2
+        return self.next_version + bisect.bisect(ends, position)
 
     def oldest_useful_version(self, position: float) -> int:
         """Return the oldest version under which a new group may be sampled and still be admitted in its turn."""
@@ -87,14 +101,16 @@ class StalenessBudget:
 
     def batch(self, unfinished: Iterable[int]) -> list[int] | None:
         """Return the next batch; None if it is not complete, or if a group before its last is not finished."""
-        first = self.ready[: self.groups_per_batch]
-        complete = len(first) == self.groups_per_batch and first[-1] < min(unfinished, default=math.inf)
+        (count,) = self.upcoming(1)
+        first = self.ready[:count]
+        complete = len(first) == count and (not first or first[-1] < min(unfinished, default=math.inf))
         return first if complete else None
 
     def hand_out(self, batch: list[int]) -> None:
         """Note that the trainer has this batch. With it, all groups before its last are used up."""
         self.handed_out = True
-        self.remove([index for index in self.sampled_at if index <= batch[-1]])
+        if batch:
+            self.remove([index for index in self.sampled_at if index <= batch[-1]])
 
     def take_stale(self, max_staleness: int, only: int | None = None) -> list[int]:
         """Forget and return the groups that will be too stale in their turn; only: look at this one.

@@ -14,7 +14,8 @@ class Prompt:
     """One prompt of the dataset: its position in the data stream, its tokens and its row's other columns."""
 
     index: int
-    """Position in the stream of prompts over all passes; strictly increasing"""
+    """Position in its source's stream of prompts over all passes, times the number of sources, plus the number of the
+    source: unique in the run, and strictly increasing within a source"""
     text: Any
     """The prompt as reward functions get it: text, or a list of chat messages"""
     token_ids: list[int]
@@ -25,6 +26,8 @@ class Prompt:
     """The prompt as a teacher with a hint reads it (distill.hint_column)"""
     row: int = -1
     """Its row, if a curriculum has drawn it"""
+    source: str = ""
+    """Name of its source; empty in a run without [[source]]"""
 
 
 @dataclass
@@ -112,6 +115,8 @@ class Group:
 
     prompt_index: int
     samples: list[Sample]
+    source: str = ""
+    """Name of its source; empty in a run without [[source]]"""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.config.derived import sleeps_between_batches
+from torchtitan.config.derived import sleeps_between_batches, source_name
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -33,7 +33,7 @@ from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Restored
-from torchtitan.trainer.evaluation import Evaluator
+from torchtitan.trainer.evaluation import Evaluator, evaluate_all
 from torchtitan.trainer.run_dir import go_back_to
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
@@ -165,8 +165,12 @@ class Controller:
             self._call = self.rollouts.loop.call
             if state is not None and self.prepared is None:
                 self._call(self.rollouts.flow.restore_state, state)
-            prompts = self.rollouts.held_out_prompts() if config.eval.enable else []
-            self._evaluator = Evaluator(config, epoch, prompts, self.rollouts.groups, events)
+            self._evaluators = {
+                source_name(task.config): Evaluator(
+                    task.config, epoch, task.held_out_prompts() if config.eval.enable else [], task.groups, events
+                )
+                for task in self.rollouts.tasks
+            }
             if self.actors is not None and self.sync is not None:
                 self._call(self.actors.connect_weights, self.sync.registry_address)
         self._held_out = None
@@ -346,7 +350,7 @@ class Controller:
         if self.rollouts is not None and self.prepared is None:
             # Without steps this only evaluates: rewards alone are told the version.
             trains = self.config.training.steps > 0
-            self._call(self.rollouts.flow.set_version if trains else self.rollouts.groups.rewards.set_step, version)
+            self._call(self.rollouts.flow.set_version if trains else self.rollouts.rewards.set_step, version)
         elif self.demonstrations is None:
             return
         interval, last = self.config.eval.interval, self.config.training.steps
@@ -426,13 +430,14 @@ class Controller:
     async def _evaluate(self, version: int) -> dict[str, Figure] | None:
         limit, newest = self.config.eval.timeout_s, self._newest
         if self.sync is None:
-            return await self._evaluator.evaluate(version, newest, limit)
+            return await evaluate_all(self._evaluators, version, newest, limit)
         started = time.monotonic()
         wait = functools.partial(self.sync.wait_until_applied, at_least=1, counts_as_stall=False)
         await asyncio.to_thread(wait, newest, limit / 2)
         await asyncio.to_thread(self.sync.pin, newest)
         try:
-            return await self._evaluator.evaluate(version, newest, max(limit - (time.monotonic() - started), 1.0))
+            left = max(limit - (time.monotonic() - started), 1.0)
+            return await evaluate_all(self._evaluators, version, newest, left)
         finally:
             self.sync.unpin()
 

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -157,8 +157,32 @@ class Evaluator:
             stop_token_ids=self.groups.stop_token_ids,
             seed=int.from_bytes(digest[:4], "big") >> 1,
         )
-        name = f"eval-{step}-{kind}-{prompt.index}"
+        name = f"eval-{step}-{kind}-{prompt.source}{prompt.index}"
         return GenerateRequest(name, prompt.token_ids, sampling, single_turn=self.groups.single_turn)
+
+
+async def evaluate_all(
+    evaluators: Mapping[str, Evaluator], step: int, version: int, timeout_s: float
+) -> dict[str, float | int | None] | None:
+    """Return the figures of all sources, one evaluation after the other; None if all are missing.
+
+    The figures of a source with a name are eval/NAME/…; eval/… is then the mean over the sources, if none is missing.
+    """
+    begun = time.perf_counter()
+    found: dict[str, dict[str, float | int | None]] = {}
+    for name, evaluator in evaluators.items():
+        figures = await evaluator.evaluate(step, version, max(timeout_s - (time.perf_counter() - begun), 1.0))
+        if figures is not None:
+            found[name] = figures
+    if "" in found or not found:
+        return found.get("")
+    merged: dict[str, float | int | None] = {}
+    if len(found) == len(evaluators):
+        for key in {key for figures in found.values() for key in figures}:
+            merged[key] = _mean([value for one in found.values() if (value := one.get(key)) is not None])
+    for name, figures in found.items():
+        merged |= {key.replace("/", f"/{name}/", 1): value for key, value in figures.items() if "/" in key}
+    return merged | {"eval/version": version, "policy_version": version, "eval/time_s": time.perf_counter() - begun}
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:

@@ -193,9 +193,11 @@ def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
 
 def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]:
     """The keys of tables that have other values in `config` -> both values; how a launch begins is none of them."""
-    now = asdict(config)
+    now = {**asdict(config), "": {"source": [one.given() for one in config.source]}}
+    sources = [{key: value for key, value in one.items() if value is not None} for one in before.get("source", [])]
+    before = {**{table: values for table, values in before.items() if table != "source"}, "": {"source": sources}}
     return {
-        f"{table}.{key}": f"{show(value)} -> {show(now[table][key])}"
+        f"{table}.{key}".lstrip("."): f"{show(value)} -> {show(now[table][key])}"
         for table, values in before.items()
         for key, value in values.items()
         if f"{table}.{key}" not in OF_THE_LAUNCH and now.get(table, {}).get(key, value) != value

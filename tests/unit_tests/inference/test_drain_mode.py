@@ -25,7 +25,7 @@ from torchtitan.inference.embedded.loop import Applied, EngineLoop, Unavailable
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.validate import validate
-from torchtitan.rollout.flow import sample_version
+from torchtitan.rollout.statistics import sample_version
 from torchtitan.utils.json_lines import ActivityLog, read_json_lines
 
 LONG = 60.0

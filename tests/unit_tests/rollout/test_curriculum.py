@@ -145,12 +145,12 @@ def test_a_resumed_run_has_the_same_estimates_and_prompts_under_way() -> None:
             reach(rollouts, version + 1)
         actors.version = 3
         state = saved(rollouts)
-        under_way = dict(json.loads(state)["stream"]["drawn"])
+        under_way = dict(json.loads(state)["streams"][""]["drawn"])
         expected = told(take(rollouts, 3))
     with running(curriculum_config(2), actors, SomeEqual(), state, version=3) as rollouts:
-        again = json.loads(saved(rollouts))["stream"]
+        again = json.loads(saved(rollouts))["streams"][""]
         assert under_way.items() <= dict(again["drawn"]).items()
-        assert again["means"] == json.loads(state)["stream"]["means"] and len(again["known"]) > 8
+        assert again["means"] == json.loads(state)["streams"][""]["means"] and len(again["known"]) > 8
         assert told(take(rollouts, 3)) == expected
     with pytest.raises(UserError, match="curriculum.enable changed"), running(make_config(2), actors, state=state):
         pass

@@ -108,7 +108,7 @@ def _unfinished(state: bytes) -> set[int]:
 
 
 def _position(state: bytes) -> int:
-    return json.loads(state)["stream"]["position"]
+    return json.loads(state)["streams"][""]["position"]
 
 
 def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
@@ -130,7 +130,7 @@ def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
 
 def test_rollouts_do_not_go_on_from_demonstrations() -> None:
     with running(make_config(1), FakeActors()) as rollouts:
-        of_the_same_rows = json.dumps({"stream": json.loads(saved(rollouts))["stream"]}).encode()
+        of_the_same_rows = json.dumps({"streams": json.loads(saved(rollouts))["streams"]}).encode()
     again = running(make_config(1), FakeActors(), state=of_the_same_rows)
     with pytest.raises(UserError, match="one of job.stage = sft"), again:
         pass

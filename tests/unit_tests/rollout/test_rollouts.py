@@ -21,11 +21,12 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rollout.flow import has_no_advantage, sample_version
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
+from torchtitan.rollout.source_flow import has_no_advantage
 from torchtitan.rollout.staleness_budget import StalenessBudget
+from torchtitan.rollout.statistics import sample_version
 from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
@@ -383,11 +384,12 @@ def test_held_out_prompts_are_never_trained_on() -> None:
     config.rollout.stop_token_ids = [10]
     actors = FakeActors()
     with running(config, actors) as rollouts:
-        prompts = rollouts.held_out_prompts()
-        assert len(prompts) == 128 and prompts == rollouts.held_out_prompts()
+        (task,) = rollouts.tasks
+        prompts = task.held_out_prompts()
+        assert len(prompts) == 128 and prompts == task.held_out_prompts()
         trained = {tuple(sample.prompt_ids) for sample in take(rollouts, 0).samples}
     assert not trained & {tuple(prompt.token_ids) for prompt in prompts}
-    assert actors.stop_token_ids == {(10, 1)} == {tuple(rollouts.groups.stop_token_ids)}
+    assert actors.stop_token_ids == {(10, 1)} == {tuple(task.groups.stop_token_ids)}
 
 
 def test_a_group_that_is_redone_asks_for_the_same_random_numbers() -> None:

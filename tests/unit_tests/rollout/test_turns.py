@@ -25,7 +25,7 @@ from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.gateway.server import GatewayServer
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.prompts import PromptMaker, load_datasets
-from torchtitan.rollout.rollouts import Rollouts
+from torchtitan.rollout.rollouts import Rollouts, Stage
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 USER, MORE = {"role": "user", "content": "Hi there"}, {"role": "user", "content": "And  now?"}
@@ -222,7 +222,7 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
             None,
             "now",
             1,
-            Quiet(tools=TOOLS, statistics={}),  # type: ignore[arg-type]
+            {"": Stage(Quiet(tools=TOOLS, statistics={}))},  # type: ignore[arg-type]
         )
         asyncio.run(rollouts._start())
 

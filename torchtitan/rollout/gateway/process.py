@@ -70,7 +70,15 @@ class Gateway:
         pool: samples the gateway's requests.
     """
 
-    def __init__(self, config: JobConfig, pool: InferencePool | ColocatedPool, events: EventLog, run_dir: Path):
+    def __init__(
+        self,
+        config: JobConfig,
+        pool: InferencePool | ColocatedPool,
+        events: EventLog,
+        run_dir: Path,
+        name: str = "gateway",
+    ):
+        """name: of its files in logs/."""
         self._pool, self._events = pool, events
         self._settings = {
             "model": config.model.hf_assets_path,
@@ -82,8 +90,8 @@ class Gateway:
             "timeout_s": config.rollout.data_timeout_s,
         }
         self._token = secrets.token_urlsafe(24)
-        self._process = ChildProcess("the gateway", run_dir / "logs" / "gateway.log")
-        self._port_file = run_dir / "logs" / "gateway.port"
+        self._process = ChildProcess("the gateway", run_dir / "logs" / f"{name}.log")
+        self._port_file = run_dir / "logs" / f"{name}.port"
         self._http: aiohttp.ClientSession | None = None
         self._peer: Peer | None = None
         self._serving: asyncio.Task[None] | None = None

@@ -8,11 +8,11 @@ import inspect
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import reward_weights
+from torchtitan.config.derived import reward_weights, sources_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.isolation import isolation_command
@@ -33,7 +33,7 @@ BLOCKED_S = 2.0
 
 
 class RewardPool:
-    """Runs config.rewards.functions (and eval.reward_function, which only counts if requested by name).
+    """Runs the rewards.functions of all sources (and eval.reward_function, which only counts if requested by name).
 
     Calls of async functions run concurrently in one dedicated worker, at most rewards.async_calls at a time. Any other
     call has a worker to itself, and so does every retry, which finds the samples that make a function fail.
@@ -45,12 +45,11 @@ class RewardPool:
     def __init__(self, config: JobConfig, log_file: Path | None = None):
         """Raises UserError for an unknown function, or if rewards.isolate is not possible here."""
         rewards = config.rewards
-        self.functions = list(rewards.functions)
-        self._weights = reward_weights(config)
-        self._all_functions = list(dict.fromkeys(filter(None, [*self.functions, config.eval.reward_function])))
+        self._sources = dict(sources_of(config))
+        named = [name for own in self._sources.values() for name in own.rewards.functions]
+        self._all_functions = list(dict.fromkeys(filter(None, [*named, config.eval.reward_function])))
         self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
-        self._max_completion_tokens = config.rollout.max_completion_tokens
         isolated_by = isolation_command() if rewards.isolate else ()
 
         def new_worker(functions: Sequence[str], side_by_side: bool) -> WorkerProcess:
@@ -101,21 +100,19 @@ class RewardPool:
     ) -> list[Score]:
         """Return the rewards of one prompt's completions. Values from log_extra go into the completions' `extra`.
 
-        functions: replaces the configured functions (in evaluations); take_logged then omits their log_metric values.
+        functions: replaces those of its source (in evaluations); take_logged then omits their log_metric values.
 
         Raises:
             UserError: a worker died and could not be restarted.
         """
-        names = self.functions if functions is None else list(functions)
+        source = self._sources[prompt.source]
+        names = source.rewards.functions if functions is None else list(functions)
         if not names:
             return [(None, {}) for _ in completions]
         logged = self._metrics if functions is None else defaultdict(list)
         columns = await asyncio.gather(*(self._run(name, prompt, completions, logged) for name in names))
-        return [self._combine(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
-
-    def _combine(self, rewards: dict[str, float | None]) -> Score:
-        given = [self._weights.get(name, 1.0) * value for name, value in rewards.items() if value is not None]
-        return (sum(given) if given else None), rewards
+        weights = reward_weights(source)
+        return [combined(dict(zip(names, row, strict=True)), weights) for row in zip(*columns, strict=True)]
 
     async def _run(
         self, name: str, prompt: Prompt, completions: Sequence[Trajectory], logged: dict[str, list[float]]
@@ -211,7 +208,7 @@ class RewardPool:
                 "completion_ids": [one.completion_ids for one in completions],
                 "finish_reasons": [one.finish_reason for one in completions],
                 "environments": [one.environment for one in completions],
-                "max_completion_tokens": self._max_completion_tokens,
+                "max_completion_tokens": self._sources[prompt.source].rollout.max_completion_tokens,
                 "prefill": prompt.prefill,
             },
         }
@@ -240,3 +237,8 @@ class RewardPool:
             self.statistics["timeouts"] += 1
             raise CallFailed("timeout", f"no answer within {timeout_s:g} s")
         return reply
+
+
+def combined(rewards: dict[str, float | None], weights: Mapping[str, float]) -> Score:
+    given = [weights.get(name, 1.0) * value for name, value in rewards.items() if value is not None]
+    return (sum(given) if given else None), rewards

@@ -1,0 +1,160 @@
+"""[[source]]: what it inherits, what is refused, and that it reads back the same."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.config.derived import sources_of, weights_of
+from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.reading import Draft
+from torchtitan.config.sources import IN_TABLE, Source, source_keys
+from torchtitan.errors import ConfigError
+from torchtitan.preflight.plan import describe_plan
+from torchtitan.preflight.validate import draft_of, validated
+from torchtitan.trainer.run_dir import changed_keys
+
+GUESS = "torchtitan.rollout.environments.builtin:Guess"
+FILE = f"""
+[model]
+name = "qwen3"
+flavor = "0.6B"
+
+[training]
+global_batch_size = 56
+
+[rollout]
+held_out_fraction = 0.25
+max_completion_tokens = 40
+
+[rewards]
+functions = ["arithmetic", "length"]
+weights = [1.0, 0.25]
+
+[environment]
+max_turns = 3
+
+[[source]]
+name = "sums"
+weight = 2.5
+
+[[source]]
+name = "guess"
+dataset = "guess"
+environment = {{ factory = "{GUESS}", step_timeout_s = 3 }}
+rewards = []
+max_completion_tokens = 64
+required = false
+"""
+
+
+def draft(tables: Any) -> Draft:
+    made = Draft()
+    made.add(tables, "file")
+    return made
+
+
+def test_a_source_has_what_it_gives_and_the_rest_from_the_tables(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(FILE)
+    config, _ = draft_of(str(path), {}).build()
+    (first, sums), (second, guess) = sources_of(config)
+    assert (first, second) == ("sums", "guess")
+    assert sums.rewards == config.rewards and sums.environment == config.environment and sums.rollout == config.rollout
+    assert (guess.rewards.functions, guess.rewards.weights) == ([], [])
+    assert (guess.environment.factory, guess.environment.max_turns) == (GUESS, 3)
+    assert guess.environment.step_timeout_s == 3.0 and isinstance(guess.environment.step_timeout_s, float)
+    assert (guess.rollout.max_completion_tokens, guess.rollout.held_out_fraction) == (64, 0.25)
+    # The run's own tables are as they were, and one source's configuration stands for itself.
+    assert (config.rollout.max_completion_tokens, config.environment.factory) == (40, "")
+    assert sources_of(guess)[0][1] == guess and guess.training is config.training
+    again = draft_of(str(path), {"rollout.max_completion_tokens": 7}).build()[0]
+    assert [own.rollout.max_completion_tokens for _, own in sources_of(again)] == [7, 64]
+
+
+def test_without_sources_a_run_has_one_which_is_its_own_configuration() -> None:
+    config = JobConfig()
+    assert sources_of(config) == [("", config)] and sources_of(config)[0][1] is config
+    assert weights_of(config, [5050]) == {"": 1.0}
+
+
+def test_sources_read_back_the_same_and_changes_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(FILE)
+    config, problems = draft_of(str(path), {}).build()
+    assert not problems
+    (tmp_path / "again.toml").write_text(config_to_toml(config))
+    again = draft_of(str(tmp_path / "again.toml"), {"job.config_file": str(path)}).build()[0]
+    assert asdict(again) == asdict(config) == asdict(draft_of(config, {}).build()[0])
+    assert changed_keys(asdict(again), config) == {}
+    again.source[0].weight = 1.0
+    (change,) = changed_keys(asdict(config), again).values()
+    assert "weight = 2.5" in change and "weight = 1.0" in change
+
+
+def test_every_key_of_a_table_that_a_source_has_is_checked_as_there() -> None:
+    tables = JobConfig()
+    for key, name in IN_TABLE.items():
+        table, _, own = name.partition(".")
+        values = {"name": "s", key: getattr(getattr(tables, table), own)}
+        config, problems = draft({"source": [values]}).build()
+        assert not problems and getattr(config.source[0], key) == values[key]
+        _, problems = draft({"source": [values | {key: {1, 2}}]}).build()
+        assert problems and key in problems[0].text
+    assert all(info.description for info in source_keys().values())
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ([{"name": "a", "weight": 0}], r'\[\[source\]\] "a": weight = 0 is not allowed: must be greater than 0'),
+        ([{"name": "a", "weight": -1.0}], "must be greater than 0"),
+        ([{"name": "a", "epochs": 0}], "must be greater than 0"),
+        ([{"name": "a", "datset": "x"}], r"unknown key datset = \"x\" \(nearest: dataset\)"),
+        ([{"weight": 1}], "number 1: name is missing"),
+        ([{"name": "a/b"}], "must be made of letters"),
+        ([{"name": "a", "rewards": "x"}], "rewards takes a list, each element a string"),
+        ([{"name": "a", "environment": {"max_turn": 0}}], r"unknown key environment.max_turn .*environment.max_turns"),
+        ([{"name": "a", "environment": {"max_turns": 0}}], "environment.max_turns = 0 is not allowed: must be"),
+        ([{"name": "a", "max_completion_tokens": 0}], "must be at least 1"),
+        ({"name": "a"}, r"must be an array of tables: \[\[source\]\]"),
+        ([{"name": "a"}, {"name": "a"}], "'a' stands more than once"),
+        ([{"name": "arithmetic"}], "is the name of a reward"),
+        ([{"name": "a", "weight": 1, "epochs": 1}], "'a' has weight and epochs"),
+        ([{"name": "a", "epochs": 1}, {"name": "b"}], "either all sources have epochs"),
+        ([{"name": "a", "dataset": "nowhere.jsonl"}, {"name": "b"}], "source a: rollout.dataset = .* no such file"),
+        ([{"name": "a", "max_completion_tokens": 4096}, {"name": "b"}], "source a: rollout.max_completion_tokens"),
+        ([{"name": "a", "reward_weights": [1.0, 2.0]}], "rewards.weights = .* must be empty, or have one weight"),
+        ([{"name": "a", "environment": {"factory": "x:Y"}}], "environment.factory: .* module x"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_with_their_source(sources: Any, said: str) -> None:
+    tables = {"model": {"name": "qwen3", "flavor": "0.6B"}, "source": sources}
+    with pytest.raises(ConfigError, match=said):
+        validated(draft(tables), planning=True)
+
+
+def test_what_all_sources_share_is_told_once() -> None:
+    tables = {"model": {"name": "qwen3", "flavor": "0.6B"}, "training": {"seq_len": 64}}
+    tables["source"] = [{"name": "a"}, {"name": "b"}]  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as refused:
+        validated(draft(tables), planning=True)
+    said = str(refused.value)
+    assert said.count("rollout.max_completion_tokens") == 1 and "source a" not in said
+
+
+def test_a_dry_run_prints_the_mix(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(FILE)
+    config = validated(draft_of(str(path), {}), planning=True)
+    printed = describe_plan(config, 1)
+    assert "# mix: sums 71.4% (5 groups), guess 28.6% (2 groups) of the first batch" in printed
+    assert "[[source]]" in printed
+    for source in config.source:
+        source.weight, source.epochs = None, 2.0
+    assert "# mix: shares of every batch in relation to sums 2 × its rows" in describe_plan(config, 1)
+    assert weights_of(config, [10, 30]) == {"sums": 20.0, "guess": 60.0}
+    assert Source(name="x").given() == {"name": "x", "required": True}

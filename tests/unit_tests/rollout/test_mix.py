@@ -1,0 +1,149 @@
+"""The share of every source in every batch."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from fractions import Fraction
+from math import floor
+
+import pytest
+
+from torchtitan.rollout.mix import Mix, in_turns
+from torchtitan.rollout.staleness_budget import StalenessBudget
+
+TRIALS, BATCHES = 25, 400
+
+
+class Traffic:
+    """A source whose groups take random times, and are dropped at random."""
+
+    def __init__(self, name: str, mix: Mix, chance: random.Random, max_staleness: int):
+        self.budget = StalenessBudget(
+            mix.groups * mix.share(name), max_staleness, quotas=lambda batches: mix.upcoming(name, batches)
+        )
+        self.chance, self.speed, self.usable = chance, 10 ** chance.uniform(-2, 1), chance.uniform(0.2, 1)
+        self.in_flight: dict[int, tuple[float, int]] = {}
+        self.redo: list[int] = []
+        self.drawn = self.generated = 0
+        self.ready: set[int] = set()
+
+    def fill(self, now: float) -> None:
+        while True:
+            position = self.budget.position(self.redo[0] if self.redo else None, self.in_flight)
+            if position >= self.budget.wanted():
+                return
+            index = heapq.heappop(self.redo) if self.redo else self.drawn
+            self.drawn = max(self.drawn, index + 1)
+            self.generated += 1
+            self.in_flight[index] = (now + self.chance.expovariate(self.speed), self.budget.version)
+
+    def finish_one(self) -> float:
+        index = min(self.in_flight, key=lambda one: self.in_flight[one][0])
+        finished, version = self.in_flight.pop(index)
+        usable = self.chance.random() < self.usable
+        self.budget.count(usable)
+        self.budget.add(index, version, usable)
+        self.ready |= {index} if usable else set()
+        self.redo_stale(index)
+        return finished
+
+    def redo_stale(self, only: int | None = None) -> None:
+        for index in self.budget.take_stale(self.budget.max_staleness, only):
+            heapq.heappush(self.redo, index)
+            self.ready.discard(index)
+
+
+def largest_remainder(groups: int, owed: dict[str, Fraction]) -> dict[str, int]:
+    """Whole parts first, and what is left to the largest fractions."""
+    counts = {name: floor(value) for name, value in owed.items()}
+    by_fraction = sorted(owed, key=lambda name: counts[name] - owed[name])
+    for name in by_fraction[: groups - sum(counts.values())]:
+        counts[name] += 1
+    return counts
+
+
+def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_dropped_or_lost() -> None:
+    checked = 0
+    for trial in range(TRIALS):
+        chance = random.Random(trial)
+        names = [f"s{number}" for number in range(chance.randint(2, 4))]
+        weights = {name: chance.choice([1, 2, 3, 5, 0.5, 0.1]) for name in names}
+        groups, max_staleness = chance.randint(1, 9), chance.randint(0, 2)
+        mix = Mix(weights, groups)
+        sources = {name: Traffic(name, mix, chance, max_staleness) for name in names}
+        deaths = {chance.randrange(BATCHES): name for name in names[1:] if chance.random() < 0.4}
+        owed, used, now = dict.fromkeys(names, Fraction(0)), {name: list[int]() for name in names}, 0.0
+        for version in range(BATCHES):
+            if (dead := deaths.get(version)) is not None:
+                mix.leave(dead)
+                del sources[dead]
+                owed = dict.fromkeys(sources, Fraction(0))
+            for source in sources.values():
+                source.budget.version, source.budget.handed_out = version, False
+                source.redo_stale()
+                source.fill(now)
+            while True:
+                parts = {
+                    name: part
+                    for name, one in sources.items()
+                    if (part := one.budget.batch([*one.in_flight, *one.redo])) is not None
+                }
+                if len(parts) == len(sources):
+                    break
+                # Whatever finishes next, of whichever source: none can keep the others from their places.
+                source = chance.choice([one for one in sources.values() if one.in_flight])
+                now = max(now, source.finish_one())
+                source.fill(now)
+            counts = {name: len(part) for name, part in parts.items()}
+            total = sum(Fraction(str(weights[name])) for name in sources)
+            owed = {name: value + groups * Fraction(str(weights[name])) / total for name, value in owed.items()}
+            assert sum(counts.values()) == groups
+            if min(owed.values()) >= 0:
+                assert counts == largest_remainder(groups, owed)
+                checked += 1
+            owed = {name: value - counts[name] for name, value in owed.items()}
+            assert all(abs(value) < 1 for value in owed.values())
+            for name, one in sources.items():
+                assert all(one.budget.sampled_at[index] >= version - max_staleness for index in parts[name])
+                used[name] += parts[name]
+                one.ready -= set(parts[name])
+                one.budget.hand_out(parts[name])
+            mix.hand_out(counts)
+            for one in sources.values():
+                one.redo_stale()
+        for name in sources:
+            # In the order of the prompts, and none twice.
+            assert used[name] == sorted(set(used[name]))
+    assert TRIALS * BATCHES == 10_000 and checked > 8000
+
+
+def test_what_is_ahead_is_what_comes_and_a_saved_mix_goes_on() -> None:
+    mix = Mix({"a": 3, "b": 1, "c": 0.7}, 5)
+    ahead = [mix.upcoming(name, 40) for name in mix.names]
+    other = Mix({"a": 3, "b": 1, "c": 0.7}, 5)
+    for batch in range(40):
+        counts = {name: other.upcoming(name, 1)[0] for name in other.names}
+        assert [counts[name] for name in other.names] == [one[batch] for one in ahead]
+        other.hand_out(counts)
+        again = Mix({"a": 3, "b": 1, "c": 0.7}, 5)
+        again.load_state_dict(json.loads(json.dumps(other.state_dict())))
+        assert [again.upcoming(name, 9) for name in "abc"] == [other.upcoming(name, 9) for name in "abc"]
+    other.leave("b")
+    again.load_state_dict(other.state_dict())
+    assert again.names == ["a", "c"] and again.share("b") == 0.0
+    # With other weights, what was before does not count.
+    fresh = Mix({"a": 1, "c": 1}, 4)
+    fresh.load_state_dict(other.state_dict())
+    assert fresh.upcoming("a", 3) == fresh.upcoming("c", 3) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 4), (1, 0, 7), (3, 3, 3)])
+def test_sources_are_spread_over_the_batch(sizes: tuple[int, ...]) -> None:
+    shares = [[(number, i) for i in range(size)] for number, size in enumerate(sizes)]
+    mixed = in_turns(shares)
+    for share in shares:
+        assert [one for one in mixed if one in share] == share
+    half = len(mixed) // 2
+    assert all(abs(sum(one in share for one in mixed[:half]) - len(share) / 2) <= 1 for share in shares)

@@ -1,0 +1,232 @@
+"""Several sources in one run, with scripted actors: quotas, resumes, and sources that fail."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit_tests.rollout.test_prompts import Characters
+from tests.unit_tests.rollout.test_rollouts import (
+    BATCH_GROUPS,
+    FakeActors,
+    FakeRewards,
+    indices,
+    make_config,
+    reach,
+    running,
+    saved,
+    take,
+    wait_until_quiet,
+)
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.sources import Source
+from torchtitan.errors import UserError
+from torchtitan.inference.types import GenerateRequest
+from torchtitan.report.metrics import describe_sample
+from torchtitan.rollout.journal import Journal, decode_batch, encode_batch
+from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.rollouts import Rollouts, make_stages
+from torchtitan.rollout.types import Batch, Prompt
+from torchtitan.utils.json_lines import EventLog, read_json_lines
+
+WEIGHTS = {"sums": 2.0, "more": 1.0, "rare": 0.2}
+
+
+def mixed(max_staleness: int = 1, **of_rare: Any) -> JobConfig:
+    config = make_config(max_staleness)
+    config.source = [Source(name=name, weight=weight) for name, weight in WEIGHTS.items()]
+    for key, value in of_rare.items():
+        setattr(config.source[2], key, value)
+    return config
+
+
+def of(request: GenerateRequest) -> int:
+    """The number of a request's source."""
+    return int(request.request_id.rpartition("-")[2]) % len(WEIGHTS)
+
+
+def names(batch: Batch) -> list[str]:
+    return [group.source for group in batch.groups]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_slow_source_has_its_share_of_every_batch(max_staleness: int) -> None:
+    chance = random.Random(0)
+    actors = FakeActors(delay=lambda request: chance.random() / 20 if of(request) == 1 else 0.0)
+    rewards = FakeRewards()
+    rewards.equal = lambda prompt: prompt.source == "sums" and chance.random() < 0.5
+    counts: Counter[str] = Counter()
+    with running(mixed(max_staleness), actors, rewards) as rollouts:
+        for version in range(16):
+            batch = take(rollouts, version)
+            counts.update(names(batch))
+            for name, weight in WEIGHTS.items():
+                share = BATCH_GROUPS * (version + 1) * weight / sum(WEIGHTS.values())
+                assert abs(counts[name] - share) < 1
+                assert batch.statistics[f"groups/{name}/trained"] == names(batch).count(name)
+            own = {
+                name: [one.reward for group in batch.groups if group.source == name for one in group.samples]
+                for name in set(names(batch))
+            }
+            assert all(f"staleness/{name}/mean" in batch.statistics for name in own)
+            assert batch.statistics["reward/more/mean"] == 0.5
+            assert batch.statistics.get("groups/rare/zero_variance_fraction", 0.0) == 0.0
+            actors.version = version + 1
+            reach(rollouts, version + 1)
+    for number in range(len(WEIGHTS)):
+        own = [index for index in indices(batch) if index % len(WEIGHTS) == number]
+        assert own == sorted(own)
+
+
+def test_batches_keep_their_sources_on_the_way_to_ranks_and_files() -> None:
+    with running(mixed(), FakeActors()) as rollouts:
+        batch = take(rollouts, 0)
+    assert decode_batch(encode_batch(batch)) == batch
+    old = json.loads(encode_batch(batch))
+    del old["sources"]  # as written before there were sources
+    assert set(names(decode_batch(json.dumps(old).encode()))) == {""}
+    assert describe_sample(1, 0, batch.samples[0], Characters(), {})["step"] == 1  # type: ignore[arg-type]
+
+
+def train(rollouts: Rollouts, actors: FakeActors, versions: Sequence[int]) -> list[Batch]:
+    batches = []
+    for version in versions:
+        batches.append(take(rollouts, version))
+        actors.version = version + 1
+        reach(rollouts, version + 1)
+    return batches
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_resume_has_the_same_prompts_in_the_same_order(tmp_path: Path, max_staleness: int) -> None:
+    chance = random.Random(max_staleness)
+
+    def actors() -> FakeActors:
+        return FakeActors(delay=lambda request: chance.random() / 100)
+
+    config = mixed(max_staleness)
+    first, journal = actors(), Journal(tmp_path)
+    with running(config, first) as rollouts:
+        straight = train(rollouts, first, range(2))
+        state = saved(rollouts)
+        straight += train(rollouts, first, range(2, 8))
+    for batch in straight[:5]:
+        journal.append_batch(batch)
+    later = actors()
+    later.version = 2
+    with running(config, later, state=state, version=2) as rollouts:
+        resumed = train(rollouts, later, range(2, 8))
+    assert [indices(one) for one in resumed] == [indices(one) for one in straight[2:]]
+    assert [names(one) for one in resumed] == [names(one) for one in straight[2:]]
+    every = indices(*straight[:2], *resumed)
+    assert len(every) == len(set(every))
+    # After a restart of the ranks, the recorded batches come first.
+    _, kept = journal.set_aside(2)
+    again = actors()
+    with Rollouts(config, again, FakeRewards(), Characters(), None, "now", ranks=1) as rollouts:  # type: ignore[arg-type]
+        rollouts.loop.call(rollouts.flow.restore_state, state)
+        rollouts.loop.call(rollouts.flow.train_again, kept)
+        again.version = 2
+        reach(rollouts, 2)
+        repeated = train(rollouts, again, range(2, 8))
+    journal.close()
+    assert repeated[:3] == straight[2:5]
+    assert [names(one) for one in repeated] == [names(one) for one in straight[2:]]
+    every = indices(*straight[:2], *repeated)
+    assert len(every) == len(set(every))
+    config.source[0].name = "other"
+    with (
+        pytest.raises(UserError, match=r"not those of the checkpoint \(sums, more, rare\)"),
+        running(config, actors(), state=state),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("how", ["rewards", "environment", "time"])
+def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: str) -> None:
+    class Dying(FakeActors):
+        async def generate(self, request: GenerateRequest, min_version: int = 0) -> Any:
+            if how == "environment" and of(request) == 1 and self.version > 0:
+                raise UserError("the environment worker does not start")
+            return await super().generate(request, min_version)
+
+    def start(required: bool) -> Any:
+        config = mixed()
+        config.source[1].required = required
+        config.rollout.data_timeout_s = 0.5 if how == "time" else 20.0
+        rewards, actors = FakeRewards(), Dying()
+        rewards.lost = lambda prompt, i: how == "rewards" and prompt.source == "more" and actors.version > 0
+        rewards.equal = lambda prompt: how == "time" and prompt.source == "more" and actors.version > 0
+        events = EventLog(tmp_path / f"{required}.jsonl")
+        return actors, events, running(config, actors, rewards, events=events)
+
+    said = {
+        "rewards": "got no reward at all; it was lost",
+        "environment": "does not start",
+        "time": "had equal rewards",
+    }
+    actors, events, run = start(required=True)
+    with run as rollouts, pytest.raises(UserError, match=f"source 'more': .*{said[how]}"):
+        for version in range(30):
+            train(rollouts, actors, [version])
+    assert not events.path.exists()
+    actors, events, run = start(required=False)
+    with run as rollouts:
+        batches = train(rollouts, actors, range(12))
+        state = json.loads(saved(rollouts))
+    left = {name: sum(names(batch).count(name) for batch in batches[-6:]) for name in WEIGHTS}
+    assert left["more"] == 0 and abs(left["sums"] - 6 * BATCH_GROUPS * 2 / 2.2) < 2 and left["rare"]
+    (event,) = [one for one in read_json_lines(events.path) if one["kind"] == "source_left"]
+    assert event["source"] == "more" and said[how] in event["reason"]
+    assert list(state["mix"]["weights"]) == ["sums", "rare"]
+    assert not any(index % 3 == 1 for index in state["unfinished"])
+
+
+def test_a_lone_source_ends_the_run_even_if_it_is_not_required() -> None:
+    config, rewards = make_config(), FakeRewards()
+    config.source = [Source(name="only", required=False)]
+    rewards.lost = lambda prompt, i: True
+    with running(config, FakeActors(), rewards) as rollouts, pytest.raises(UserError, match="source 'only': the last"):
+        take(rollouts, 0)
+
+
+def test_prompts_too_long_for_one_source_end_only_it(tmp_path: Path) -> None:
+    config = mixed(max_completion_tokens=15, required=False)
+    events = EventLog(tmp_path / "events.jsonl")
+    actors = FakeActors()
+    with running(config, actors, events=events) as rollouts:
+        assert not any("rare" in names(batch) for batch in train(rollouts, actors, range(6)))
+    (event,) = read_json_lines(events.path)
+    assert "none of the" in event["reason"]
+
+
+def test_sources_that_run_the_same_share_its_processes(tmp_path: Path) -> None:
+    config, guess = make_config(), "torchtitan.rollout.environments.builtin:Guess"
+    config.source = [
+        Source(name="a", environment={"factory": guess}, max_completion_tokens=8),
+        Source(name="b", environment={"factory": guess}, max_completion_tokens=10),
+        Source(name="c", environment={"factory": guess, "max_turns": 3}),
+        Source(name="d"),
+    ]
+    stages = make_stages(config, FakeActors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
+    assert stages["a"] is stages["b"] is not stages["c"] and "d" not in stages
+    rewards = RewardPool(config)
+    assert rewards.statistics["failures"] == 0
+
+
+def test_groups_of_a_source_have_its_rewards_lengths_and_ends(tmp_path: Path) -> None:
+    config = mixed(rewards=["length", "format"], reward_weights=[0.5, 2.0], max_completion_tokens=2, stop_token_ids=[7])
+    with running(config, FakeActors()) as rollouts:
+        requests = [
+            task.groups.request(Prompt(9 + number, "", [1], {})).sampling for number, task in enumerate(rollouts.tasks)
+        ]
+        wait_until_quiet(rollouts.pool)  # type: ignore[arg-type]
+    assert [one.max_tokens for one in requests] == [4, 4, 2]
+    assert [7 in one.stop_token_ids for one in requests] == [False, False, True]
+    assert len({one.seed for one in requests}) == 3

@@ -1,0 +1,60 @@
+"""Checks of [[source]], and what the plan says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torchtitan.config.derived import environment_name, groups_per_batch, reward_weights, sources_of, weights_of
+from torchtitan.config.job_config import JobConfig
+from torchtitan.preflight.check import Check
+from torchtitan.rollout.mix import Mix
+
+
+def check_sources(check: Check) -> None:
+    """Check what no source shows by itself."""
+    for text in _problems(check.config):
+        check.say("source", f"[[source]]: {text}")
+
+
+def _problems(config: JobConfig) -> list[str]:
+    sources, texts = config.source, list[str]()
+    twice = [name for name, count in Counter(one.name for one in sources).items() if count > 1]
+    texts += [f"name = {name!r} stands more than once: every source needs a name of its own" for name in twice]
+    owns = [own for _, own in sources_of(config)]
+    rewards = [name for own in owns for name in (*own.rewards.functions, environment_name(own))]
+    labels = {name.rpartition(":")[2] for name in rewards}
+    texts += [
+        f"name = {one.name!r} is the name of a reward, whose metrics have it already: choose another name"
+        for one in sources
+        if one.name in labels
+    ]
+    texts += [
+        f"{one.name!r} has weight and epochs: one of them says what its share is"
+        for one in sources
+        if one.weight is not None and one.epochs is not None
+    ]
+    if 0 < sum(one.epochs is not None for one in sources) < len(sources):
+        texts.append("either all sources have epochs, or none: their shares are compared with each other")
+    if 0 < sum(bool(own.distill.teacher_url) for own in owns) < len(owns):
+        texts.append("either all sources have a teacher_url, or none")
+    if config.eval.enable and config.eval.dataset and len(sources) > 1:
+        texts.append("eval.dataset must be empty: every source has its own eval_dataset, or its held-out share")
+    whole = all(len(own.rewards.weights) in (0, len(own.rewards.functions)) for own in owns)
+    if config.grpo.reward_aggregation == "normalize_each" and whole:
+        weights = reward_weights(config)
+        differing = {name for own in owns for name, one in reward_weights(own).items() if one != weights[name]}
+        texts += [f"{name!r} must have one weight in all sources (normalize_each)" for name in sorted(differing)]
+    return texts
+
+
+def describe_mix(config: JobConfig, ranks: int) -> list[str]:
+    """Return the plan's lines about the sources; none without [[source]]."""
+    sources = config.source
+    if not sources:
+        return []
+    if any(one.epochs for one in sources):
+        parts = [f"{one.name} {one.epochs:g} × its rows" for one in sources]
+        return [f"mix: shares of every batch in relation to {', '.join(parts)}"]
+    mix = Mix(weights_of(config, [1] * len(sources)), groups_per_batch(config, ranks))
+    first = [f"{one.name} {mix.share(one.name):.1%} ({mix.upcoming(one.name, 1)[0]} groups)" for one in sources]
+    return [f"mix: {', '.join(first)} of the first batch; whole groups left over are carried to the next"]
