@@ -173,16 +173,7 @@ def run_faults(seed: int, parts: Parts | None = None, small: bool = False) -> Jo
     machine.corruption = rng.choice((0.0, 0.0, 0.05))
     impostor = Impostor(job) if rng.random() < 0.3 else None
     for _ in range(rng.randint(1, 1 if small else 3)):
-        when, what, rank = rng.uniform(0.0, end - JOIN_SECONDS), rng.random(), rng.choice(job.ranks)
-        if what < 0.4:
-            victim = partial(break_actor, job, rng.choice(job.actors))
-        elif what < 0.7:
-            victim = partial(break_server, job, lambda rank=rank: rank.process)
-        elif what < 0.9:
-            victim = partial(break_server, job, lambda: job.registry_process)
-        else:
-            victim = partial(kill_all_servers, job)
-        machine.at(when, None, victim)
+        break_one(job, rng.uniform(0.0, end - JOIN_SECONDS))
     machine.run(end)
     machine.corruption = 0.0
     if impostor is not None:
@@ -195,6 +186,53 @@ def run_faults(seed: int, parts: Parts | None = None, small: bool = False) -> Jo
     if impostor is None:
         job.check_bytes()
     return job
+
+
+def run_crowd(seed: int, parts: Parts | None = None, actors: int = 1000) -> Job:
+    """A thousand actors join at once, and three things go wrong among them and the servers."""
+    machine = Machine(seed)
+    machine.validates = False
+    machine.message_seconds, machine.byte_seconds = 20e-6, 10e-9
+    rng, interval = machine.random, 1.0
+    shape = Shape(
+        ranks=rng.randint(1, 2),
+        buckets=1,
+        interval=interval,
+        actor_seconds=tuple(interval * rng.uniform(0.05, 0.4) for _ in range(actors)),
+        lease_s=5.0,
+        progress_timeout_s=2.0,
+    )
+    job = Job(machine, shape, parts or Parts())
+    machine.run(1.0)
+    if len(job.registry.actors) < actors:
+        raise Violation(f"{len(job.registry.actors)} of {actors} actors have joined within a second")
+    job.train(3)
+    end = machine.now + 3 * interval * 1.1
+    for _ in range(3):
+        break_one(job, rng.uniform(0.0, end - machine.now))
+    machine.run(end)
+    for actor in job.actors:
+        actor.process.thaw()
+        if actor.process.cut_off:
+            actor.process.kill()
+    finish(job, 2 * RECOVERY_SECONDS)
+    job.check_bytes()
+    return job
+
+
+def break_one(job: Job, seconds: float) -> None:
+    """In so many seconds something happens to an actor, a shard server, the registry, or all servers."""
+    rng = job.machine.random
+    what, rank = rng.random(), rng.choice(job.ranks)
+    if what < 0.4:
+        victim = partial(break_actor, job, rng.choice(job.actors))
+    elif what < 0.7:
+        victim = partial(break_server, job, lambda: rank.process)
+    elif what < 0.9:
+        victim = partial(break_server, job, lambda: job.registry_process)
+    else:
+        victim = partial(kill_all_servers, job)
+    job.machine.at(seconds, None, victim)
 
 
 def run_relaunch(seed: int, parts: Parts | None = None) -> Job:

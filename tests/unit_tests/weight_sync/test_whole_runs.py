@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[Callable[[int], Job], int]] = {
     "faults": (runs.run_faults, RUNS // 50), "relay": (runs.run_relay, RUNS // 100),
     "references": (runs.run_references, RUNS // 200), "relaunch": (runs.run_relaunch, RUNS // 400),
     "hung": (runs.run_hung, RUNS // 200), "without_registry": (runs.run_without_registry, RUNS // 1000),
-    "byzantine": (byzantine.run_byzantine, RUNS // 400),
+    "byzantine": (byzantine.run_byzantine, RUNS // 400), "crowd": (runs.run_crowd, RUNS // 8000),
 }  # fmt: skip
 # Runs leave circles of objects; looking for them now and then is enough.
 COLLECT_EVERY = 500

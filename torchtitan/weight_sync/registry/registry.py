@@ -42,6 +42,7 @@ MAX_DROPPED = 64
 MAX_LOST_LANES = 3
 # An actor says a few things per version here, and a fleet of hostile ones must not take the registry's only thread.
 ACTOR_SHARE = 0.1
+PONG = Shared({"type": "pong"})
 # An actor that has been away this long is no longer listed.
 FORGET_SECONDS = 300.0
 
@@ -182,7 +183,7 @@ class Registry:
         self._ranks[rank].heard_at = self._runtime.now()
         kind = message["type"]
         if kind == "ping":
-            channel.send({"type": "pong"})
+            channel.send(PONG)
         elif kind == "layout":
             self._on_layout(rank, message["layout"])
         elif kind == "snapped":
@@ -363,7 +364,7 @@ class Registry:
         actor, now, kind = self.actors[name], self._runtime.now(), message["type"]
         actor.heard_at = now
         if kind == "ping":
-            channel.send({"type": "pong"})
+            channel.send(PONG)
             self.lanes.progress(name, message.get("bytes") or 0, now)
             return
         if kind == "pulling":
@@ -418,7 +419,7 @@ class Registry:
 
     def _on_trainer_message(self, channel: Channel, message: Message) -> None:
         if message["type"] == "ping":
-            channel.send({"type": "pong"})
+            channel.send(PONG)
             return
         if message["type"] == "look":
             self._whole = True

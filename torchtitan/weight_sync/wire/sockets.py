@@ -86,10 +86,10 @@ class SocketChannel(Channel):
             self._unsent.append((payload, on_sent, True))
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             self._close_soon("the peer does not read its messages")
-        elif self._pause is None:
+        elif payload is None and self._pause is None and len(self._unsent) == 1:
+            self._guarded(self._flush)
+        else:
             self._watch()
-            if payload is None and len(self._unsent) == 1:
-                self._guarded(self._flush)
 
     def close(self, reason: str) -> None:
         if self.closed:
@@ -172,6 +172,8 @@ class SocketChannel(Channel):
             else:
                 data = self._socket.recv(MESSAGE_BYTES)
                 count = len(data)
+                # Less than asked for: there is no more for now.
+                budget = budget if count == MESSAGE_BYTES else 0
                 self._buffer += data
                 self._handle()
             if count == 0:
