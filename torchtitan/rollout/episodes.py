@@ -15,6 +15,7 @@ from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Branch, GenerateRequest, add_turn, sampled_segments, stream_seed
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode
 from torchtitan.rollout.gateway.process import Gateway, GatewayLost
+from torchtitan.rollout.gateway.session import COUNTS
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
@@ -172,7 +173,7 @@ class AgentPlayer(Player):
     def __init__(self, config: JobConfig, gateway: Gateway, agents: AgentPool, tokenizer: Tokenizer):
         super().__init__(config, agents, gateway)
         self._gateway, self._agents, self._tokenizer = gateway, agents, tokenizer
-        self.statistics.update({"calls_failed": 0, "stops_cut": 0, "tool_choices_missed": 0})
+        self.statistics.update(dict.fromkeys(("calls_failed", *COUNTS), 0))
 
     async def play_one(self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int) -> Trajectory:
         environment = self._config.environment

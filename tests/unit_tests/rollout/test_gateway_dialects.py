@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
 import random
 import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 
 from tests.chat_families import FAMILIES, Family
 from tests.chat_models import ADDED, SPECIAL, write_chat_tokenizer
-from tests.patience import asynchronous
+from tests.patience import PATIENCE_S, asynchronous
 from tests.programs import API, Program
 from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.gateway.server import GatewayServer
@@ -184,6 +187,22 @@ async def test_options_do_what_they_say_or_are_counted(tmp_path: Path) -> None:
             ended = await server._end(api)
             assert ended is not None and ended["counts"]["tool_choices_missed"] == 2
 
+        # Tools that would run at a provider are not shown, and counted.
+        for api, hosted in (
+            ("messages", {"type": "web_search_1", "name": "web_search"}),
+            ("responses", {"type": "mcp"}),
+        ):
+            program = Program(api, http, url, await opened(server, api, stop), False, TOOLS)
+            program.user("?")
+            await program.ask(tools=[*program.body()[1]["tools"], hosted])
+            prompt = engine.log[-1][0]
+            program = Program(api, http, url, program.key, False, TOOLS)
+            program.user("?")
+            await program.ask()
+            assert prompt == engine.log[-1][0]
+            ended = await server._end(api)
+            assert ended is not None and ended["counts"]["tools_left_out"] == 1
+
         # Several answers to one call are branches of one turn.
         program = Program("chat", http, url, await opened(server, "n", stop), False, TOOLS)
         program.user("?")
@@ -227,12 +246,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, "image"),
     ("messages", {"messages": []}, "messages"),
     ("messages", {"messages": 3}, "messages"),
-    ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+    ("messages", {"tools": [{"input_schema": {}}]}, "needs a name"),
     ("messages", {"tool_choice": {"type": "tool", "name": "run"}}, "among the tools"),
     ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
     ("responses", {"previous_response_id": "resp_other"}, "resp_other|other"),
-    ("responses", {"tools": [{"type": "web_search"}]}, "tools"),
+    ("responses", {"tools": [3]}, "tools"),
     ("responses", {"background": True}, "background"),
 ]
 
@@ -289,3 +308,29 @@ async def refused(
     else:
         assert data["error"]["type"] == "invalid_request_error" and "code" in data["error"]
     assert re.search(reason, data["error"]["message"]), data
+
+
+@asynchronous
+async def test_a_coding_agent_connects_unmodified(tmp_path: Path) -> None:
+    """Its own prompt, its own tools: one conversation, in which the policy has had a command run."""
+    program = shutil.which("codex")
+    if program is None:
+        pytest.skip("there is no program `codex` here (npm install -g @openai/codex)")
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url):
+        engine.says = [
+            '<tool_call>{"name": "exec_command", "arguments": {"cmd": "echo $((40 + 2)) apples"}}</tool_call>', "Done.",
+        ]  # fmt: skip
+        provider = f'{{name="run",base_url="{url}/v1",env_key="OPENAI_API_KEY",wire_api="responses"}}'
+        options = ["-c", "model_provider=run", "-c", f"model_providers.run={provider}", "-m", "policy"]
+        key = await opened(server, "s", stop)
+        process = await asyncio.create_subprocess_exec(
+            program, "exec", "--skip-git-repo-check", *options, "Count the apples", cwd=tmp_path,
+            env={**os.environ, "CODEX_HOME": str(tmp_path), "OPENAI_API_KEY": key}, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        output, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        assert process.returncode == 0, output.decode()
+        ended = await server._end("s")
+        assert ended is not None and ended["calls"] == 2 and len(ended["branches"]) == 1
+        assert "42 apples" in server._tokenizer.decode(engine.log[1][0])

@@ -63,6 +63,8 @@ class Call:
     n: int = 1
     must_call: str | None = None
     """The tool that the answer should call, "" for any; nothing forces the policy to"""
+    tools_left_out: int = 0
+    """Number of the program's tools that the policy does not see, because they would run at a provider"""
     template_values: dict[str, Any] = field(default_factory=dict)
     log_probs: bool = False
     stream: bool = False
@@ -196,12 +198,36 @@ def stop_texts(data: Mapping[str, Any], name: str) -> list[str]:
     return stop
 
 
-def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a tool as chat templates expect it."""
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description or "", "parameters": parameters or {}},
-    }
+def read_tools(data: Mapping[str, Any], parameters: str) -> tuple[list[dict[str, Any]], int]:
+    """Return (an API's functions as chat templates expect them, the number of other tools, which run at a provider).
+
+    parameters: the API's name for the schema of a function's parameters. Raises WrongCall.
+    """
+    tools = data.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise WrongCall("tools must be a list of objects")
+    own = [one for one in tools if one.get("type") in (None, "custom", "function") and "format" not in one]
+    if wrong := [one for one in own if not isinstance(one.get("name"), str)]:
+        raise WrongCall(f"a tool needs a name: {wrong[0]!r:.200}")
+    functions = [
+        {"name": one["name"], "description": one.get("description") or "", "parameters": one.get(parameters) or {}}
+        for one in own
+    ]
+    return [{"type": "function", "function": one} for one in functions], len(tools) - len(own)
+
+
+def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str | None]:
+    """Return (the tools that the policy sees, Call.must_call) of OpenAI's `tool_choice`. Raises WrongCall."""
+    if choice in (None, "auto", "none"):
+        return [] if choice == "none" else tools, None
+    function = choice.get("function", choice) if isinstance(choice, dict) else {"name": ""}
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not (isinstance(choice, dict) and choice.get("type") == "function"):
+        raise WrongCall("tool_choice must be auto, none, required or a function")
+    names = [one["function"].get("name") for one in tools if isinstance(one.get("function"), dict)]
+    if name not in (names if name != "" else ["" for _ in names]):
+        raise WrongCall(f"tool_choice {name or choice!r} is not among the tools")
+    return tools, name
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torchtitan.rollout.gateway.calls import (
     compact_json,
     count,
     plain_messages,
+    read_tool_choice,
     refuse_unsupported,
     stop_texts,
     token_ids,
@@ -28,7 +29,13 @@ class ChatCompletions(Dialect):
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data)
-        tools, must_call = read_tool_choice(data.get("tools") or [], data.get("tool_choice"))
+        tools = data.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+            raise WrongCall("tools must be a list of objects")
+        for one in tools:
+            if isinstance(one.get("function"), dict):
+                one["function"].pop("strict", None)  # says how to constrain sampling, and nothing to the policy
+        tools, must_call = read_tool_choice(tools, data.get("tool_choice"))
         options, values = data.get("stream_options") or {}, data.get("chat_template_kwargs") or {}
         if not isinstance(values, dict):
             raise WrongCall("chat_template_kwargs must be an object")
@@ -79,27 +86,6 @@ class ChatCompletions(Dialect):
         for event in self.events(call, answer):
             yield b"data: " + compact_json(event) + b"\n\n"
         yield b"data: [DONE]\n\n"
-
-
-def read_tool_choice(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], str | None]:
-    """Return (the tools that the policy sees, Call.must_call) from OpenAI's `tools` and `tool_choice`.
-
-    Raises WrongCall.
-    """
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise WrongCall("tools must be a list of objects")
-    if choice in (None, "auto", "none"):
-        return [] if choice == "none" else tools, None
-    name: Any = ""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function", choice)
-        name = function.get("name") if isinstance(function, dict) else None
-    elif choice != "required":
-        raise WrongCall("tool_choice must be auto, none, required or a function")
-    known = [one.get("function", one) for one in tools]
-    if not known or (name != "" and name not in [one.get("name") for one in known if isinstance(one, dict)]):
-        raise WrongCall(f"tool_choice {name or choice!r} is not among the tools")
-    return tools, name
 
 
 def _about(answer: Answer) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from torchtitan.rollout.gateway.calls import (
     Choice,
     Dialect,
     WrongCall,
-    function_schema,
     plain_messages,
+    read_tool_choice,
+    read_tools,
     refuse_unsupported,
 )
 
@@ -40,14 +41,6 @@ class _Message(Body):
     content: str | list[_Block]
 
 
-class _Tool(Body):
-    name: str
-    type: Literal["custom"] | None = None
-    """Other tools run at the provider"""
-    description: str | None = None
-    input_schema: dict[str, Any]
-
-
 class _ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
@@ -61,7 +54,6 @@ class _Request(Body):
     messages: list[_Message] = Field(min_length=1)
     system: str | list[_Block] = ""
     max_tokens: int | None = Field(None, ge=1)
-    tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
@@ -76,20 +68,18 @@ class AnthropicMessages(Dialect):
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data, ONLY)
         request = _Request.read(dict(data), WrongCall)
-        choice = request.tool_choice
-        tools = [function_schema(one.name, one.description, one.input_schema) for one in request.tools or ()]
-        must_call = None
-        if choice is not None and choice.type in ("any", "tool"):
-            must_call = choice.name if choice.type == "tool" else ""
-            if not tools or (must_call and must_call not in [one.name for one in request.tools or ()]):
-                raise WrongCall(f"tool_choice {must_call or choice.type!r} is not among the tools")
+        functions, left_out = read_tools(data, "input_schema")
+        chosen = request.tool_choice or _ToolChoice(type="auto")
+        choice = {"any": "required", "tool": {"type": "function", "name": chosen.name}}.get(chosen.type, chosen.type)
+        tools, must_call = read_tool_choice(functions, choice)
         system = _text(request.system)
         messages = [{"role": "system", "content": system}] if system else []
         for message in request.messages:
             messages += _read_message(message)
         return Call(
             messages=plain_messages(messages),
-            tools=[] if choice is not None and choice.type == "none" else tools,
+            tools=tools,
+            tools_left_out=left_out,
             max_tokens=request.max_tokens,
             stop=[one for one in request.stop_sequences or () if one],
             must_call=must_call,

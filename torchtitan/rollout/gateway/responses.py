@@ -14,11 +14,11 @@ from torchtitan.rollout.gateway.calls import (
     Choice,
     Dialect,
     WrongCall,
-    function_schema,
     plain_messages,
+    read_tool_choice,
+    read_tools,
     refuse_unsupported,
 )
-from torchtitan.rollout.gateway.chat_completions import read_tool_choice
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
@@ -45,14 +45,6 @@ class _Item(Body):
     output: str | list[_Part] = ""
 
 
-class _Tool(Body):
-    type: Literal["function"]
-    """Others run at the provider"""
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class _Format(Body):
     type: Literal["text"] = "text"
 
@@ -65,7 +57,6 @@ class _Request(Body):
     input: str | list[_Item] = Field(min_length=1)
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[_Tool] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: _Text | None = None
     include: list[str] | None = None
@@ -80,8 +71,8 @@ class OpenAIResponses(Dialect):
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data, ONLY)
         request = _Request.read(dict(data), WrongCall)
-        schemas = [function_schema(one.name, one.description, one.parameters) for one in request.tools or ()]
-        tools, must_call = read_tool_choice(schemas, data.get("tool_choice"))
+        functions, left_out = read_tools(data, "parameters")
+        tools, must_call = read_tool_choice(functions, data.get("tool_choice"))
         # Instructions are those of one call and do not come back with the conversation.
         first = [{"role": "system", "content": request.instructions}] if request.instructions else []
         earlier = recall(request.previous_response_id.removeprefix("resp_")) if request.previous_response_id else []
@@ -91,6 +82,7 @@ class OpenAIResponses(Dialect):
             tools=tools,
             max_tokens=request.max_output_tokens,
             must_call=must_call,
+            tools_left_out=left_out,
             log_probs="message.output_text.logprobs" in (request.include or ()),
             stream=bool(request.stream),
             preamble=len(first),

@@ -13,6 +13,8 @@ from torchtitan.inference.types import Branch, Completion, Given, SamplingParame
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
 from torchtitan.rollout.tokenizer import ChatRenderer, Messages, plain_message
 
+# What is counted of the answers of a session; see Session.counts.
+COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out")
 Canonical = tuple[Any, ...]
 
 
@@ -46,8 +48,8 @@ class Session:
     cut: bool = False
     """Whether a limit truncated the last answer, or left no room for one"""
     counts: Counter[str] = field(default_factory=Counter)
-    """Answers that end at a stop text (stops_cut), and those without the call that was asked for
-    (tool_choices_missed)"""
+    """Answers that end at a stop text (stops_cut), those without the call that was asked for (tool_choices_missed),
+    and tools of calls that the policy did not see (tools_left_out)"""
     branches: list[Branch] = field(default_factory=list)
     _turns: list[_Turn] = field(default_factory=list)
     _conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class Session:
         token_ids = prompt_ids + choice.completion.token_ids
         self._turns.append(_Turn(canonical, _canonical_tools(call.tools), token_ids))
         self._conversations[name] = [*call.messages[call.preamble :], plain_message(said)]
+        self.counts["tools_left_out"] += call.tools_left_out
         self.counts["stops_cut"] += choice.stopped_by is not None
         if call.must_call is not None:
             names = {one["function"]["name"] for one in choice.calls}
