@@ -69,7 +69,6 @@ BUCKET_BYTES = 16 << 20
 PULLER = "puller"
 # An actor tells that it has everything, and that it serves it, at most this long after it has heard of a version.
 SPREAD_SECONDS = 0.5
-HEARTBEAT_SECONDS = 1.0
 BARS = {
     "publish_block_ms": ("<=", 50.0),
     "registry_share": ("<=", 0.2),
@@ -213,6 +212,7 @@ class Member(asyncio.Protocol):
         self.crowd, self.name = crowd, name
         self.identity = Identity.of(crowd.token, ACTOR, name)
         self.data = bytearray()
+        self.told_at = self.heard_at = 0.0
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -233,9 +233,11 @@ class Member(asyncio.Protocol):
 
     def say(self, kind: str, **fields: Any) -> None:
         if not self.transport.is_closing():
+            self.told_at = time.monotonic()
             self.transport.write(wire.encode({"type": kind, **fields}))
 
     def hear(self, begin: bytes, end: bytes) -> None:
+        self.heard_at = time.monotonic()
         if begin.startswith(b'{"type":"challenge"'):
             nonce = secrets.token_hex(16)
             proof = self.identity.proof("client", json.loads(begin)["nonce"], nonce)
@@ -264,8 +266,10 @@ class Member(asyncio.Protocol):
 
     def beat(self) -> None:
         if not self.transport.is_closing():
-            self.say("ping")
-            asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self.beat)
+            # As RegistryClient does.
+            if time.monotonic() - min(self.told_at, self.heard_at) >= 2 * wire.HEARTBEAT_SECONDS:
+                self.say("ping")
+            asyncio.get_running_loop().call_later(wire.HEARTBEAT_SECONDS, self.beat)
 
 
 def run_actors(arguments: dict[str, Any]) -> None:

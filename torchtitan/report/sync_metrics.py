@@ -420,6 +420,9 @@ class SyncMetrics:
     def close(self) -> None:
         """Write the deliveries that are still open in their current state. May be called twice."""
         self._thread.shutdown()
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.result()
         if self._asked and self._file is not None:
             self._steps(self._asked)
             self._asked = []

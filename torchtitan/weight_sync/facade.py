@@ -33,7 +33,7 @@ from torchtitan.weight_sync.memory.slots import Boundary
 from torchtitan.weight_sync.registry.state import GONE as GONE
 from torchtitan.weight_sync.registry.state import LATE as LATE
 from torchtitan.weight_sync.registry.state import MAX_FAILURES as MAX_FAILURES
-from torchtitan.weight_sync.registry.state import NOT_AWAITED, Settings, tally
+from torchtitan.weight_sync.registry.state import MAX_NAMED, NOT_AWAITED, Settings, tally
 from torchtitan.weight_sync.trainer.plan import bucket_bytes_of, unique_parameters
 from torchtitan.weight_sync.trainer.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.transports.transport import load_transport
@@ -117,8 +117,6 @@ class Watcher:
 
 # What metrics.jsonl reports of each actor's last version; report/sync_metrics.py has everything about every version.
 ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
-# Metrics and console lines name each of so many actors; of more, they count how many are in which state.
-MAX_NAMED = 32
 LOOK_TIMEOUT_SECONDS = 2.0
 
 

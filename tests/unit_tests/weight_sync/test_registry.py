@@ -417,26 +417,26 @@ def test_checksums_of_a_lost_shard_server_do_not_count() -> None:
 
 def test_the_trainer_is_told_counts_of_many_actors_at_once_and_details_little_by_little() -> None:
     world = World()
-    ranks, actors = world.ranks(), [world.actor(f"a{number:02d}") for number in range(30)]
+    ranks, actors = world.ranks(), [world.actor(f"a{number:02d}") for number in range(40)]
     world.publish(ranks, 1, 0)
     trainer = world.trainer(beats=False)
-    assert len(trainer.heard[-1]["actors"]) == 30 and trainer.heard[-1]["whole"]
+    assert len(trainer.heard[-1]["actors"]) == 40 and trainer.heard[-1]["whole"]
     trainer.heard.clear()
     for actor in actors:
         actor.send({"type": "serving", "version": 0, "digest": world.digest, "figures": {}})
     actors[-1].send({"type": "poisoned", "version": 0, "reason": "half of it"})
-    world.run(0.016)
+    world.run(0.05)
     first = trainer.heard[0]
-    assert "a29" in first["actors"] and len(first["actors"]) == STATUS_ACTORS + 1
-    assert (dict(first["serving"]), dict(first["awaited"])) == ({0: 29, -1: 1}, {0: 29, -1: 1})
-    assert first["states"] == {"READY": 29, "POISONED": 1}
-    world.run(0.2)
-    assert len(trainer.last("status")["actors"]) == 30
+    assert "a39" in first["actors"] and len(first["actors"]) == STATUS_ACTORS + 1
+    assert (dict(first["serving"]), dict(first["awaited"])) == ({0: 39, -1: 1}, {0: 39, -1: 1})
+    assert first["states"] == {"READY": 39, "POISONED": 1}
+    world.run(0.3)
+    assert len(trainer.last("status")["actors"]) == 40
     count = len(trainer.heard)
     world.run(1.0)
     assert len(trainer.heard) == count, "nothing has changed"
     trainer.say("look")
-    assert trainer.heard[-1]["whole"] and len(trainer.heard[-1]["actors"]) == 30
+    assert trainer.heard[-1]["whole"] and len(trainer.heard[-1]["actors"]) == 40
 
 
 def test_an_actor_that_floods_the_registry_waits_and_the_others_do_not() -> None:

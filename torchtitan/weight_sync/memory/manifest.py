@@ -107,9 +107,9 @@ CHECKSUM_BYTES, SHA256_BYTES = 16, 32
 DIGEST_BYTES = 16
 
 
-def new_digest() -> Any:
+def new_digest(data: bytes = b"") -> Any:
     """Return a hasher for sheets: BLAKE2b, because whoever relays a sheet might want another one to be taken for it."""
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES)
 
 
 class Sheet:
@@ -126,9 +126,7 @@ class Sheet:
 
     def digest(self) -> str:
         """Return what the registry announces of this sheet."""
-        hasher = new_digest()
-        hasher.update(self.data)
-        return str(hasher.hexdigest())
+        return str(new_digest(self.data).hexdigest())
 
     def __getitem__(self, bucket: int) -> str:
         """Return a bucket's checksum."""
@@ -147,9 +145,7 @@ def sheet_sizes(count: int) -> tuple[int, int]:
 
 def content_digest(layout_id: str, sheet_digests: Sequence[str]) -> str:
     """Return one digest of a version's bytes, over the layout id and every rank's sheet of checksums."""
-    hasher = new_digest()
-    hasher.update(json.dumps([layout_id, *sheet_digests]).encode())
-    return str(hasher.hexdigest())
+    return str(new_digest(json.dumps([layout_id, *sheet_digests]).encode()).hexdigest())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
 from torchtitan.weight_sync.registry.state import (
     KEPT,
+    MAX_NAMED,
     Actor,
     IncompleteVersion,
     Lanes,
@@ -34,14 +35,15 @@ logger = logging.getLogger("torchtitan.weight_sync.registry.registry")
 STATUS_SECONDS = 0.01
 # … and so much longer per actor.
 STATUS_SECONDS_PER_ACTOR = 1e-4
-# Of so many actors that only pull, apply and serve a status message has the details; the counts are of all.
+# Of a large fleet's actors that only pull, apply and serve, a status message has the details of so many; it counts all.
 STATUS_ACTORS = 5
 # How many versions that will never be published are remembered, for shard servers and the trainer.
 MAX_DROPPED = 64
 # An actor that does not finish in this many lanes in a row is given up.
 MAX_LOST_LANES = 3
-# An actor says a few things per version here, and a fleet of hostile ones must not take the registry's only thread.
-ACTOR_SHARE = 0.1
+# An actor says three things per version here, of which there may be dozens per second in small runs; a fleet of hostile
+# actors must not take the registry's only thread.
+ACTOR_SHARE = 0.3
 PONG = Shared({"type": "pong"})
 # An actor that has been away this long is no longer listed.
 FORGET_SECONDS = 300.0
@@ -447,9 +449,10 @@ class Registry:
         self._status_due = False
         if self._trainer is None:
             return
-        routine = [name for name in self._routine if name not in self._urgent][:STATUS_ACTORS]
-        self._trainer.send(self.status(None if self._whole else [*self._urgent, *routine]))
-        told = self._routine if self._whole else [*self._urgent, *routine]
+        most = STATUS_ACTORS if len(self.actors) > MAX_NAMED else MAX_NAMED
+        routine = [name for name in self._routine if name not in self._urgent][:most]
+        told = self._routine if self._whole else {**self._urgent, **dict.fromkeys(routine)}
+        self._trainer.send(self.status(None if self._whole else told))
         self._routine = {name: None for name in self._routine if name not in told}
         self._urgent, self._whole = {}, False
         if self._routine:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LATE = "LATE"
 GONE = ("LOST", "GIVEN_UP")
 NOT_AWAITED = (*GONE, LATE)
+# Metrics and console lines name each of so many actors; of more, they count how many are in which state.
+MAX_NAMED = 32
 # An actor with this many failures in a row is not waited for until it has applied a version again.
 MAX_FAILURES = 3
 # What a new process inherits from an earlier one of its name.

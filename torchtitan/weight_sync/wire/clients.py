@@ -84,7 +84,7 @@ class RegistryClient(ServerConnection):
     """The connection to the registry. on_join(): called when connected to a registry, which knows nothing of this
     client yet. on_message(message): called for each of its messages. retry_for_s: how long it may be unreachable before
     `failure` is set and dialling stops. beat(): called every HEARTBEAT_SECONDS; returns the fields of the ping.
-    A ping without any goes out every other time."""
+    One without any is left out while other messages come and go."""
 
     def __init__(
         self,
@@ -104,7 +104,13 @@ class RegistryClient(ServerConnection):
         """Whether this client may join yet"""
         self._term = 0
         self._heard_at = runtime.now()
-        self._closed = self._quiet = False
+        self._told_at = 0.0
+        self._closed = False
+
+    def tell(self, message: Message) -> None:
+        if self.connected:
+            self._told_at = self._runtime.now()
+        super().tell(message)
 
     def start(self) -> None:
         """Begin to dial."""
@@ -168,6 +174,6 @@ class RegistryClient(ServerConnection):
         if self._runtime.now() - self._heard_at > SILENCE_SECONDS:
             self.hang_up(f"the registry said nothing for {SILENCE_SECONDS:g} s")
         about = self._beat()
-        self._quiet = not about and not self._quiet
-        if not self._quiet:
+        # Whatever was said and heard lately is a sign of life, too.
+        if about or self._runtime.now() - min(self._told_at, self._heard_at) >= 2 * wire.HEARTBEAT_SECONDS:
             self.tell({"type": "ping", **about})
