@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import torch
 
 from tests.delta_models import make_delta
 from tests.engines.models import END, VOCABULARY
-from tests.engines.vllm_traps import PROBE, SCORED
-from tests.processes import ENVIRONMENT, ROOT
+from tests.engines.vllm_traps import PROBE, SCORED, cases
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
@@ -50,21 +46,7 @@ def test_loaded_layers_are_those_that_were_sent(vllm_python: Path, tmp_path: Pat
         write_tokenizer(folder)
         expected.append(log_probs[:-1][-SCORED:])
     old, new = map(str, folders)
-    done = subprocess.run(
-        [
-            *(str(vllm_python), "-m", "tests.engines.vllm_traps"),
-            json.dumps([[old, new, ["loaded", "in_place"]], [new, old, ["loaded"]]]),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    first, second = json.loads(lines[0].removeprefix("RESULTS "))
+    first, second = cases(vllm_python, [(old, new, ["loaded", "in_place", "found"]), (new, old, ["loaded"])])
     assert first["loaded"] == first["in_place"] == second["first"]
     assert second["loaded"] == first["first"] != second["first"]
     for found, own in ((first["first"], expected[0]), (second["first"], expected[1])):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,7 @@ import pytest
 import torch
 
 from tests.engines.models import BF16_SPREAD, FP32_TOLERANCE, LAYERS, log_probs
-from tests.engines.vllm_traps import PROBE, SCORED
-from tests.processes import ENVIRONMENT, ROOT
+from tests.engines.vllm_traps import PROBE, SCORED, cases
 
 # What a load that went wrong moves log-probs by in the mean, far above what rounding may.
 WRONG = 0.1
@@ -27,21 +23,11 @@ Results = dict[str, Any]
 def both(vllm_python: Path, engine_model: Callable[..., Path]) -> list[Results]:
     """Of tests/engines/vllm_traps.py, all in float32 and some in bfloat16: case -> log-probs, or an error; and what
     transformers says of the old and the new model."""
-    asked: list[tuple[str, list[str]]] = [("float32", []), ("bfloat16", ["in_place", "loaded"])]
+    asked: list[tuple[str, list[str]]] = [("float32", []), ("bfloat16", ["in_place", "loaded", "found"])]
     models = [[engine_model(tied=True, dtype=dtype, seed=seed) for seed in (0, 1)] for dtype, _ in asked]
-    arguments = [[*map(str, pair), cases] for pair, (_, cases) in zip(models, asked, strict=True)]
-    done = subprocess.run(
-        [str(vllm_python), "-m", "tests.engines.vllm_traps", json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        check=False,
+    found = cases(
+        vllm_python, [(str(old), str(new), only) for (old, new), (_, only) in zip(models, asked, strict=True)]
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    found: list[Results] = json.loads(lines[0].removeprefix("RESULTS "))
     for results, pair, (dtype, _) in zip(found, models, asked, strict=True):
         results["old"], results["new"] = (log_probs(model, PROBE, dtype)[-SCORED:] for model in pair)
     return found

@@ -3,7 +3,7 @@
     {vLLM's python} -m tests.engines.vllm_traps '[[MODEL, OTHER_MODEL, [CASE, …]], …]'
         prints for each of them {case: log-probs of the probe, or an error}; without cases for all cases
 
-OTHER_MODEL holds the new weights, of the same architecture.
+OTHER_MODEL holds the new weights, of the same architecture. Tests call `cases`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
+from tests.processes import ENVIRONMENT, ROOT
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.staging import Staging
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
@@ -29,6 +31,23 @@ from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_ra
 PROBE = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
 # How many of its tokens are scored. (vLLM does not read its prefix cache for those whose log-probs it is asked for.)
 SCORED = 8
+
+
+def cases(python: Path, models: Sequence[tuple[str, str, list[str]]]) -> list[dict[str, Any]]:
+    """Run this file in vLLM's environment."""
+    done = subprocess.run(
+        [str(python), "-m", "tests.engines.vllm_traps", json.dumps(models)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    found: list[dict[str, Any]] = json.loads(lines[0].removeprefix("RESULTS "))
+    return found
 
 
 class Engine:
@@ -203,6 +222,9 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
     record("loaded_again", load_all)
     recorder = loading.LoadRecorder()
+    if only and "found" not in only:
+        engine.close()
+        return results
     parameters = ["self_attn.k_proj", "self_attn.q_norm", "mlp.down_proj"]
     parameters = [f"model.layers.1.{name}.weight" for name in parameters] + ["model.embed_tokens.weight", ""]
     results["found"] = {name: found(name) for name in parameters}

@@ -26,7 +26,7 @@ from typing_extensions import Unpack
 from torchtitan.distributed.device import matmul_converts
 from torchtitan.models.costs import default_head_budget
 from torchtitan.models.fused_head import places_of
-from torchtitan.models.logit_tiles import GradientSums, Projection, blocks, on_gpu
+from torchtitan.models.logit_tiles import TILE_ROWS, GradientSums, Projection, blocks, on_gpu
 from torchtitan.models.logprob_head import HeadOptions, check_targets, make_projection
 
 # (log p, log q, β) over all symbols [N, V] -> the divergence [N]: the plain computation, for few symbols.
@@ -105,6 +105,8 @@ def fused_divergence(
     distributions are at options["temperature"], and over options["kept"], but for a teacher behind a server, whose
     log-probs are taken as they are.
     """
+    # Tiles have all columns only if many whole rows fit. A few would not save the backward its own products, and the
+    # gradient of the whole weight would be read and written for each few.
     teacher = comparison.teacher
     part, width = options.get("vocabulary"), max(one.shape[1] for one in weight)
     total = len(weight[0]) if part is None else part.total
@@ -112,7 +114,7 @@ def fused_divergence(
     if budget is None:
         budget = default_head_budget(len(targets), total, width, matmul_converts(weight[0]), on_gpu(targets))
     if isinstance(teacher, TopTokens):
-        own = make_projection(hidden, weight, targets, {**options, "budget_bytes": budget})
+        own = make_projection(hidden, weight, targets, {**options, "budget_bytes": budget}, TILE_ROWS)
         check_targets(teacher.token_ids, total)
         own.targets = torch.cat((targets[:, None], teacher.token_ids), -1)
         log_probs, entropy, _ = _TwoPass.apply(own, None, comparison, accumulate, *own.hidden, *own.weight)
@@ -120,7 +122,7 @@ def fused_divergence(
         return log_probs[:, 0], entropy, KINDS[comparison.kind](known, theirs, comparison.beta)
     # Two tiles are held at a time.
     options["budget_bytes"] = budget // 2
-    own = make_projection(hidden, weight, targets, options)
+    own = make_projection(hidden, weight, targets, options, TILE_ROWS)
     other = make_projection(teacher.hidden, teacher.weight, targets, {**options, "softcap": teacher.softcap})
     if len(other.weight[0]) != len(own.weight[0]):
         raise ValueError(f"policy and teacher have {len(own.weight[0])} and {len(other.weight[0])} tokens")

@@ -78,16 +78,23 @@ class Tiling:
 
 
 def choose_tiling(
-    rows: int, vocabulary: int, hidden: int, budget: int, *, buffers: int = 1, converts: bool = False
+    rows: int,
+    vocabulary: int,
+    hidden: int,
+    budget: int,
+    *,
+    whole_rows: int = ROW_STEP,
+    buffers: int = 1,
+    converts: bool = False,
 ) -> Tiling:
-    """Choose the tile whose buffers fit `budget` bytes: all columns if at least 16 whole rows fit, else a part of both.
+    """Choose the tile whose buffers fit `budget` bytes: all columns if so many whole rows fit, else a part of both.
 
     buffers: fp32 arrays of the tile's size. converts: the weight's tile is first converted to fp32, which counts too.
     """
     rows, vocabulary = max(rows, 1), max(vocabulary, 1)
     room = budget - (vocabulary * hidden * 4 if converts else 0)
     fitting = room // (4 * buffers * vocabulary)
-    if fitting >= min(rows, ROW_STEP):
+    if fitting >= min(rows, whole_rows):
         return Tiling(rows if fitting >= rows else fitting // ROW_STEP * ROW_STEP, vocabulary)
     tall = min(rows, TILE_ROWS)
     column = 4 * (buffers * tall + (hidden if converts else 0))

@@ -19,6 +19,7 @@ from torchtitan.models.logit_tiles import (
     BLOCK_BYTES,
     COLUMN_STEP,
     CUT_OFF,
+    ROW_STEP,
     KeptTokens,
     Projection,
     Tiling,
@@ -153,6 +154,7 @@ def make_projection(
     weight: torch.Tensor | Sequence[torch.Tensor],
     targets: torch.Tensor,
     options: HeadOptions,
+    whole_rows: int = ROW_STEP,
 ) -> Projection:
     unknown = sorted(options.keys() - HeadOptions.__optional_keys__)
     if unknown:
@@ -183,6 +185,7 @@ def make_projection(
             part.largest,
             width,
             budget // (1 if part.group is None else dist.get_world_size(part.group)),
+            whole_rows=whole_rows,
             buffers=1 if softcap is None else 3,
             converts=converts,
         )

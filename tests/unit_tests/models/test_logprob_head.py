@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torchtitan.models.costs import default_head_budget
-from torchtitan.models.logit_tiles import ROW_STEP, KeptTokens, choose_tiling
+from torchtitan.models.logit_tiles import ROW_STEP, TILE_ROWS, KeptTokens, choose_tiling
 from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
 
 
@@ -148,19 +148,20 @@ def test_equals_float64_for_any_tiling(data: st.DataObject) -> None:
     vocabulary=st.integers(1, 200_000),
     hidden=st.integers(1, 4096),
     budget=st.integers(1, 1 << 30),
+    whole_rows=st.sampled_from([ROW_STEP, TILE_ROWS]),
     buffers=st.integers(1, 3),
     converts=st.booleans(),
 )
 def test_tiles_stay_in_the_budget(
-    rows: int, vocabulary: int, hidden: int, budget: int, buffers: int, converts: bool
+    rows: int, vocabulary: int, hidden: int, budget: int, whole_rows: int, buffers: int, converts: bool
 ) -> None:
-    tiling = choose_tiling(rows, vocabulary, hidden, budget, buffers=buffers, converts=converts)
+    tiling = choose_tiling(rows, vocabulary, hidden, budget, whole_rows=whole_rows, buffers=buffers, converts=converts)
     assert 1 <= tiling.rows <= max(rows, 1) and 1 <= tiling.columns <= vocabulary
     held = 4 * tiling.columns * (buffers * tiling.rows + (hidden if converts else 0))
     # A tile of 64 columns is the least there is.
     assert held <= budget or tiling.columns <= 64
     if tiling.columns < vocabulary:
-        assert 4 * vocabulary * (buffers * min(max(rows, 1), ROW_STEP) + (hidden if converts else 0)) > budget
+        assert 4 * vocabulary * (buffers * min(max(rows, 1), whole_rows) + (hidden if converts else 0)) > budget
 
 
 def test_a_budget_that_nobody_names_is_small_beside_the_gradients() -> None:
