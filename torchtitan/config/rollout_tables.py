@@ -199,6 +199,23 @@ class Environment:
     verifiers_python: PathText = ""
     """Python interpreter that has verifiers; empty uses the environment that scripts/install_engine.sh made"""
 
+    verifiers_runtime: Literal["subprocess", "docker", "podman", "apptainer", "prime", "modal", "e2b"] = "subprocess"
+    """Where verifiers runs the programs of a harness"""
+
+    verifiers_runtime_args: Options = field(default_factory=dict)
+    """Options of that runtime, as verifiers names them: {image = "python:3.11-slim", memory = 2}"""
+
+    gateway_host: str = "127.0.0.1"
+    """Address that the gateway binds to. With another one than the loopback, other machines and containers reach it;
+    each episode has a key, but the connection is not encrypted"""
+
+    gateway_port: Annotated[int, Range(0, 65535)] = 0
+    """Port of the gateway; 0 uses any free port"""
+
+    gateway_url: str = ""
+    """Where programs reach the gateway, without /v1, such as the URL of a reverse proxy: {port} stands for the port.
+    Empty is http:// with gateway_host and the port"""
+
     episode_timeout_s: Positive = 600.0
     """Deadline of a whole episode of an agent"""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -381,6 +382,11 @@ def _check_environment(check: Check) -> None:
             check.say(f"environment.{key}", f"environment.{key}: {problem}")
     text = "each function may be named only once"
     check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
+    url, host = environment.gateway_url, environment.gateway_host.strip()
+    text = "must be http:// or https:// with a host, without /v1"
+    check.refuse("environment.gateway_url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
+    text = "says not where programs reach the gateway: set environment.gateway_url, or one address of this machine"
+    check.refuse("environment.gateway_host", host in ("", "0.0.0.0", "::") and not url, text)
     without = environment.tool_parser != "hermes" and not has_environment(check.config)
     check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
 

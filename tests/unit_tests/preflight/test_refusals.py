@@ -87,6 +87,10 @@ oops | 'oops' does not belong to any
 --environment.agent "'unclosed" | environment.agent = "'unclosed" | No closing quotation
 --environment.agent ' ' | environment.agent = " " | there is no program ''
 --environment.agent 'no-such-program x' | environment.agent | no-such-program
+--environment.gateway_host 0.0.0.0 | environment.gateway_host = "0.0.0.0" | set environment.gateway_url
+--environment.gateway_url run.example:80 | environment.gateway_url | must be http:// or https://
+--environment.gateway_url http://run.example/v1 | environment.gateway_url | without /v1
+--environment.verifiers_runtime vm | environment.verifiers_runtime | subprocess
 --environment.agent tests.agent_examples:play --environment.tools tests.agent_examples:raises \
     | environment.agent | cannot be combined with
 --eval.reward_function acc | eval.reward_function | "acc"

@@ -292,6 +292,30 @@ async def test_refusals_have_the_form_of_their_api(tmp_path: Path) -> None:
         assert len(engine.log) == 1
 
 
+@asynchronous
+async def test_a_key_is_worth_nothing_after_its_episode(tmp_path: Path) -> None:
+    """Over every route, and neither is the key of another episode's conversation, nor a program that says nothing."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        key, other = [await opened(server, name, stop) for name in ("first", "second")]
+        program = Program("responses by id", http, url, key, False)
+        program.user("a secret")
+        said = await program.ask()
+        stolen = {"input": "?", "previous_response_id": said.id}
+        await refused(http, f"{url}/v1/responses", other, stolen, "responses", 400, "no answer")
+        await server._end("first")
+        server._peer.call = told  # type: ignore[assignment, union-attr]
+        body = {"messages": [{"role": "user", "content": "?"}], "input": "?", "token_ids": [1], "max_tokens": 1}
+        routes = ("chat/completions", "messages", "messages/count_tokens", "responses")
+        for path in (*(f"/v1/{one}" for one in routes), "/inference/v1/generate"):
+            for form in ({"Authorization": f"Bearer {key}"}, {"X-Api-Key": key}):
+                async with http.post(f"{url}{path}", json=body, headers=form) as response:
+                    assert response.status == 410
+        async with http.get(f"{url}/v1/models", headers={"X-Api-Key": key}) as response:
+            assert response.status == 410
+        assert len(engine.log) == 1
+
+
 async def told(_name: str, **_more: Any) -> None:
     """Of a late call."""
 

@@ -143,7 +143,9 @@ class Taskset:
     """The tasks of a verifiers taskset, and the harness that plays them."""
 
     def __init__(self, setup: dict[str, Any]):
+        import pydantic
         import verifiers.v1 as vf
+        from verifiers.v1.runtimes import RuntimeConfig
         from verifiers.v1.utils.loaders import default_harness_id, load_taskset, taskset_config_type
 
         self._vf, self._setup = vf, setup
@@ -155,6 +157,7 @@ class Taskset:
         if not self._tasks:
             raise ValueError(f"taskset {name!r} has no tasks")
         self._harness = setup["harness"] or default_harness_id(name)
+        self._runtime = pydantic.TypeAdapter(RuntimeConfig).validate_python(setup["runtime"])
 
     async def play(self, message: dict[str, Any]) -> dict[str, Any]:
         """Play the episode of a message. Raises RuntimeError with the trace's last error, if it has one."""
@@ -168,7 +171,7 @@ class Taskset:
             renderer={"name": setup["renderer"]}, renderer_model_name=setup["model"],
         )  # fmt: skip
         config = vf.AgentConfig(
-            model="policy", client=client, harness={"id": self._harness}, runtime=vf.SubprocessConfig(),
+            model="policy", client=client, harness={"id": self._harness}, runtime=self._runtime,
             max_turns=setup["max_turns"], sampling=vf.SamplingConfig(),
         )  # fmt: skip
         try:

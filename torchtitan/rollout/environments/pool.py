@@ -218,6 +218,7 @@ class AgentPool(EnvironmentPool):
                 "harness": environment.verifiers_harness,
                 "renderer": environment.verifiers_renderer,
                 "max_turns": environment.max_turns,
+                "runtime": {"type": environment.verifiers_runtime, **environment.verifiers_runtime_args},
                 # Do not add our import paths, which have other versions of the same packages.
                 "path": [str(Path.cwd())],
             }

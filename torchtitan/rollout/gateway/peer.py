@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 # A whole trajectory is one message.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 WebSocket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 Answer = Callable[..., Awaitable[Any]]

@@ -29,7 +29,6 @@ from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 TOKEN_ENV = "TORCHTITAN_GATEWAY_TOKEN"
 START_TIMEOUT_S = 60.0
 # The gateway answers these calls immediately.
@@ -89,6 +88,7 @@ class Gateway:
             "max_calls": config.environment.max_turns,
             "timeout_s": config.rollout.data_timeout_s,
         }
+        self._environment = config.environment
         self._token = secrets.token_urlsafe(24)
         self._process = ChildProcess("the gateway", run_dir / "logs" / f"{name}.log")
         self._port_file = run_dir / "logs" / f"{name}.port"
@@ -98,6 +98,7 @@ class Gateway:
         self._starting = asyncio.Lock()
         self.statistics: Counter[str] = Counter({"starts": 0, "late_calls": 0})
         self.url = ""
+        """Where programs reach it"""
 
     async def open(
         self,
@@ -152,9 +153,11 @@ class Gateway:
         """Start the process and connect to it. Raises UserError."""
         await self.close()
         self._port_file.unlink(missing_ok=True)
+        host = self._environment.gateway_host.strip()
         command = [
             sys.executable, "-m", "torchtitan.rollout.gateway.server",
-            "--host", HOST,
+            "--host", host,
+            "--port", str(self._environment.gateway_port),
             "--port-file", str(self._port_file),
             "--token-env", TOKEN_ENV,
             "--parent-pid", str(os.getpid()),
@@ -162,11 +165,12 @@ class Gateway:
         self.statistics["starts"] += 1
         await self._process.launch(command, child_environment(1, **{TOKEN_ENV: self._token}))
         port = await self._process.read_port(self._port_file, time.monotonic() + START_TIMEOUT_S)
-        self.url = base_url(HOST, port)
+        own = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        self.url = self._environment.gateway_url.rstrip("/").replace("{port}", str(port)) or own
         self._http = aiohttp.ClientSession()
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
-            socket = await self._http.ws_connect(f"{self.url}/control", headers=headers, max_msg_size=MAX_MESSAGE_BYTES)
+            socket = await self._http.ws_connect(f"{own}/control", headers=headers, max_msg_size=MAX_MESSAGE_BYTES)
             peer = Peer(socket, {"sample": self._sample, "late_call": self._late_call})
             self._serving = asyncio.create_task(self._serve(peer))
             await asyncio.wait_for(peer.call("set_up", **self._settings), START_TIMEOUT_S)

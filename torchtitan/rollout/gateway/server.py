@@ -36,7 +36,7 @@ from torchtitan.rollout.gateway.calls import (
 )
 from torchtitan.rollout.gateway.chat_completions import ChatCompletions
 from torchtitan.rollout.gateway.messages import AnthropicMessages
-from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
+from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.rollout.gateway.responses import OpenAIResponses
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
@@ -47,6 +47,9 @@ from torchtitan.utils.logs import log_to
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+# The most calls of one key at a time, and the time that a program has to send its call, or to take its answer.
+MAX_UNDER_WAY = 1024
+TRANSFER_S = 60.0
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
 SESSION_HEADER = "X-Session-ID"
@@ -92,10 +95,15 @@ class _Access:
 
 
 class GatewayServer:
-    """Serves sessions over HTTP. token: for the run's own connection; programs use the keys of their sessions."""
+    """Serves sessions over HTTP.
 
-    def __init__(self, token: str):
-        self._token = token
+    Args:
+        token: for the run's own connection; programs use the keys of their sessions.
+        public: strangers may come, so a connection may stay only once a request on it had a key.
+    """
+
+    def __init__(self, token: str, public: bool = False):
+        self._token, self._public = token, public
         self._accesses: dict[str, _Access] = {}
         """Accesses by key"""
         self._open_keys: dict[str, str] = {}
@@ -125,7 +133,8 @@ class GatewayServer:
     async def _has_spoken(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        self.site.trust(request)
+        if not self._public:
+            self.site.trust(request)
         return await handler(request)
 
     # Calls from the run
@@ -134,6 +143,7 @@ class GatewayServer:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized
+        self.site.trust(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES)
         await socket.prepare(request)
         self._peer = Peer(socket, {"set_up": self._set_up, "open": self._open, "end": self._end})
@@ -213,6 +223,9 @@ class GatewayServer:
         access = self._accesses.get(key)
         if access is None:
             raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
+        self.site.trust(request)
+        if len(access.under_way) >= MAX_UNDER_WAY:
+            raise WrongCall(f"this key has {MAX_UNDER_WAY} calls under way", "too_many_calls", 429)
         if access.ended:
             if not access.told:
                 access.told = True
@@ -255,8 +268,8 @@ class GatewayServer:
                 return web.json_response(dialect.write(call, answer))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
-            for frame in dialect.frames(call, answer):
-                await response.write(frame)
+            frames = b"".join(dialect.frames(call, answer))
+            await asyncio.wait_for(response.write(frames), TRANSFER_S)
             await response.write_eof()
             return response
 
@@ -334,7 +347,9 @@ class GatewayServer:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
-        data = json.loads(await request.read())
+        data = json.loads(await asyncio.wait_for(request.read(), TRANSFER_S))
+    except asyncio.TimeoutError:
+        raise WrongCall(f"the body took longer than {TRANSFER_S:g} s", status=408) from None
     except ValueError as error:
         raise WrongCall(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -352,10 +367,10 @@ def _ended() -> WrongCall:
     return WrongCall("this session has ended: its episode is over", SESSION_ENDED, 410)
 
 
-async def serve(host: str, port_file: Path, token: str) -> None:
+async def serve(host: str, port_file: Path, token: str, port: int = 0) -> None:
     """Serve until the run disconnects."""
-    server = GatewayServer(token)
-    write_port_file(port_file, await server.site.start(host, 0))
+    server = GatewayServer(token, public=host not in LOOPBACK)
+    write_port_file(port_file, await server.site.start(host, port))
     try:
         await server.gone.wait()
     finally:
@@ -365,14 +380,15 @@ async def serve(host: str, port_file: Path, token: str) -> None:
 def main(argv: list[str]) -> None:
     """Run the server process, which a run starts (process.py)."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan.rollout.gateway.server", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--port-file", type=Path, required=True)
     parser.add_argument("--token-env", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     arguments = parser.parse_args(argv)
     log_to()
     end_with_parent(arguments.parent_pid)
-    asyncio.run(serve(arguments.host, arguments.port_file, os.environ[arguments.token_env]))
+    asyncio.run(serve(arguments.host, arguments.port_file, os.environ[arguments.token_env], arguments.port))
 
 
 if __name__ == "__main__":
