@@ -1,6 +1,7 @@
 """Which cores and GPUs of a machine each engine gets, and how much memory, from the configuration. No torch here.
 
-vLLM is told both the KV cache in bytes and gpu_memory_utilization, so it has nothing to guess.
+On a GPU an engine gets a share of the memory (vLLM's gpu_memory_utilization) and measures itself what its KV cache can
+have of it: told the cache's bytes, vLLM measures nothing. A KV cache of inference.engine_memory_gb is told in bytes.
 """
 
 from __future__ import annotations
@@ -8,17 +9,22 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchtitan.config.derived import from_torchrun, shares_devices
+from torchtitan.config.derived import from_torchrun, is_colocated, shares_devices, stages_on_device
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host
+from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host, version_bytes
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import CUDA_VARIABLE, ask_driver, count_cores, count_gpus, hides_gpus
 
 GIB = 2**30
-# What no formula gives: contexts, communicators, captured graphs, fragments.
-DEVICE_RESERVE = 2 * GIB
+# What no formula gives, and no GPU has told us yet: the context of a process, the buffers of a communicator, the graphs
+# that an engine captures, and of the device what lies between blocks. NeMo-RL #2619 saw 4.1 GiB of it all beside a 7B.
+CONTEXT, COMMUNICATOR, GRAPHS, FRAGMENTS = int(0.6 * GIB), GIB // 2, int(1.5 * GIB), 0.02
+# Options with which engines capture no graphs.
+EAGER = ("enforce-eager", "enforce_eager", "disable-cuda-graph", "disable_cuda_graph")
+# What vLLM takes of a GPU that it has for itself, unless it is told.
+USUAL_SHARE = 0.92
 # Tokens that vLLM computes in one step at most, unless engine_args say it.
 STEP_TOKENS = 8192
 # KV blocks are taken whole; the CPU's are the largest.
@@ -69,6 +75,8 @@ class EngineMemory:
 
     kv_cache: for inference.max_sequences of the longest sequences (training.seq_len), or inference.engine_memory_gb,
     or what the device has left. work: activations of a step and its logits (rough). Weights are exact but for padding.
+    graphs, and beside the engine's share: staging, the version that arrives, and overhead, the contexts, communicators
+    and fragments of trainer and engine. Those two stay while it sleeps.
     """
 
     weights: int
@@ -76,17 +84,26 @@ class EngineMemory:
     work: int
     kv_wanted: int
     kv_one_sequence: int
+    graphs: int = 0
+    staging: int = 0
+    overhead: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.work
+        return self.weights + self.kv_cache + self.work + self.graphs
+
+    @property
+    def stays(self) -> int:
+        return self.staging + self.overhead
 
     def utilization(self, device_bytes: int) -> float:
         """The engine's share of a device: vLLM's gpu_memory_utilization."""
         return min(0.99, -(-1000 * self.total // device_bytes) / 1000)
 
 
-def engine_memory(config: JobConfig, args: ModelArgs, device_bytes: int | None, trainer_bytes: int) -> EngineMemory:
+def engine_memory(
+    config: JobConfig, args: ModelArgs, device_bytes: int | None, trainer_bytes: int, ranks: int = 1
+) -> EngineMemory:
     """The engine beside a trainer that keeps `trainer_bytes` on the same device while the engine generates.
 
     Without a device (None) memory is the host's and nothing is cut down. Where it does not fit, kv_cache is below
@@ -107,10 +124,25 @@ def engine_memory(config: JobConfig, args: ModelArgs, device_bytes: int | None, 
     per_step_token = (6 * args.hidden_size + 3 * args.intermediate_size // size) * width
     logits = 3 * inference.max_sequences * args.vocab_size * 4
     work = step_tokens * per_step_token + logits
-    kv_cache = wanted
-    if device_bytes is not None:
-        kv_cache = min(wanted, max(0, device_bytes - DEVICE_RESERVE - trainer_bytes - weights - work))
-    return EngineMemory(weights, kv_cache, work, wanted, per_token * longest)
+    if device_bytes is None:
+        return EngineMemory(weights, wanted, work, wanted, per_token * longest)
+    graphs = 0 if any(inference.engine_args.get(option) for option in EAGER) else GRAPHS
+    staging = version_bytes(config, args) if stages_on_device(config) else 0
+    groups = (ranks > 1) * (1 + (config.parallelism.tensor_parallel_degree > 1)) + (size > 1)
+    overhead = CONTEXT * (1 if is_colocated(config) else 2) + COMMUNICATOR * groups + int(FRAGMENTS * device_bytes)
+    # Shares are whole thousandths, rounded up.
+    left = int(0.999 * device_bytes) - trainer_bytes - weights - work - graphs - staging - overhead
+    kv_cache = min(wanted, max(0, left))
+    return EngineMemory(weights, kv_cache, work, wanted, per_token * longest, graphs, staging, overhead)
+
+
+def own_share(config: JobConfig, device_bytes: int | None) -> float:
+    """The share that an engine may take of a GPU of its own, beside which a version is staged; 0: the usual one."""
+    args = read_shape(config) if device_bytes and stages_on_device(config) else None
+    if args is None or device_bytes is None:
+        return 0.0
+    left = device_bytes * (1 - FRAGMENTS) - version_bytes(config, args) - CONTEXT - COMMUNICATOR
+    return max(0.0, min(USUAL_SHARE, int(1000 * left / device_bytes) / 1000))
 
 
 def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) -> EngineMemory | None:
@@ -122,7 +154,8 @@ def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) ->
     args = read_shape(config)
     if args is None:
         return None
-    return engine_memory(config, args, device_bytes, beside_generation(config, estimate_memory(config, args, ranks)))
+    trainer_bytes = beside_generation(config, estimate_memory(config, args, ranks))
+    return engine_memory(config, args, device_bytes, trainer_bytes, ranks)
 
 
 def check_fits(config: JobConfig, memory: EngineMemory) -> None:
@@ -137,7 +170,7 @@ def check_fits(config: JobConfig, memory: EngineMemory) -> None:
 
 def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
     """Bytes that the trainer keeps on its device while the engine's KV cache is there."""
-    parts = {"parameters", "reference", "optimizer"} if config.inference.sleep_level else set(vars(memory))
+    parts = {"parameters", "reference", "optimizer", "slots"} if config.inference.sleep_level else set(vars(memory))
     parts -= parts_on_host(config) | ({"optimizer"} if config.inference.offload_optimizer else set())
     return sum(getattr(memory, part) for part in parts)
 

@@ -10,13 +10,14 @@ from torchtitan.config.derived import (
     longest_completion,
     shard_degree,
     shares_devices,
+    stages_on_device,
     trains_on_gpu,
     without_masters,
 )
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import agent_settings, find_python
-from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
+from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
 from torchtitan.models.costs import (
     BYTES,
     MemoryEstimate,
@@ -189,9 +190,13 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
         lines.append(f"{text} {size_text(slot)} of host memory")
     workers = inference.tensor_parallel_size
     # The workers of one engine share host memory; see inference/vllm/backend.py.
-    where = "GPU memory" if on_gpu and workers == 1 and inference.backend != "sglang" else "host memory"
+    where = "GPU memory" if stages_on_device(config) else "host memory"
     shared = f", once for its {workers} workers" if workers > 1 else ""
-    return [*lines, f"staging per actor: {size_text(version_bytes)} of {where}{shared}"]
+    lines.append(f"staging per actor: {size_text(version_bytes)} of {where}{shared}")
+    planned = device_bytes_of_driver() or PLANNED_DEVICE
+    if not (shares_devices(config) or inference.servers) and (share := own_share(config, planned)):
+        lines.append(f"gpu_memory_utilization of the engine beside it: {share:.3f} of {planned / GIB:.0f} GiB")
+    return lines
 
 
 def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:
@@ -202,9 +207,11 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     assert engine is not None
     inference = config.inference
     beside = beside_generation(config, memory)
-    training = on_device(config, memory) + (0 if inference.sleep_level else engine.total)
+    training = on_device(config, memory) + engine.stays + (0 if inference.sleep_level else engine.total)
+    generating = beside + engine.stays + engine.total
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
     fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, there is no room for one sequence"
+    too_much = f": DOES NOT FIT, the GPU has {size_text(planned)}" if trains_on_gpu() and training > planned else ""
     cut = (
         "" if engine.kv_cache == engine.kv_wanted else f" of {size_text(engine.kv_wanted)} for inference.max_sequences"
     )
@@ -214,9 +221,12 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
         f"  weights: {size_text(engine.weights)}",
         f"  kv_cache: {size_text(engine.kv_cache)}{cut}",
         f"  work: {size_text(engine.work)}",
-        f"while training: {size_text(training)}, the engine {'asleep' if inference.sleep_level else 'stays'}"
+        f"  graphs: {size_text(engine.graphs)}",
+        f"beside both, always: {size_text(engine.staging)} of staging, {size_text(engine.overhead)} of contexts, "
+        "communicators and fragments (assumed, not measured)",
+        f"while training: {size_text(training)}{too_much}, the engine {'asleep' if inference.sleep_level else 'stays'}"
         f" (inference.sleep_level = {inference.sleep_level}{asleep[inference.sleep_level]})",
-        f"while generating: {size_text(beside + engine.total)}, the optimizer's state "
+        f"while generating: {size_text(generating)}, the optimizer's state "
         f"{'in host memory' if inference.offload_optimizer else 'stays'}",
         f"gpu_memory_utilization: {engine.utilization(planned):.3f} on {where} of {planned / GIB:.0f} GiB",
     ]

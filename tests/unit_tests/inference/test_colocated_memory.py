@@ -13,11 +13,13 @@ import torch
 
 from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.client import memory_beside_trainer
+from torchtitan.inference.agent.client import share_beside_trainer
+from torchtitan.inference.colocated import vllm_engine
 from torchtitan.inference.colocated.replica import OptimizerOffload
 from torchtitan.inference.colocated.vllm_engine import engine_arguments
-from torchtitan.inference.placement import GIB, EngineMemory, engine_memory
+from torchtitan.inference.placement import GIB, EngineMemory, colocated_memory, engine_memory, own_share
 from torchtitan.models.costs import estimate_memory
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.preflight.plan import describe_plan
@@ -74,6 +76,35 @@ def test_sharded_optimizer_state_is_moved_too() -> None:
     assert all(map(all, run_distributed("tests.unit_tests.inference.test_colocated_memory:offload_sharded", 2)))
 
 
+def test_a_resumed_optimizer_is_away_before_the_engine_is_built(
+    config: JobConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    moments = [state for state in optimizer.state[weight].values() if state.numel() > 1]
+    sizes = []
+
+    class Engine:
+        def __init__(self, *_arguments: object, **_named: object):
+            sizes.append([state.untyped_storage().nbytes() for state in moments])
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(vllm_engine, "VllmEngine", Engine)
+    monkeypatch.setattr(device, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(device, "ensure_process_group", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=80 * GIB))
+    config.inference.offload_optimizer, config.inference.sleep_level = True, 1
+    with vllm_engine.open_replica(config, optimizer, tmp_path) as replica:
+        assert sizes == [[0, 0]] and replica is not None
+        replica._sleeps = False
+        replica.release_memory()
+    assert [state.untyped_storage().nbytes() for state in moments] == [16, 16]
+
+
 # Memory and arguments
 
 QWEN_7B = ModelArgs(
@@ -102,9 +133,16 @@ def test_memory_of_the_engine() -> None:
 
 def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
     config = colocated_config()
-    tight = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=72 * GIB)
-    assert tight.kv_cache < tight.kv_wanted
-    assert tight.total + 72 * GIB < 80 * GIB
+    config.inference.max_sequences = 128
+    tight = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=66 * GIB)
+    assert 0 < tight.kv_cache < tight.kv_wanted
+    assert tight.total + tight.stays + 66 * GIB < 80 * GIB
+    # Rounded up, its share still leaves what the others need.
+    assert tight.utilization(80 * GIB) * 80 * GIB + tight.stays + 66 * GIB <= 80 * GIB
+    # What NeMo-RL #2619 saw beside a 7B.
+    assert tight.graphs + tight.overhead > 4.1 * GIB
+    config.inference.engine_args["enforce-eager"] = True
+    assert engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=66 * GIB).graphs == 0
     none = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=79 * GIB)
     assert none.kv_cache == 0 < none.kv_one_sequence
     config.inference.engine_memory_gb = 1.5
@@ -124,12 +162,12 @@ def config(monkeypatch: pytest.MonkeyPatch) -> JobConfig:
 def test_plan_shows_both_halves_of_a_step(config: JobConfig) -> None:
     config.inference.sleep_level, config.inference.offload_optimizer = 1, True
     memory = estimate_memory(config, QWEN_7B, 8)
-    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters)
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters, ranks=8)
     text = describe_plan(config, 8)
     assert "actors: 2 × vllm (colocate, tensor parallel 4, bfloat16) on the ranks" in text
     assert f"gpu_memory_utilization: {engine.utilization(80 * GIB):.3f} on this machine's GPU of 80 GiB" in text
-    assert f"while training: {(memory.total) / GIB:.2f} GiB, the engine asleep" in text
-    generating = (memory.parameters + engine.total) / GIB
+    assert f"while training: {(memory.total + engine.overhead) / GIB:.2f} GiB, the engine asleep" in text
+    generating = (memory.parameters + engine.total + engine.overhead) / GIB
     assert f"while generating: {generating:.2f} GiB, the optimizer's state in host memory" in text
     assert "slots per rank" not in text
 
@@ -162,11 +200,42 @@ def test_plan_counts_servers_that_sleep_like_colocated_engines(config: JobConfig
     assert "engine per GPU" not in describe_plan(config, 8)
     config.inference.sleep_level, config.grpo.async_weight_update = 2, False
     memory = estimate_memory(config, QWEN_7B, 8)
-    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
+    kept = memory.parameters + memory.optimizer
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, kept, ranks=8)
     text = describe_plan(config, 8)
     assert "actors: 2 × vllm (server, bfloat16) on the ranks' GPUs, every step waits for them" in text
     assert f"engine per GPU: {engine.total / GIB:.2f} GiB" in text and "slots per rank" in text
-    assert f"while training: {(memory.total - memory.slots) / GIB:.2f} GiB, the engine asleep" in text
+    training = memory.total - memory.slots + engine.overhead
+    assert f"while training: {training / GIB:.2f} GiB, the engine asleep" in text
+
+
+def test_slots_and_staging_on_the_gpu_leave_less_for_the_kv_cache(
+    config: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    config.inference.mode, config.inference.num_actors, config.inference.tensor_parallel_size = "server", 8, 1
+    config.inference.sleep_level, config.grpo.async_weight_update, config.inference.max_sequences = 2, False, 256
+    planned = {}
+    for config.weight_sync.transport in ("tcp", "ipc"):
+        planned[config.weight_sync.transport] = colocated_memory(config, 8, 80 * GIB)
+    tcp, ipc = planned["tcp"], planned["ipc"]
+    assert tcp is not None and ipc is not None and tcp.staging == 0 and tcp.kv_cache < tcp.kv_wanted
+    # One version in bfloat16 beside the engine, and the rank's share of three.
+    version = 2 * QWEN_7B.num_parameters()
+    assert ipc.staging == version and tcp.kv_cache - ipc.kv_cache == pytest.approx(version + 3 * version / 8, rel=1e-6)
+    text = describe_plan(config, 8)
+    assert f"{version / GIB:.2f} GiB of staging" in text
+    (halves,) = re.findall(r"while training: (\S+) GiB(.*)\n.* generating: (\S+) GiB", text)
+    # Training does not fit with this much beside it, and that is said.
+    assert float(halves[0]) > 80 and "DOES NOT FIT, the GPU has 80.00 GiB" in halves[1] and float(halves[2]) < 80
+    # On a GPU of its own, an engine leaves room for the version that arrives.
+    config.inference.sleep_level, config.grpo.async_weight_update = 0, True
+    config.weight_sync.transport = "nccl"
+    assert 0.5 < own_share(config, 80 * GIB) < 1 - version / (80 * GIB) and own_share(config, 400 * GIB) == 0.92
+    share = own_share(config, 80 * GIB)
+    assert f"gpu_memory_utilization of the engine beside it: {share:.3f} of 80 GiB" in describe_plan(config, 8)
+    config.weight_sync.transport = "tcp"
+    assert own_share(config, 80 * GIB) == 0
 
 
 def test_plan_says_what_is_in_host_memory(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,14 +263,15 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
     config.inference.mode = "server"
-    assert memory_beside_trainer(config) is None
+    assert share_beside_trainer(config) == 0
     config.inference.sleep_level, config.grpo.async_weight_update = 1, False
     memory = estimate_memory(config, QWEN_7B, 8)
-    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
-    assert memory_beside_trainer(config) == (engine.kv_cache / GIB, engine.utilization(80 * GIB))
+    kept = memory.parameters + memory.optimizer
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, kept, ranks=8)
+    assert share_beside_trainer(config) == engine.utilization(80 * GIB)
     monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 12 * GIB)
     with pytest.raises(UserError, match="does not fit beside the trainer"):
-        memory_beside_trainer(config)
+        share_beside_trainer(config)
 
 
 def test_logits_are_bounded_by_the_heads_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +305,12 @@ def test_options_of_the_engine_go_over_ours() -> None:
     assert "gpu_memory_utilization" not in arguments
     assert arguments["quantization"] == "fp8"
     on_gpu = engine_arguments(colocated_config(), EngineMemory(GIB, GIB, GIB, GIB, 1), 80 * GIB)
-    assert on_gpu["gpu_memory_utilization"] == 0.038
+    # It measures what its cache can have, unless somebody has said it.
+    assert on_gpu["gpu_memory_utilization"] == 0.038 and "kv_cache_memory_bytes" not in on_gpu
+    config.inference.engine_memory_gb = 1.0
+    for device_bytes in (None, 80 * GIB):
+        told = engine_arguments(config, EngineMemory(GIB, GIB, GIB, GIB, 1), device_bytes)
+        assert told["kv_cache_memory_bytes"] == GIB
     assert on_gpu["enable_sleep_mode"] is False
     assert on_gpu["hf_overrides"] == {"head_dtype": "float32"} and "hf_overrides" not in arguments
 

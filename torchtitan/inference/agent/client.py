@@ -41,7 +41,13 @@ from torchtitan.inference.client import (
     check_completions,
     parse_health,
 )
-from torchtitan.inference.placement import GIB, check_fits, colocated_memory, device_bytes_of_driver, threads_per_actor
+from torchtitan.inference.placement import (
+    check_fits,
+    colocated_memory,
+    device_bytes_of_driver,
+    own_share,
+    threads_per_actor,
+)
 from torchtitan.inference.types import (
     Capabilities,
     Completion,
@@ -66,7 +72,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     Raises UserError if the engine is not installed or does not have the route.
     """
     inference, name = config.inference, f"actor-{number}"
-    memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
+    device_share = share_beside_trainer(config) or own_share(config, device_bytes_of_driver())
     return [
         *shared_command("torchtitan.inference.agent", config, port_file),
         "--engine", engine,
@@ -74,7 +80,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
         "--python", find_python(engine, inference.engine_python),
         "--log-file", str(port_file.with_name(f"{name}.engine.log")),
         *_settings_of_agents(engine, config),
-        "--memory-gb", str(memory_gb),
+        "--memory-gb", str(inference.engine_memory_gb),
         "--device-share", str(device_share),
         "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
     ]  # fmt: skip
@@ -82,7 +88,8 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
 
 def agent_settings(engine: str, config: JobConfig) -> list[str]:
     """Return the run's options for an agent that it does not start itself (scripts/grpo_multinode.slurm)."""
-    memory = ["--memory-gb", str(config.inference.engine_memory_gb)]
+    share = own_share(config, device_bytes_of_driver())
+    memory = ["--memory-gb", str(config.inference.engine_memory_gb), *(["--device-share", str(share)] if share else [])]
     return [*shared_settings(config), *_settings_of_agents(engine, config), *memory]
 
 
@@ -106,18 +113,18 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:
-    """Return (GiB of KV cache, share of a GPU) for an engine that takes turns with the trainer on a rank's GPU, or None
-    for any other engine.
+def share_beside_trainer(config: JobConfig) -> float:
+    """Return the share of a GPU for an engine that takes turns with the trainer on a rank's GPU, or 0 for any other
+    engine.
 
     Raises UserError if not even one sequence fits.
     """
     device_bytes = device_bytes_of_driver() if shares_devices(config) else None
     memory = colocated_memory(config, world_size(), device_bytes) if device_bytes else None
     if memory is None or device_bytes is None:
-        return None
+        return 0.0
     check_fits(config, memory)
-    return memory.kv_cache / GIB, memory.utilization(device_bytes)
+    return memory.utilization(device_bytes)
 
 
 def find_python(engine: str, configured: str, key: str = "inference.engine_python") -> str:

@@ -276,6 +276,10 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     memory = colocated_memory(config, device.world_size(), total)
     assert memory is not None  # the policy has been loaded: its shape is known
     check_fits(config, memory)
+    offload = OptimizerOffload(optimizer) if inference.offload_optimizer and on_gpu else None
+    if offload is not None:
+        # Where a run resumes, there is a state already, and the engine would find less memory than it was promised.
+        offload.away()
     with own_sockets():
         engine = VllmEngine(
             engine_arguments(config, memory, total),
@@ -283,12 +287,11 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
             sleep_level=inference.sleep_level,
             keep_kv=inference.in_flight_kv == "keep",
         )
-        offload = OptimizerOffload(optimizer) if inference.offload_optimizer and on_gpu else None
         if inference.offload_optimizer and not on_gpu:
             logger.warning("inference.offload_optimizer does nothing on a CPU: the optimizer's state is in host memory")
         replica = Replica(engine, rank, inference.tensor_parallel_size, inference.sleep_level > 0, offload)
         if rank == 0:
-            logger.info("vLLM is up beside the trainer, %.2f GiB of KV cache per rank", memory.kv_cache / GIB)
+            logger.info("vLLM is up beside the trainer, %.2f GiB of KV cache per rank planned", memory.kv_cache / GIB)
         try:
             yield replica
         finally:
@@ -312,13 +315,14 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         "max_model_len": config.training.seq_len,
         "max_num_seqs": inference.max_sequences,
         "max_num_batched_tokens": max(STEP_TOKENS, config.training.seq_len),
-        "kv_cache_memory_bytes": memory.kv_cache,
         "logprobs_mode": "processed_logprobs",
         # A step still in progress when the weights change would be attributed to the new ones.
         "async_scheduling": False,
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if device_bytes is None or inference.engine_memory_gb > 0:
+        arguments["kv_cache_memory_bytes"] = memory.kv_cache
     if device_bytes is None:
         arguments["enforce_eager"] = True
     else:
