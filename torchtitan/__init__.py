@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtitan.api import Source as Source
     from torchtitan.api import train as train
 
 __version__ = "0.1.0"
@@ -22,8 +23,8 @@ for _other in (found for folder in sys.path for found in Path(folder or ".").glo
 
 def __getattr__(name: str) -> Any:
     """`from torchtitan import train`; the engines' processes import this package too, and need nothing of that."""
-    if name == "train":
+    if name in ("train", "Source"):
         from importlib import import_module
 
-        return import_module("torchtitan.api").train
+        return getattr(import_module("torchtitan.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

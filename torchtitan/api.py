@@ -28,6 +28,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -177,6 +178,59 @@ Rows = Iterable[Mapping[str, Any]]
 Reward = str | Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class Source:
+    """One of the tasks of a run, a table [[source]] of its configuration; what is None it has from the run.
+
+    The arguments of train() of the same name say what a dataset, rewards, an environment and tools can be.
+    """
+
+    name: str
+    dataset: str | Rows | Callable[[], Rows] | None = None
+    rewards: Reward | Iterable[Reward] | None = None
+    environment: str | type | Mapping[str, Any] | None = None
+    """Also keys of [environment], such as {"factory": Game, "max_turns": 6}"""
+    tools: Iterable[str | Callable[..., Any]] | None = None
+    group_filter: str | Callable[..., Any] | None = None
+    weight: float | None = None
+    epochs: float | None = None
+    required: bool = True
+    values: Mapping[str, Any] | None = None
+    """Any further keys of the table (docs/config.md)"""
+
+    def table(self, folder: Path) -> dict[str, Any]:
+        """Return the table; what Python made is written to `folder`. Raises UserError as names_of does."""
+        environment = self.environment
+        keys = dict(environment) if isinstance(environment, Mapping) else {}
+        if environment is not None and not isinstance(environment, Mapping):
+            keys["factory"] = environment
+        if self.tools is not None:
+            keys["tools"] = list(self.tools)
+        if "factory" in keys:
+            (keys["factory"],) = names_of([keys["factory"]], folder, "environment", type)
+        if "tools" in keys:
+            keys["tools"] = names_of(keys["tools"], folder, "tool")
+        own = {
+            "dataset": None if self.dataset is None else _dataset_name(self.dataset, folder),
+            "rewards": None if self.rewards is None else names_of(_several(self.rewards), folder, "reward function"),
+            "environment": keys or None,
+            "group_filter": self.group_filter and names_of([self.group_filter], folder, "group_filter")[0],
+            "weight": self.weight,
+            "epochs": self.epochs,
+        }
+        given = {key: value for key, value in own.items() if value is not None}
+        return {"name": self.name, "required": self.required, **given, **(self.values or {})}
+
+
+def _several(rewards: Reward | Iterable[Reward]) -> Iterable[Reward]:
+    return [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+
+
+def _dataset_name(dataset: str | Rows | Callable[[], Rows], folder: Path) -> str:
+    rows = dataset() if callable(dataset) else dataset
+    return rows if isinstance(rows, str) else write_rows(rows, folder)
+
+
 def train(
     config: Config = MappingProxyType({}),
     overrides: Mapping[str, Any] | None = None,
@@ -191,6 +245,7 @@ def train(
     correction: str | Callable[..., Any] | None = None,
     group_filter: str | Callable[..., Any] | None = None,
     sampler: str | Callable[..., Any] | None = None,
+    sources: Iterable[Source] | None = None,
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal. Call it in the main thread.
 
@@ -210,6 +265,7 @@ def train(
         loss, advantage, correction, group_filter: for grpo.loss_type, .advantage, .off_policy_correction and
             .group_filter: a name, or a function, run by this process (docs/adding_an_objective.md).
         sampler: for curriculum.sampler, which it turns on: likewise (docs/curriculum.md).
+        sources: for [[source]], the tasks of a run of several (docs/sources.md); the other arguments hold for all.
 
     Raises:
         UserError: a mistake in the configuration (ConfigError, which lists all of them), or what stopped the run early.
@@ -225,8 +281,7 @@ def train(
         draft.set("model.hf_assets_path", str(config if model is None else model), "model")
     folder = Path(draft.build()[0].job.dump_folder).resolve() / FOLDER
     if rewards is not None:
-        several = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
-        draft.set("rewards.functions", names_of(several, folder, "reward function"), "rewards")
+        draft.set("rewards.functions", names_of(_several(rewards), folder, "reward function"), "rewards")
     if environment is not None:
         (name,) = names_of([environment], folder, "environment", type)
         draft.set("environment.factory", name, "environment")
@@ -241,9 +296,9 @@ def train(
     if sampler is not None:
         draft.set("curriculum.enable", True, "sampler")
     if dataset is not None:
-        rows = dataset() if callable(dataset) else dataset
-        name = rows if isinstance(rows, str) else write_rows(rows, folder)
-        draft.set("rollout.dataset", name, "dataset")
+        draft.set("rollout.dataset", _dataset_name(dataset, folder), "dataset")
+    if sources is not None:
+        draft.set_sources([source.table(folder) for source in sources], "sources")
     with _as_found(folder):
         run = run_job(ready(draft))
     if run.exit_code:

@@ -15,7 +15,8 @@ import numpy as np
 
 from torchtitan.config.rollout_tables import Curriculum
 from torchtitan.errors import UserError, load_function
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, Row
+from torchtitan.rollout.prompt_stream import PromptStream
+from torchtitan.rollout.prompts import PromptMaker, Row
 from torchtitan.rollout.types import Prompt
 
 # The mean variance of all prompts counts as much as this share of a group in the estimate of each prompt.

@@ -14,7 +14,7 @@ from torchtitan.errors import UserError
 from torchtitan.rollout.group_maker import counters, make_sample
 from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
 from torchtitan.rollout.mix import Mix, in_turns
-from torchtitan.rollout.prompts import load_streams
+from torchtitan.rollout.prompt_stream import load_streams
 from torchtitan.rollout.source_flow import SourceFlow
 from torchtitan.rollout.statistics import RolloutStatistics, of_source
 from torchtitan.rollout.types import Batch, Group, Prompt

@@ -35,7 +35,8 @@ from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.mix import Mix
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, is_chat, load_datasets
+from torchtitan.rollout.prompt_stream import PromptStream
+from torchtitan.rollout.prompts import PromptMaker, first_held_out, is_chat, load_datasets
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.source_flow import SourceFlow
 from torchtitan.rollout.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, load_function
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.mix import Mix
-from torchtitan.rollout.prompts import PromptStream
+from torchtitan.rollout.prompt_stream import PromptStream
 from torchtitan.rollout.staleness_budget import StalenessBudget
 from torchtitan.rollout.statistics import RolloutStatistics, sample_version
 from torchtitan.rollout.types import Group, Prompt, Sample, Trajectory

@@ -18,7 +18,8 @@ from pyarrow import parquet
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, arithmetic_rows, hold_out, load_datasets, load_rows
+from torchtitan.rollout.prompt_stream import PromptStream
+from torchtitan.rollout.prompts import PromptMaker, arithmetic_rows, hold_out, load_datasets, load_rows
 
 
 class Characters:
