@@ -29,12 +29,14 @@ from typing import Any
 
 from torchtitan.api import FOLDER
 from torchtitan.config.derived import from_torchrun
+from torchtitan.config.evaluations import OF_EVAL, sets_of
 from torchtitan.config.job_config import Checkpoint, JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.models.shape import newest_export
 from torchtitan.preflight.validate import ready
+from torchtitan.report.page import evaluation_table
 from torchtitan.trainer.run_dir import CONFIG_FILE, MARKER, whole_steps
 from torchtitan.utils.json_lines import read_json_lines, write_whole
 from torchtitan.utils.machine import leave, sleep_between_regions
@@ -108,10 +110,11 @@ def find(path: str, config_file: str = "") -> Evaluated:
     return Evaluated(config_file, place)
 
 
-def configure(evaluated: Evaluated, options: Sequence[str]) -> JobConfig:
-    """Return the validated configuration of an evaluation. options: words of the command line, which come last.
+def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] = ()) -> JobConfig:
+    """Return the validated configuration of an evaluation. options: words of the command line, which come last. sets:
+    names of what to evaluate; empty for all.
 
-    Raises ConfigError.
+    Raises ConfigError, or UserError for a set that the configuration does not have.
     """
     tables, _ = read_toml(evaluated.config_file)
     values = dict(FIXED)
@@ -127,8 +130,19 @@ def configure(evaluated: Evaluated, options: Sequence[str]) -> JobConfig:
     if draft.written.get("eval.pass_at_k", ("",))[0] != PLACE:
         ks = [k for k in evaluation.pass_at_k if k <= evaluation.samples_per_prompt]
         draft.set("eval.pass_at_k", ks or [1], evaluated.config_file)
+    # What the command line says is said for all sets.
+    said = {key for key, name in OF_EVAL.items() if draft.written.get(f"eval.{name}", ("",))[0] == PLACE}
+    said |= {"k"} if "samples" in said else set()
+    inner = [{key: value for key, value in one.items() if key not in said} for one in draft.values.get("eval.set", [])]
+    draft.values["eval.set"] = inner
     sys.path.append(str(folder.resolve() / FOLDER))  # functions of a run from Python
     config = ready(draft)
+    known = [name for name, _ in sets_of(config) if name]
+    if unknown := [name for name in sets if name not in known]:
+        has = f"has the sets {', '.join(known)}" if known else "names none ([[eval.set]], [[source]])"
+        raise UserError(f"--set {' '.join(unknown)}: {evaluated.config_file} {has}")
+    tables_of_sets = {one["name"]: one for one in config.eval.set}
+    config.eval.set = [tables_of_sets.get(name, {"name": name, "source": name}) for name in sets or tables_of_sets]
     config.job.dump_folder = str(folder / "evaluations")
     config.training.steps = 0  # which no file can ask for
     return config
@@ -175,14 +189,12 @@ def show_table(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    left_out = ("eval/version", "eval/time_s", "eval/redone")
-    names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")))
-    names = [name for name in names if name not in left_out]
-    table = Table("checkpoint", *(name.removeprefix("eval/") for name in names), box=None)
-    for row in rows:
-        values = [row.get(name) for name in names]
-        shown = ["–" if value is None else f"{value:.4g}" for value in values]
-        table.add_row("/".join(Path(row["checkpoint"]).parts[-2:]), *shown)
+    head, lines = evaluation_table([{**row, "step": "/".join(Path(row["checkpoint"]).parts[-2:])} for row in rows])
+    shown = [number for number, name in enumerate(head) if name not in ("version", "time_s", "redone")]
+    table = Table("checkpoint", *(head[number] for number in shown[1:]), box=None)
+    for line in lines:
+        values = [line[number] for number in shown]
+        table.add_row(*(one if isinstance(one, str) else "–" if one is None else f"{one:.4g}" for one in values))
     # A file or a pipe is as wide as it has to be.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
@@ -199,6 +211,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--backend", help="for inference.backend: embedded, vllm or sglang")
     parser.add_argument("--samples", help="for eval.samples_per_prompt")
     parser.add_argument("--prompts", help="for eval.num_prompts")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME", help="of [[eval.set]] or [[source]]; else all")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"instead of {RESULT_FILE} in the folder")
     arguments, options = parser.parse_known_args(argv[first:])
     arguments.paths = list(argv[:first])
@@ -224,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             same = jobs.setdefault((one.config_file, one.place, bool(one.steps)), one)
             same.steps = sorted({*same.steps, *one.steps})
         # All of them before the first one starts: a mistake must not cost an evaluation.
-        for one, config in [(one, configure(one, options)) for one in jobs.values()]:
+        for one, config in [(one, configure(one, options, arguments.set)) for one in jobs.values()]:
             folder, figures, code = evaluate(one, config)
             rows += figures
             if code:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,9 @@ def digits(completions, **kwargs):
 settings = {
     "training.steps": 2, "training.global_batch_size": 64, "training.threads": 1, "grpo.num_minibatches": 1,
     "eval.interval": 1, "eval.num_prompts": 24, "eval.samples_per_prompt": 3, "eval.pass_at_k": [1, 3],
+    "eval.set": [
+        {"name": "digits"}, {"name": "sums", "rewards": ["arithmetic"], "prompts": 8, "k": [2], "interval": 0},
+    ],
     "checkpoint.interval": 1, "checkpoint.async_mode": "async", "inference.threads_per_actor": 1,
 }
 run = train("debug_cpu", settings, model="debug_random", rewards=digits)
@@ -44,7 +48,11 @@ rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().
 untouched = kept == sorted(str(path) for path in run.folder.rglob("*"))
 Path("found.json").write_text(json.dumps([code, in_run, judged, rows, untouched]))
 """
-NOT_OF_THE_POLICY = ("step", "time", "checkpoint", "policy_version", "eval/version", "eval/time_s", "eval/redone")
+NOT_OF_THE_POLICY = ("step", "time", "checkpoint", "policy_version", "version", "time_s", "redone")
+
+
+def of_the_policy(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key.rpartition("/")[2] not in NOT_OF_THE_POLICY}
 
 
 def test_evaluations_of_checkpoints_and_export_equal_those_of_the_run(tmp_path: Path) -> None:
@@ -57,13 +65,16 @@ def test_evaluations_of_checkpoints_and_export_equal_those_of_the_run(tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     code, in_run, after, rows, untouched = json.loads((tmp_path / "found.json").read_text())
     assert code == 0 and untouched and "checkpoint/step-1" in done.stdout and "hf/step-2" in done.stdout
-    assert in_run[1] != in_run[2]
-    # The checkpoints of steps 1 and 2, then the export.
-    assert after == [in_run[1], in_run[2], in_run[2]]
+    # After step 1, one of the two sets is due.
+    (_, _, first, second, sums) = in_run
+    assert first != second and len(second) == 24 * (3 + 1) and len(sums) == 8 * (3 + 1)
+    # The checkpoints of steps 1 and 2, then the export: both sets of each.
+    assert [after[0], *after[2:]] == [first, second, sums, second, sums]
     curve = json.loads((tmp_path / "curve.json").read_text())["evaluations"]
     assert [(Path(row["checkpoint"]).name, row["eval/version"]) for row in curve] == [
         ("step-1", 1), ("step-2", 2), ("step-2", 0)
     ]  # fmt: skip
-    figures = [{key: value for key, value in row.items() if key not in NOT_OF_THE_POLICY} for row in curve]
-    expected = [{key: value for key, value in row.items() if key not in NOT_OF_THE_POLICY} for row in rows]
-    assert figures == [expected[1], expected[2], expected[2]] and "eval/pass@3" in figures[0]
+    figures, expected = [of_the_policy(row) for row in curve], [of_the_policy(row) for row in rows]
+    assert figures[1:] == [expected[2], expected[2]] and "eval/pass@1" not in expected[1]
+    assert expected[1] == {key: value for key, value in figures[0].items() if key in expected[1]}
+    assert {"eval/digits/pass@3", "eval/sums/pass@2", "eval/interval_low"} <= set(figures[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan import evaluate
+from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.models.decoder import Decoder
@@ -86,3 +87,20 @@ def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         evaluate.main(["--samples", "3"])
     assert "name a run folder" in capsys.readouterr().err
+
+
+def test_single_sets_can_be_chosen_and_options_are_for_all(run: Path, model: Path, tmp_path: Path) -> None:
+    config_file = tmp_path / "sets.toml"
+    sets = '[[eval.set]]\nname = "short"\nsamples = 8\nk = [8]\n[[eval.set]]\nname = "long"\nprompts = 9\n'
+    config_file.write_text((run / "config.toml").read_text().replace("\nset = []", "") + sets)
+    directory = evaluate.Evaluated(str(config_file), model)
+    found = dict(sets_of(evaluate.configure(directory, [])))
+    assert list(found) == ["short", "long"] and found["long"].eval.num_prompts == 9
+    assert (found["short"].eval.samples_per_prompt, found["short"].eval.pass_at_k) == (8, [8])
+    found = dict(sets_of(evaluate.configure(directory, ["--eval.samples_per_prompt", "2"], ["short"])))
+    assert list(found) == ["short"]
+    assert (found["short"].eval.samples_per_prompt, found["short"].eval.pass_at_k) == (2, [1])
+    with pytest.raises(UserError, match=r"--set shrot: .*sets.toml has the sets short, long"):
+        evaluate.configure(directory, [], ["shrot"])
+    with pytest.raises(UserError, match=r"names none \(\[\[eval.set\]\], \[\[source\]\]\)"):
+        evaluate.configure(evaluate.Evaluated(str(run / "config.toml"), model), [], ["short"])

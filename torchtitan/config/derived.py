@@ -78,7 +78,7 @@ def device_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 def sources_of(config: JobConfig) -> list[tuple[str, JobConfig]]:
     """The name of every source, and the run's configuration as it is for that source: what the source gives is in the
     tables, and `source` has only it. A run without [[source]] has one source, whose name is empty."""
-    return [(source.name, _for_source(config, source)) for source in config.source] or [("", config)]
+    return [(source.name, for_source(config, source)) for source in config.source] or [("", config)]
 
 
 def source_name(config: JobConfig) -> str:
@@ -93,7 +93,7 @@ def weights_of(config: JobConfig, rows: Sequence[int]) -> dict[str, float]:
     return dict(zip((one.name for one in config.source), weights, strict=True)) or {"": 1.0}
 
 
-def _for_source(config: JobConfig, source: Source) -> JobConfig:
+def for_source(config: JobConfig, source: Source) -> JobConfig:
     own = copy.copy(config)
     own.source = [source]
     values = {IN_TABLE[key]: value for key, value in source.given().items() if key in IN_TABLE}

@@ -11,15 +11,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.derived import ENGINE_ARGS, device_defaults, option_name
+from torchtitan.config.evaluations import EvalSet
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.reference import help_text
-from torchtitan.config.sources import Source, source_keys
+from torchtitan.config.sources import Source, fields_of
 from torchtitan.config.values import OPTIONS, RULE, read_toml, show, value_of_words, without_none
 from torchtitan.errors import nearest
 
@@ -35,7 +36,8 @@ GONE_KEYS: dict[str, str] = {
 }
 """A key that has no meaning any more -> why; it is passed over for now, and a line says so"""
 PLACE = "command line"
-SOURCES = "source"
+SOURCES, SETS = "source", "eval.set"
+Inner = TypeVar("Inner", Source, EvalSet)
 PROGRAMS = {"__main__.py": "run_grpo.sh", "grpo_train.py": "torchrun -m torchtitan.grpo_train"}
 """What people have typed where Python was called with this file"""
 
@@ -148,17 +150,24 @@ class Draft:
         config = JobConfig(**tables)
         for number, given in enumerate(self.sources, start=1):
             called = show(given["name"]) if given.get("name") else f"number {number}"
-            config.source += self._build_source(f"[[source]] {called}", given, config, problems)
+            config.source += self._build_inner(Source, SOURCES, f"[[source]] {called}", given, config, problems)
+        sets, config.eval.set = config.eval.set, []
+        for number, given in enumerate(sets, start=1):
+            called = show(given["name"]) if given.get("name") else f"number {number}"
+            built = self._build_inner(EvalSet, SETS, f"[[eval.set]] {called}", given, config, problems)
+            config.eval.set += [one.given() for one in built]
         return config, problems
 
-    def _build_source(
-        self, called: str, given: dict[str, Any], config: JobConfig, problems: list[Problem]
-    ) -> list[Source]:
-        place = self.written[SOURCES][0]
+    def _build_inner(
+        self, kind: type[Inner], table_key: str, called: str, given: dict[str, Any], config: JobConfig,
+        problems: list[Problem],
+    ) -> list[Inner]:  # fmt: skip
+        """What one table of [[source]] or [[eval.set]] says, or nothing and its problems."""
+        place, keys = self.written[table_key][0], fields_of(kind)
         given = {str(key): list(value) if isinstance(value, tuple) else value for key, value in given.items()}
         table, inner = given, ""
         try:
-            source = Source(**given)
+            source = kind(**given)
             table, inner = source.environment or {}, "environment."
             # Checked, and a number as its key has it.
             whole = type(config.environment)(**{**vars(config.environment), **table})
@@ -170,15 +179,15 @@ class Draft:
                 key = str(one["loc"][0])
                 name = inner + key
                 if one["type"] == "unexpected_keyword_argument":
-                    known = known_keys() if inner else source_keys()
+                    known = known_keys() if inner else keys
                     said = f"unknown key {name} = {show(table[key])}{nearest(name, known)}"
                 elif key not in table:
                     said = f"{name} is missing"
                 else:
-                    kind = (known_keys()[name] if inner else source_keys()[key]).annotation
-                    why = one["msg"] if one["type"] == RULE else f"{name} takes {describe_type(kind)}"
+                    takes = (known_keys()[name] if inner else keys[key]).annotation
+                    why = one["msg"] if one["type"] == RULE else f"{name} takes {describe_type(takes)}"
                     said = f"{name} = {show(table[key])} is not allowed: {why}"
-                problems.append(Problem(f"source.{name}", f"{place}: {called}: {said}"))
+                problems.append(Problem(f"{table_key}.{name}", f"{place}: {called}: {said}"))
         return []
 
     def _wrong_value(self, name: str, error: ErrorDetails) -> Problem:

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from torchtitan.config.evaluations import EvalSet
 from torchtitan.config.job_config import known_keys
-from torchtitan.config.sources import source_keys
+from torchtitan.config.sources import Source, fields_of
 from torchtitan.config.values import Names, Range, show, without_none
 
 HEAD = """# Configuration reference
@@ -21,21 +22,23 @@ A TOML file sets any of these keys; `--table.key value` on the command line over
 `false` (alone, `--table.key` is true and `--table.no-key` false), lists take several values
 (`--rewards.functions accuracy format`). `--dry-run` prints the resolved configuration and the plan.
 
-`[[source]]`, at the end, stands once for every task of a run that has several; only files and Python have it.
+`[[source]]` and `[[eval.set]]`, at the end, stand once for every task and every evaluation of a run that has several;
+only files and Python have them.
 """
 
 
 def markdown() -> str:
     """The whole reference."""
     parts = [HEAD]
-    every = [*known_keys().items(), *((f"source.{key}", info) for key, info in source_keys().items())]
-    for table, keys in groupby(every, lambda item: item[0].partition(".")[0]):
-        title = "[[source]]" if table == "source" else f"[{table}]"
+    several = {"source": Source, "eval.set": EvalSet}
+    inner = [(f"{table}.{key}", info) for table, kind in several.items() for key, info in fields_of(kind).items()]
+    for table, keys in groupby([*known_keys().items(), *inner], lambda item: item[0].rpartition(".")[0]):
+        title = f"[[{table}]]" if table in several else f"[{table}]"
         parts.append(f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
         for name, info in keys:
             kind = " \\| ".join(f"`{choice}`" for choice in _choices(info)) or _short_type(info.annotation)
             meaning = _meaning(info).replace("|", "\\|")
-            parts.append(f"| `{name.partition('.')[2]}` | {kind} | `{_default(info)}` | {meaning} |\n")
+            parts.append(f"| `{name.rpartition('.')[2]}` | {kind} | `{_default(info)}` | {meaning} |\n")
     return "".join(parts)
 
 

@@ -4,7 +4,7 @@ weights get to them."""
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -167,6 +167,9 @@ class Eval:
 
     reward_function: str = ""
     """Reward that decides whether a sample passes (at 1.0); empty uses the first of rewards.functions"""
+
+    set: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations by name, [[eval.set]] in TOML, in place of the one that this table describes; their keys are below"""
 
     stop_at: Share = 0.0
     """The run ends, as after its last step, at the first evaluation whose pass@1 is at least this; 0: never"""

@@ -124,7 +124,8 @@ IN_TABLE = {
 """A key of a source -> the key whose place its value takes"""
 
 
-def source_keys() -> dict[str, Any]:
-    """Key of [[source]] -> its type, rules, default and documentation, as known_keys() has those of the tables."""
-    fields: dict[str, Any] = getattr(Source, "__pydantic_fields__")  # noqa: B009
+def fields_of(kind: type) -> dict[str, Any]:
+    """Key of [[source]] or [[eval.set]], as `kind` has them -> its type, rules, default and documentation, as
+    known_keys() has those of the tables."""
+    fields: dict[str, Any] = getattr(kind, "__pydantic_fields__")  # noqa: B009
     return fields

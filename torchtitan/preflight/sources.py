@@ -6,6 +6,7 @@ from collections import Counter
 
 from torchtitan.config.derived import environment_name, groups_per_batch, reward_weights, sources_of, weights_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import nearest
 from torchtitan.preflight.check import Check
 from torchtitan.rollout.mix import Mix
 
@@ -14,6 +15,14 @@ def check_sources(check: Check) -> None:
     """Check what no source shows by itself."""
     for text in _problems(check.config):
         check.say("source", f"[[source]]: {text}")
+    names = [one["name"] for one in check.config.eval.set]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        check.say("eval.set", f"[[eval.set]]: name = {name!r} stands more than once: every set needs a name of its own")
+    known = [one.name for one in check.config.source]
+    for one in check.config.eval.set:
+        if (source := one.get("source", "")) and source not in known:
+            text = f"there is no such source{nearest(source, known)}"
+            check.say("eval.set", f"[[eval.set]] {one['name']}: source = {source!r}: {text}")
 
 
 def _problems(config: JobConfig) -> list[str]:
@@ -37,7 +46,7 @@ def _problems(config: JobConfig) -> list[str]:
         texts.append("either all sources have epochs, or none: their shares are compared with each other")
     if 0 < sum(bool(own.distill.teacher_url) for own in owns) < len(owns):
         texts.append("either all sources have a teacher_url, or none")
-    if config.eval.enable and config.eval.dataset and len(sources) > 1:
+    if config.eval.enable and config.eval.dataset and len(sources) > 1 and not config.eval.set:
         texts.append("eval.dataset must be empty: every source has its own eval_dataset, or its held-out share")
     whole = all(len(own.rewards.weights) in (0, len(own.rewards.functions)) for own in owns)
     if config.grpo.reward_aggregation == "normalize_each" and whole:

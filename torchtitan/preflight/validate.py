@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
@@ -34,6 +34,7 @@ from torchtitan.config.derived import (
     sources_of,
     world_size,
 )
+from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
@@ -153,12 +154,20 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     check.problems += [problem for problem in found[0][1] if problem.text in common]
     for name, problems in found:
         check.problems += [Problem(one.key, f"source {name}: {one.text}") for one in problems if one.text not in common]
+    said = {problem.text for _, problems in found for problem in problems}
+    for name, own in sets_of(config) if config.eval.set else []:
+        problems = _validate_source(own, planning, wrong, SET_RULES)
+        check.problems += [
+            Problem(one.key, f"[[eval.set]] {name}: {one.text}") for one in problems if one.text not in said
+        ]
     return check.problems
 
 
-def _validate_source(config: JobConfig, planning: bool, wrong: frozenset[str]) -> list[Problem]:
+def _validate_source(
+    config: JobConfig, planning: bool, wrong: frozenset[str], only: Sequence[Callable[[Check], None]] = ()
+) -> list[Problem]:
     check = Check(config, world_size(), planning, wrong)
-    for rules in (
+    for rules in only or (
         check_stage, _check_parallelism, _check_batch, _check_optimizer, _check_lengths, _check_objective, check_lora,
         _check_rollout, _check_rewards, _check_environment, check_inference, _check_weight_sync, _check_faults,
         _check_evaluation, _check_files, check_model,
@@ -464,6 +473,9 @@ def _check_evaluation(check: Check) -> None:
     nothing_left = not evaluation.dataset and check.config.rollout.held_out_fraction == 0
     text = "must be greater than 0 if eval.enable = true and eval.dataset is empty"
     check.refuse("rollout.held_out_fraction", nothing_left, text)
+
+
+SET_RULES = (_check_rollout, _check_rewards, _check_environment, _check_evaluation)
 
 
 def _check_files(check: Check) -> None:

@@ -391,8 +391,8 @@ def describe_step(row: Row) -> dict[str, str]:
 
 
 def describe_evaluation(row: Row) -> str:
-    """Format all eval/… metrics on one line."""
-    names = [name for name in row if name.startswith("eval/")]
+    """Format the eval/… metrics on one line; of single sets only pass@1."""
+    names = [name for name in row if name.startswith("eval/") and (name.count("/") == 1 or name.endswith("/pass@1"))]
     return "  ".join(f"{name.removeprefix('eval/')} {figure(row, name)}" for name in names)
 
 

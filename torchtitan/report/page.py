@@ -103,7 +103,7 @@ def report_page(run_dir: Path) -> str:
         timeline="" if drawn is None else svg_text(drawn, "timeline"),
         trace_file=TRACE_FILE,
         sync=_weight_sync(sums_by_actor(run_dir)),
-        evaluation=_evaluation(evaluations),
+        evaluation=evaluation_table(evaluations),
         summary=_summary(steps),
         last_step=last[0].get("step") if last else "",
         completions=[_completion(row) for row in last[:MAX_COMPLETIONS]],
@@ -185,10 +185,20 @@ def _weight_sync(actors: dict[str, dict[str, float]]) -> tuple[list[str], Lines]
     return ["actor", *(heading for heading, _, _ in columns), "evictions"], lines
 
 
-def _evaluation(evaluations: list[Row]) -> tuple[list[str], Lines]:
-    names = list(dict.fromkeys(name for row in evaluations for name in row if name.startswith("eval/")))
-    head = ["after step", *(name.removeprefix("eval/") for name in names)]
-    return head, [[row["step"], *(row.get(name) for name in names)] for row in evaluations]
+def evaluation_table(evaluations: list[Row]) -> tuple[list[str], Lines]:
+    """Return head and rows of the table of evaluations: for each its figures, and below those of its sets."""
+    lines: list[tuple[Any, str, dict[str, Any]]] = []
+    for row in evaluations:
+        sets: dict[str, dict[str, Any]] = {}
+        for key, value in row.items():
+            if key.startswith("eval/"):
+                name, _, figure = key.removeprefix("eval/").rpartition("/")
+                sets.setdefault(name, {})[figure] = value
+        lines += [(row["step"], name, figures) for name, figures in sets.items()]
+    names = list(dict.fromkeys(figure for _, _, figures in lines for figure in figures))
+    several = any(name for _, name, _ in lines)
+    rows = [[step, *[name or "mean"] * several, *map(figures.get, names)] for step, name, figures in lines]
+    return ["after step", *["set"] * several, *names], rows
 
 
 def _summary(steps: list[Row]) -> Lines:

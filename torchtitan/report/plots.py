@@ -6,6 +6,7 @@ import io
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class Plot:
 
 PLOTS = (
     Plot("Reward", (("reward/mean", "mean"),), spread="reward/std"),
-    Plot("Evaluation on held-out prompts", (("eval/pass@*", ""), ("eval/greedy", "greedy"))),
+    Plot("Evaluation on held-out prompts", (("eval/pass@*", ""), ("eval/*/pass@1", ""), ("eval/greedy", "greedy"))),
     Plot("Loss", (("loss", "training"), ("eval/loss", "held out"))),
     Plot("KL to the teacher", (("teacher_kl", ""),), log=True),
     Plot("Entropy", (("entropy", ""),)),
@@ -162,7 +163,7 @@ def _lines(rows: list[Row], plot: Plot) -> Figure | None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = []
     for key, label in plot.keys:
-        found = [name for name in names if name.startswith(key[:-1])] if key.endswith("*") else [key]
+        found = [name for name in names if fnmatchcase(name, key)] if "*" in key else [key]
         lines += [(name, label or name.removeprefix("eval/"), _with_figure(rows, name)) for name in found]
     lines = [line for line in lines if line[2]]
     if not lines:

@@ -19,9 +19,11 @@ from torchtitan.config.derived import (
     has_environment,
     is_colocated,
     plays_through_gateway,
+    source_name,
     sources_of,
     weights_of,
 )
+from torchtitan.config.evaluations import sets_of, tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
@@ -139,6 +141,13 @@ class Rollouts:
             Task(own, pool, rewards, tokenizer, epoch, stages.get(name, Stage())) for name, own in sources_of(config)
         ]
         """One for each source, in their order"""
+        self.sets = self.tasks
+        """What is evaluated, in the order of sets_of()"""
+        if config.eval.enable and config.eval.set:
+            self.sets = [
+                Task(own, pool, rewards, tokenizer, epoch, stages.get(source_name(own), Stage()))
+                for _, own in sets_of(config)
+            ]
         mix = Mix(weights_of(config, [len(one.rows) for one in self.tasks]), groups_per_batch(config, ranks))
         sources = [
             SourceFlow(task.config, task.groups, task.stream(), mix, number, len(self.tasks), events)
@@ -164,7 +173,7 @@ class Rollouts:
         await self.rewards.start()
         for environments in self._shared("environments"):
             await environments.start()
-        for task in self.tasks:
+        for task in dict.fromkeys([*self.tasks, *self.sets]):
             await task.start()
         await self.pool.start()
 
@@ -224,7 +233,7 @@ def make_stages(config: JobConfig, pool: Engines, events: EventLog, run_dir: Pat
     share its processes."""
     stages: dict[str, Stage] = {}
     made: dict[str, Stage] = {}
-    sources = sources_of(config)
+    sources = list(tasks_of(config).items())
     for name, own in sources:
         # Only the gateway has to know where completions end.
         key = repr((own.environment, own.rollout.stop_token_ids if plays_through_gateway(own) else None))

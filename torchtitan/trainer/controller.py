@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.config.derived import sleeps_between_batches, source_name
+from torchtitan.config.derived import sleeps_between_batches
+from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -161,16 +162,18 @@ class Controller:
         state = None if restored is None else restored.rollout
         if state is not None and self.demonstrations is not None:
             self.demonstrations.restore_state(state)
+        self._evaluators: dict[str, Evaluator] = {}
+        self._due: dict[str, Evaluator] = {}
+        """The sets of the current evaluation"""
         if self.rollouts is not None:
             self._call = self.rollouts.loop.call
             if state is not None and self.prepared is None:
                 self._call(self.rollouts.flow.restore_state, state)
-            self._evaluators = {
-                source_name(task.config): Evaluator(
-                    task.config, epoch, task.held_out_prompts() if config.eval.enable else [], task.groups, events
-                )
-                for task in self.rollouts.tasks
-            }
+            if config.eval.enable:
+                self._evaluators = {
+                    name: Evaluator(task.config, epoch, task.held_out_prompts(), task.groups, events)
+                    for (name, _), task in zip(sets_of(config), self.rollouts.sets, strict=True)
+                }
             if self.actors is not None and self.sync is not None:
                 self._call(self.actors.connect_weights, self.sync.registry_address)
         self._held_out = None
@@ -353,9 +356,15 @@ class Controller:
             self._call(self.rollouts.flow.set_version if trains else self.rollouts.rewards.set_step, version)
         elif self.demonstrations is None:
             return
-        interval, last = self.config.eval.interval, self.config.training.steps
-        regular = version == 0 or version >= last or (interval > 0 and version % interval == 0)
+        self._due = {
+            name: one for name, one in self._evaluators.items() if self._is_due(version, one.config.eval.interval)
+        }
+        regular = bool(self._due) if self._evaluators else self._is_due(version, self.config.eval.interval)
         self._evaluation_due = self.config.eval.enable and regular and version not in self._evaluated
+
+    def _is_due(self, version: int, interval: int) -> bool:
+        regular = interval > 0 and version % interval == 0
+        return regular or version == 0 or version >= self.config.training.steps
 
     def _next_batch(self, version: int, timeout: float) -> Batch | None:
         if self.prepared is not None:
@@ -430,14 +439,14 @@ class Controller:
     async def _evaluate(self, version: int) -> dict[str, Figure] | None:
         limit, newest = self.config.eval.timeout_s, self._newest
         if self.sync is None:
-            return await evaluate_all(self._evaluators, version, newest, limit)
+            return await evaluate_all(self._due, len(self._evaluators), version, newest, limit)
         started = time.monotonic()
         wait = functools.partial(self.sync.wait_until_applied, at_least=1, counts_as_stall=False)
         await asyncio.to_thread(wait, newest, limit / 2)
         await asyncio.to_thread(self.sync.pin, newest)
         try:
             left = max(limit - (time.monotonic() - started), 1.0)
-            return await evaluate_all(self._evaluators, version, newest, left)
+            return await evaluate_all(self._due, len(self._evaluators), version, newest, left)
         finally:
             self.sync.unpin()
 

@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 MAX_ROUNDS = 4
 # A sample passes at this reward.
 PASSING_REWARD = 1.0
+# Figures of which several sets have the sum, not the mean.
+COUNTS = ("eval/prompts", "eval/samples", "eval/unscored", "eval/redone")
 # The normal distribution's quantile of two-sided 95 %.
 Z = 1.959964
 # Failures of actors and reward workers that end an evaluation; any other exception is a defect of the program.
@@ -162,11 +164,12 @@ class Evaluator:
 
 
 async def evaluate_all(
-    evaluators: Mapping[str, Evaluator], step: int, version: int, timeout_s: float
+    evaluators: Mapping[str, Evaluator], sets: int, step: int, version: int, timeout_s: float
 ) -> dict[str, float | int | None] | None:
-    """Return the figures of all sources, one evaluation after the other; None if all are missing.
+    """Return the figures of these of the run's `sets`, one evaluation after the other; None if all are missing.
 
-    The figures of a source with a name are eval/NAME/…; eval/… is then the mean over the sources, if none is missing.
+    The figures of a set with a name are eval/NAME/…. If no set is missing, eval/… is their mean, or for counts their
+    sum. The interval of the mean has the bounds of the sets' (Zou and Donner 2008), which are independent.
     """
     begun = time.perf_counter()
     found: dict[str, dict[str, float | int | None]] = {}
@@ -177,9 +180,14 @@ async def evaluate_all(
     if "" in found or not found:
         return found.get("")
     merged: dict[str, float | int | None] = {}
-    if len(found) == len(evaluators):
-        for key in {key for figures in found.values() for key in figures}:
-            merged[key] = _mean([value for one in found.values() if (value := one.get(key)) is not None])
+    if len(found) == sets:
+        for key in dict.fromkeys(key for figures in found.values() for key in figures):
+            values = [value for one in found.values() if (value := one.get(key)) is not None]
+            if len(values) == sets:
+                merged[key] = sum(values) if key in COUNTS else _mean(values)
+        for key, sign in (("eval/interval_low", -1), ("eval/interval_high", 1)):
+            squares = [((one["eval/pass@1"] or 0) - (one[key] or 0)) ** 2 for one in found.values()]
+            merged[key] = (merged["eval/pass@1"] or 0) + sign * math.sqrt(sum(squares)) / sets
     for name, figures in found.items():
         merged |= {key.replace("/", f"/{name}/", 1): value for key, value in figures.items() if "/" in key}
     return merged | {"eval/version": version, "policy_version": version, "eval/time_s": time.perf_counter() - begun}

@@ -18,7 +18,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, Z, interval, is_pinned, pass_at_k
+from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, Z, evaluate_all, interval, is_pinned, pass_at_k
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 EPOCH, VERSION = "e1-aa", 7
@@ -231,3 +231,44 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(alike: float, prompts
     ]
     if alike < 10:
         assert statistics.fmean(low <= 0.3 <= high for low, high in alone) < 0.85  # as if samples were independent
+
+
+def test_several_sets_have_figures_of_their_own_and_a_mean(tmp_path: Path) -> None:
+    few = make(tmp_path, Actors(), num_prompts=2, pass_at_k=[1])
+    sets = {"all": make(tmp_path, Actors()), "few": few}
+    every, alone = evaluate(sets["all"]), evaluate(few)
+    assert every is not None and alone is not None
+    found = asyncio.run(evaluate_all(sets, 2, 5, VERSION, 300.0))
+    assert found is not None
+    for name, figures in (("all", every), ("few", alone)):
+        for key, value in figures.items():
+            if key.startswith("eval/") and key != "eval/time_s":
+                assert found[key.replace("eval/", f"eval/{name}/")] == value
+    assert found["eval/pass@1"] == pytest.approx((every["eval/pass@1"] + alone["eval/pass@1"]) / 2)
+    assert found["eval/samples"] == 12 + 8 and "eval/pass@2" not in found
+    # One that is not due, or is missing, leaves no mean.
+    found = asyncio.run(evaluate_all({"few": few}, 2, 5, VERSION, 300.0))
+    assert found is not None and found["eval/few/pass@1"] == alone["eval/pass@1"] and "eval/pass@1" not in found
+    assert found["eval/version"] == VERSION
+
+
+def test_the_interval_of_a_mean_of_sets_covers_the_truth_as_often_as_it_says() -> None:
+    generator = numpy.random.default_rng(0)
+    truth = {"hard": 0.05, "half": 0.5, "easy": 0.9}
+
+    class Drawn:
+        def __init__(self, share: float):
+            self.share = share
+
+        async def evaluate(self, *_: object) -> dict[str, float]:
+            rates = generator.binomial(4, generator.beta(self.share, 1 - self.share, 60)) / 4
+            low, high = interval(list(rates), 240)
+            return {"eval/pass@1": rates.mean(), "eval/interval_low": low, "eval/interval_high": high}
+
+    async def covered() -> float:
+        sets = {name: Drawn(share) for name, share in truth.items()}
+        found = [await evaluate_all(sets, 3, 0, 0, 1.0) for _ in range(1000)]  # type: ignore[arg-type]
+        mean = statistics.fmean(truth.values())
+        return statistics.fmean(one["eval/interval_low"] <= mean <= one["eval/interval_high"] for one in found)
+
+    assert 0.93 < asyncio.run(covered()) < 0.98

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import reward_weights, sources_of
+from torchtitan.config.derived import environment_name, reward_weights
+from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.isolation import isolation_command
@@ -45,9 +46,11 @@ class RewardPool:
     def __init__(self, config: JobConfig, log_file: Path | None = None):
         """Raises UserError for an unknown function, or if rewards.isolate is not possible here."""
         rewards = config.rewards
-        self._sources = dict(sources_of(config))
+        self._sources = tasks_of(config)
         named = [name for own in self._sources.values() for name in own.rewards.functions]
-        self._all_functions = list(dict.fromkeys(filter(None, [*named, config.eval.reward_function])))
+        named += [own.eval.reward_function for own in self._sources.values()]
+        owns = {environment_name(own) for own in self._sources.values()}
+        self._all_functions = [name for name in dict.fromkeys(named) if name and name not in owns]
         self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
         isolated_by = isolation_command() if rewards.isolate else ()

@@ -1,0 +1,114 @@
+"""[[eval.set]]: what it inherits, what is refused, and that it reads back the same."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config.derived import judging_reward
+from torchtitan.config.evaluations import sets_of, tasks_of
+from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.errors import ConfigError
+from torchtitan.preflight.validate import draft_of, validated
+
+GUESS = "torchtitan.rollout.environments.builtin:Guess"
+FILE = f"""
+[model]
+name = "qwen3"
+flavor = "0.6B"
+
+[training]
+global_batch_size = 56
+
+[rewards]
+functions = ["arithmetic", "length"]
+
+[eval]
+samples_per_prompt = 8
+pass_at_k = [2, 8]
+
+[[source]]
+name = "sums"
+held_out_fraction = 0.25
+
+[[source]]
+name = "guess"
+dataset = "guess"
+environment = {{ factory = "{GUESS}", step_timeout_s = 3 }}
+rewards = []
+
+[[eval.set]]
+name = "sums"
+source = "sums"
+rewards = ["exact_match"]
+samples = 4
+interval = 0
+
+[[eval.set]]
+name = "games"
+source = "guess"
+prompts = 32
+environment = {{ max_turns = 4 }}
+
+[[eval.set]]
+name = "products"
+dataset = "products.jsonl"
+max_completion_tokens = 16
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "products.jsonl").write_text('{"prompt": "2*3=", "answer": "6"}\n')
+    (tmp_path / "job.toml").write_text(FILE)
+    return tmp_path / "job.toml"
+
+
+def test_a_set_has_what_it_gives_and_the_rest_from_its_source_or_the_tables(path: Path) -> None:
+    config = validated(draft_of(path, {}), planning=True)
+    before = asdict(config)
+    found = dict(sets_of(config))
+    assert list(found) == ["sums", "games", "products"]
+    sums, games, products = found.values()
+    assert (sums.rollout.held_out_fraction, sums.eval.interval, judging_reward(sums)) == (0.25, 0, "exact_match")
+    assert (sums.eval.samples_per_prompt, sums.eval.pass_at_k) == (4, [2])
+    assert (games.rollout.dataset, games.eval.num_prompts, judging_reward(games)) == ("guess", 32, "Guess")
+    assert (games.environment.factory, games.environment.step_timeout_s, games.environment.max_turns) == (GUESS, 3.0, 4)
+    assert (products.rollout.dataset, products.eval.dataset) == ("arithmetic", "products.jsonl")
+    assert (products.rollout.max_completion_tokens, judging_reward(products)) == (16, "arithmetic")
+    # A set and a source of one name are two tasks.
+    assert list(tasks_of(config)) == ["sums", "guess", "eval/sums", "eval/games", "eval/products"]
+    assert asdict(config) == before
+    again = path.with_name("again.toml")
+    again.write_text(config_to_toml(config))
+    assert asdict(validated(draft_of(again, {}), planning=True)) == {
+        **before, "job": {**before["job"], "config_file": str(again)}
+    }  # fmt: skip
+
+
+def test_without_sets_there_is_one_for_each_source() -> None:
+    config = JobConfig()
+    assert sets_of(config) == [("", config)] and tasks_of(config) == {"": config}
+
+
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        ('name = "sums"', r"name = 'sums' stands more than once"),
+        ('name = "x"\nsource = "sum"', r"x: source = 'sum': there is no such source \(nearest: sums\)"),
+        ("prompts = 3", r"\[\[eval.set\]\] number 4: name is missing"),
+        ('name = "x"\npromts = 3', r'\[\[eval.set\]\] "x": unknown key promts = 3 \(nearest: prompts\)'),
+        ('name = "x"\nsamples = 0', r'\[\[eval.set\]\] "x": samples = 0 is not allowed: must be at least 1'),
+        ('name = "x"\nk = [9]', r"\[\[eval.set\]\] x: eval.pass_at_k = \[9\] is not allowed: every k must be 1 to"),
+        ('name = "x"\ndataset = "arithmetic"', r"x: eval.dataset = .* must not be the prompts of training"),
+        ('name = "x"\nrewards = ["nothing"]', r"x: eval.reward_function: unknown reward function"),
+        ('name = "x"\nenvironment = { turns = 2 }', r'"x": unknown key environment.turns = 2'),
+    ],
+)
+def test_what_is_refused(path: Path, added: str, text: str) -> None:
+    path.write_text(f"{FILE}\n[[eval.set]]\n{added}\n")
+    with pytest.raises(ConfigError, match=text):
+        validated(draft_of(path, {}), planning=True)
