@@ -1,6 +1,6 @@
 """Runs a list of checks on GPUs, each with a deadline, and writes down what was expected and measured.
 
-    python scripts/verify_gpu.py [--checks FILE] [--folder DIR] [--minutes N] [--only NAME …] [--again]
+    python scripts/verify_gpu.py [--quick] [--checks FILE] [--folder DIR] [--minutes N] [--only NAME …] [--again]
 
 scripts/verify_gpu.sh calls it. The list is TOML, the most important checks first: a command of the shell, how many GPUs
 it needs, its deadline, and what its output must say (`must_say`, a pattern). Lines of our benchmarks with a bar are
@@ -132,15 +132,32 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def page(here: dict[str, Any], results: list[Result]) -> str:
+    """The same as a table of Markdown, for docs/gpu.md."""
+    lines = [f"{', '.join(here['gpus'])}; commit {here['commit']}; Python {here['python']}", ""]
+    lines += ["| check | status | seconds | expected | measured |", "|---|---|---|---|---|"]
+    for result in results:
+        said = " ".join(result.measured.split()).replace("|", "/")
+        lines.append(f"| `{result.name}` | {result.status} | {result.seconds:.0f} | {result.expected} | {said} |")
+        for one in result.figures:
+            status = "met" if one["met"] else "missed"
+            lines.append(f"| … {one['key']} | {status} | | {one['relation']} {one['bar']:g} | {one['measured']:g} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checks", type=Path, default=ROOT / "scripts" / "verify_gpu.toml")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "verify_gpu")
+    parser.add_argument("--quick", action="store_true", help="ten minutes: scripts/verify_gpu_quick.toml")
+    parser.add_argument("--checks", type=Path, help="default: scripts/verify_gpu.toml")
+    parser.add_argument("--folder", type=Path, help="default: outputs/verify_gpu")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no check after so long")
     parser.add_argument("--only", nargs="+", default=[], help="names of checks")
     parser.add_argument("--again", action="store_true", help="also what has passed before")
     arguments = parser.parse_args()
+    name = "verify_gpu_quick" if arguments.quick else "verify_gpu"
+    arguments.checks = arguments.checks or ROOT / "scripts" / f"{name}.toml"
+    arguments.folder = arguments.folder or ROOT / "outputs" / name
     checks = read_checks(arguments.checks)
     if unknown := set(arguments.only) - {check.name for check in checks}:
         parser.error(f"--only {', '.join(sorted(unknown))}: the checks are {', '.join(check.name for check in checks)}")
@@ -167,6 +184,7 @@ def main() -> int:
         whole.replace(file)
     results = [known[one.name] for one in checks if one.name in known]
     print(table(results))
+    (arguments.folder / "results.md").write_text(page(here, results))
     print(f"send back: {file}")
     fits = [check.name for check in checks if check.gpus <= len(here["gpus"])]
     wanted = [name for name in fits if name in arguments.only or not arguments.only]

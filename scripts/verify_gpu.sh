@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Verifies what only GPUs can show, on a machine with 1, 2 or 8 of them: one command, and one file to send back.
 #
+#   scripts/verify_gpu.sh --quick                      ten minutes on one GPU; installs vLLM first
 #   scripts/verify_gpu.sh [--minutes 240] [--only NAME …] [--again]
 #
 # Runs the checks of scripts/verify_gpu.toml that fit the number of GPUs, the most important ones first, each with a
 # deadline. It prints what was expected and what was measured, and writes both to outputs/verify_gpu/results.json,
-# beside a log of each check. When called again, it skips the checks that have passed at this commit (unless with --again).
+# beside a log of each check and a table for docs/gpu.md (results.md). When called again, it skips the checks that have passed at this commit (unless with --again).
 #
+#   --quick        the checks of scripts/verify_gpu_quick.toml; results in outputs/verify_gpu_quick
 #   --minutes N    start no check after this time
 #   --only NAME    run these checks only
 #   PYTHON         see scripts/setup_env.sh; scripts/install_engine.sh installs engines on first use
@@ -21,4 +23,6 @@ if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L 2>/dev/null | grep
 fi
 source "$root/scripts/setup_env.sh"
 setup_env test
+# Its minutes are not a check's.
+case " $* " in *" --quick "*) scripts/install_engine.sh vllm >/dev/null || echo "[verify] vLLM cannot be had here" >&2 ;; esac
 exec "$PYTHON" "$root/scripts/verify_gpu.py" "$@"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,11 @@ import pytest
 from scripts.verify_gpu import read_checks
 from tests.patience import PATIENCE_S, until
 from tests.processes import has_ended
+from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.reading import read_command_line
+from torchtitan.models.shape import read_shape
+from torchtitan.preflight.plan import describe_plan
+from torchtitan.preflight.validate import validated
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKS = """
@@ -101,8 +108,9 @@ def test_checks_run_in_order_and_only_what_failed_runs_again(tmp_path: Path) -> 
     assert (tmp_path / "many").read_text() == "ran\n" and (tmp_path / "first").read_text().count("ran") == 3
 
 
-def test_what_the_shipped_checks_run_is_there() -> None:
-    checks = read_checks(ROOT / "scripts/verify_gpu.toml")
+@pytest.mark.parametrize("name", ["verify_gpu", "verify_gpu_quick"])
+def test_what_the_shipped_checks_run_is_there(name: str) -> None:
+    checks = read_checks(ROOT / f"scripts/{name}.toml")
     assert len({check.name for check in checks}) == len(checks) > 5
     for check in checks:
         words = [
@@ -120,3 +128,89 @@ def test_without_a_gpu_there_is_nothing_to_verify(tmp_path: Path, driver: str) -
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     assert done.returncode == 2 and "lists no GPU" in done.stderr
+
+
+def test_the_settings_of_the_quick_checks_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    monkeypatch.chdir(ROOT)
+    runs = 0
+    for check in read_checks(ROOT / "scripts/verify_gpu_quick.toml"):
+        for run in re.findall(r"CONFIG_FILE=(\S+) (?:NGPU=1 )?\./run_grpo\.sh ((?:.*\\\n)*.*)", check.command):
+            words = shlex.split(
+                run[1].replace("\\\n", " ").removesuffix("&&").replace("$MODEL", "outputs/assets/debug_random")
+            )
+            validated(read_command_line(["--job.config_file", run[0], *words])[0], planning=True)
+            runs += 1
+    assert runs == 7
+
+
+def test_the_whole_quick_script_runs_against_fakes(tmp_path: Path) -> None:
+    """The shipped list and scripts; run, engine, driver and interpreter are stand-ins, of which one fails."""
+    root, programs = tmp_path / "checkout", tmp_path / "bin"
+    for folder in (root / "scripts", root / "benchmarks", programs):
+        folder.mkdir(parents=True)
+    for name in ("verify_gpu.sh", "verify_gpu.py", "verify_gpu_quick.toml"):
+        shutil.copy(ROOT / "scripts" / name, root / "scripts")
+    python = f"""
+case "$*" in
+    *verify_gpu.py*) exec {sys.executable} "$@" ;;
+    *pytest*integration*) echo "1 failed in 2 s"; exit 1 ;;
+    *pytest*) echo "7 passed in 2 s" ;;
+    *weight_sync_gpu*) echo "torn_without_fence   1   >= 1   met" ;;
+    *--make*) mkdir -p "$2"; echo made ;;
+    *--used*) grep -q 4321 "${{@: -1}}" && printf 'peak_over_plan 1.01 <= 1.15 met\\nused_over_plan 0.93 <= 1 met\\n' ;;
+    *) printf 'peak_over_plan 1.3 <= 1.15 MISSED\\nmfu 0.24 >= 0.2 met\\n'; exit 1 ;;
+esac
+"""
+    fakes = {
+        programs
+        / "nvidia-smi": 'case "$*" in -L) echo "GPU 0: H100" ;; *loop*) while :; do echo 4321; sleep 0.1; done ;;'
+        ' *) echo "NVIDIA H100, 580.1, 81559 MiB" ;; esac',
+        programs / "python": python,
+        root / "scripts/setup_env.sh": f"setup_env() {{ export PYTHON={programs}/python; }}",
+        root / "scripts/install_engine.sh": f"echo {programs}/python",
+        # Every run says what it was given, and is over.
+        root / "run_grpo.sh": 'sleep 0.3; echo "$@"; echo "exported the policy after step $(sed "s/.*steps //;s/ .*//" '
+        '<<<"$*")"',
+    }
+    for path, text in fakes.items():
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [root / "scripts/verify_gpu.sh", "--quick"], env=environment, capture_output=True, text=True,
+        timeout=PATIENCE_S * 4, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    folder = root / "outputs/verify_gpu_quick"
+    statuses = {one["name"]: one["status"] for one in json.loads((folder / "results.json").read_text())["results"]}
+    failed = {"marked_tests": "failed", "train_0.6b": "failed", "nccl_two_gpus": "left out"}
+    assert len(statuses) == 10 and {name: status for name, status in statuses.items() if status != "passed"} == failed
+    # One table for the documentation: what was expected beside what was measured, also of what failed.
+    page = (folder / "results.md").read_text()
+    assert "| `colocated_sleep2` | passed |" in page and "| … used_over_plan | met | | <= 1 | 0.93 |" in page
+    assert "| … peak_over_plan | missed | | <= 1.15 | 1.3 |" in page and "exit code 1" in page
+    assert "--weight_sync.transport ipc" in (folder / "vllm_sleep2_ipc.log").read_text()
+
+
+def test_figures_of_a_run_are_held_against_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.verify_figures import figures
+    from torchtitan.models.costs import estimate_memory
+
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    monkeypatch.setattr("scripts.verify_figures.device_bytes_of_driver", lambda: 80 * 2**30)
+    config = JobConfig()
+    config.model.name, config.model.flavor, config.inference.backend = "qwen3", "0.6B", "vllm"
+    config.inference.mode, config.inference.dtype, config.inference.sleep_level = "colocate", "bfloat16", 2
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    step = {"step": 3, "memory/device_peak_gib": 20.0, "memory/device_reserved_gib": 25.0, "mfu": 0.3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n" + json.dumps({"eval/x": 1}) + "\n")
+    (tmp_path / "used").write_text("100\n81920\n200\n")
+    found = {key: (value, bar) for key, value, _, bar in figures(tmp_path, 0.2, tmp_path / "used")}
+    shape = read_shape(config)
+    assert shape is not None
+    memory = estimate_memory(config, shape, 1)
+    assert found["peak_over_plan"][0] == pytest.approx(20 * 2**30 / memory.total)
+    assert found["reserved_over_allocated"] == (1.25, 1.15) and found["mfu"] == (0.3, 0.2)
+    said = re.findall(r"while (?:training|generating): (\S+) GiB", describe_plan(config, 1))
+    assert found["used_over_plan"][0] == pytest.approx(80 / max(map(float, said)), rel=1e-3)
