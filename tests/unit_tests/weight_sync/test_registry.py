@@ -425,17 +425,18 @@ def test_the_trainer_is_told_counts_of_many_actors_at_once_and_details_little_by
     for actor in actors:
         actor.send({"type": "serving", "version": 0, "digest": world.digest, "figures": {}})
     actors[-1].send({"type": "poisoned", "version": 0, "reason": "half of it"})
-    world.run(0.05)
+    world.run(0.15)
     first = trainer.heard[0]
     assert "a39" in first["actors"] and len(first["actors"]) == STATUS_ACTORS + 1
     assert (dict(first["serving"]), dict(first["awaited"])) == ({0: 39, -1: 1}, {0: 39, -1: 1})
     assert first["states"] == {"READY": 39, "POISONED": 1}
-    world.run(0.3)
+    world.run(1.0)
     assert len(trainer.last("status")["actors"]) == 40
     count = len(trainer.heard)
     world.run(1.0)
     assert len(trainer.heard) == count, "nothing has changed"
     trainer.say("look")
+    world.run(0.1)
     assert trainer.heard[-1]["whole"] and len(trainer.heard[-1]["actors"]) == 40
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -136,10 +135,13 @@ class Transfer:
 
 def _ranges(numbers: list[int]) -> list[list[int]]:
     """Return [first, end) of each run of consecutive numbers in an ascending list."""
-    place = itertools.count()
-    # Within one run, the difference between a number and its position is constant.
-    runs = [list(run) for _, run in itertools.groupby(numbers, lambda number: number - next(place))]
-    return [[run[0], run[-1] + 1] for run in runs]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1][1] = number + 1
+        else:
+            runs.append([number, number + 1])
+    return runs
 
 
 class Engine(Protocol):

@@ -31,11 +31,11 @@ from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Messag
 
 logger = logging.getLogger("torchtitan.weight_sync.registry.registry")
 
-# Changes within this time go into one status message.
+# Changes within this time go into one status message …
 STATUS_SECONDS = 0.01
-# … and so much longer per actor.
-STATUS_SECONDS_PER_ACTOR = 1e-4
-# Of a large fleet's actors that only pull, apply and serve, a status message has the details of so many; it counts all.
+# … and of a large fleet, which always changes, within this time. It then has the details of so many actors that only
+# pull, apply and serve; it counts all.
+LARGE_STATUS_SECONDS = 0.1
 STATUS_ACTORS = 5
 # How many versions that will never be published are remembered, for shard servers and the trainer.
 MAX_DROPPED = 64
@@ -318,7 +318,8 @@ class Registry:
     def _tell_trainer_soon(self) -> None:
         if self._trainer is not None and not self._status_due:
             self._status_due = True
-            self._runtime.call_later(STATUS_SECONDS + STATUS_SECONDS_PER_ACTOR * len(self.actors), self._tell_trainer)
+            large = len(self.actors) > MAX_NAMED
+            self._runtime.call_later(LARGE_STATUS_SECONDS if large else STATUS_SECONDS, self._tell_trainer)
 
     # Actors
 
