@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.prompts import PromptMaker, described
+from torchtitan.rollout.prompts import PromptMaker, described, none_fits
 from torchtitan.rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,7 @@ class PromptStream:
             )  # fmt: skip
 
     def _none_fits(self) -> UserError:
-        return UserError(
-            f"none of the {len(self._rows)} prompts has between 1 and {self._maker.longest} tokens "
-            f"({self._maker.limit}): raise training.seq_len"
-        )
+        return none_fits(f"{len(self._rows)} prompts", self._maker)
 
     def _order_of(self, number: int) -> Sequence[int]:
         if not self._shuffle:

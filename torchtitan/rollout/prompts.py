@@ -385,7 +385,11 @@ class PromptMaker:
 
 
 def first_held_out(rows: Sequence[dict[str, Any]], maker: PromptMaker, count: int) -> list[Prompt]:
-    """Return the first `count` held-out prompts that fit, in an order that is the same in every run."""
+    """Return the first `count` held-out prompts that fit, in an order that is the same in every run.
+
+    Raises:
+        UserError: there are rows, but none fits.
+    """
     order = list(range(len(rows)))
     random.Random("held out").shuffle(order)
     prompts: list[Prompt] = []
@@ -395,7 +399,16 @@ def first_held_out(rows: Sequence[dict[str, Any]], maker: PromptMaker, count: in
         prompt = maker.make(rows[index], index)
         if maker.fits(prompt):
             prompts.append(prompt)
+    if order and count and not prompts:
+        raise none_fits(f"{len(order)} held-out prompts", maker)
     return prompts
+
+
+def none_fits(what: str, maker: PromptMaker) -> UserError:
+    """Return the error for prompts of which not one has an allowed length."""
+    return UserError(
+        f"none of the {what} has between 1 and {maker.longest} tokens ({maker.limit}): raise training.seq_len"
+    )
 
 
 def described(value: Any) -> str:

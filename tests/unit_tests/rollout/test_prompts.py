@@ -19,7 +19,14 @@ from pyarrow import parquet
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.prompt_stream import PromptStream
-from torchtitan.rollout.prompts import PromptMaker, arithmetic_rows, hold_out, load_datasets, load_rows
+from torchtitan.rollout.prompts import (
+    PromptMaker,
+    arithmetic_rows,
+    first_held_out,
+    hold_out,
+    load_datasets,
+    load_rows,
+)
 
 
 class Characters:
@@ -270,8 +277,13 @@ def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
     seen = Counter(stream.next().text for _ in range(6))
     assert seen == {"short": 3, "x" * 31: 3}
     assert stream.dropped >= 4
-    with pytest.raises(UserError, match="training.seq_len"):
+    with pytest.raises(UserError, match="none of the 1 prompts .* raise training.seq_len"):
         make_stream(["y" * 33]).next()
+    maker = PromptMaker(make_config(), Characters())
+    held_out = first_held_out([{"prompt": text} for text in texts], maker, 9)
+    assert sorted(str(one.text) for one in held_out) == texts[:2]
+    with pytest.raises(UserError, match="none of the 1 held-out prompts .* raise training.seq_len"):
+        first_held_out([{"prompt": "y" * 33}], maker, 9)
 
 
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 3))
