@@ -80,7 +80,7 @@ def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
     # A debug checkpoint of their own shape is not here, so only what does not depend on it is looked at.
     changes = ["--model.hf_assets_path", "checkpoint", "--training.seq_len", "128"]
     changes += ["--distill.teacher", "checkpoint"] if file.stem == "distill_cpu" else []
-    changes += ["--rollout.stop_token_ids", "[]"] if file.stem == "smollm2_cpu" else []
+    changes += ["--rollout.stop_token_ids", "[]"] if file.stem in ("smollm2_cpu", "smollm2_tool_cpu") else []
     load_config(["--job.config_file", str(file), *changes, "--parallelism.expert_parallel_degree", "1"])
 
 
