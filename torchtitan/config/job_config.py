@@ -15,7 +15,16 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.rollout_tables import Curriculum, Environment, Eval, Inference, Rewards, Rollout, WeightSync
+from torchtitan.config.rollout_tables import (
+    Curriculum,
+    Environment,
+    Eval,
+    Inference,
+    Judge,
+    Rewards,
+    Rollout,
+    WeightSync,
+)
 from torchtitan.config.sources import Source
 from torchtitan.config.training_tables import (
     GRPO,
@@ -38,7 +47,7 @@ MAX_SAVE_DEADLINE_S = 600
 
 __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
-    "FaultInjection", "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
+    "FaultInjection", "Inference", "Job", "JobConfig", "Judge", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
     "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
     "known_keys", "table_types",
 ]  # fmt: skip
@@ -167,6 +176,7 @@ class JobConfig:
     rollout: Rollout = field(default_factory=Rollout)
     curriculum: Curriculum = field(default_factory=Curriculum)
     rewards: Rewards = field(default_factory=Rewards)
+    judge: Judge = field(default_factory=Judge)
     environment: Environment = field(default_factory=Environment)
     inference: Inference = field(default_factory=Inference)
     weight_sync: WeightSync = field(default_factory=WeightSync)

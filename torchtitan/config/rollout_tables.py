@@ -137,6 +137,47 @@ class Rewards:
 
 
 @dataclass(config=TABLE)
+class Judge:
+    url: str = ""
+    """Address of an OpenAI API, such as http://127.0.0.1:8000/v1, whose model is the reward function `judge`"""
+
+    model: str = ""
+    """Name of the model there"""
+
+    rubric: PathText = ""
+    """Text file that tells the judge what is good"""
+
+    mode: Literal["score", "rank"] = "score"
+    """A score from 0 to 10 for each completion, which becomes a reward from 0 to 1, or one ranking of a group's
+    completions: 1 for the best, 0 for the last"""
+
+    key_variable: str = ""
+    """Environment variable that holds the key of the API; empty sends none"""
+
+    max_tokens: Count = 512
+    """Longest answer of the judge"""
+
+    timeout_s: Positive = 8.0
+    """Deadline of one judgement, with all its attempts; less than rewards.timeout_s"""
+
+    max_retries: CountOrZero = 2
+    """How often a judgement is asked for again after a failure; then there is no reward"""
+
+    cache_size: CountOrZero = 10_000
+    """Judgements that are remembered, so that the same answers are not judged again"""
+
+    agreement_share: Share = 0.0
+    """Share of the groups that are judged twice, a ranking the second time in the reverse order, to measure
+    logged/judge/disagreement"""
+
+    prompt_price: NotNegative = 0.0
+    """Price of a million tokens that the judge reads, for logged/judge/cost"""
+
+    completion_price: NotNegative = 0.0
+    """Price of a million tokens that the judge writes"""
+
+
+@dataclass(config=TABLE)
 class Eval:
     enable: bool = True
     """Evaluate on held-out prompts before the first step, periodically and at the end"""

@@ -19,6 +19,7 @@ BUILTIN: dict[str, str] = {
     "cosine_length": "torchtitan.rollout.rewards.builtin:cosine_length",
     "exact_match": "torchtitan.rollout.rewards.builtin:exact_match",
     "format": "torchtitan.rollout.rewards.builtin:format",
+    "judge": "torchtitan.rollout.rewards.judge:judge",
     "length": "torchtitan.rollout.rewards.builtin:length",
     "repetition": "torchtitan.rollout.rewards.builtin:repetition",
     "soft_overlong": "torchtitan.rollout.rewards.builtin:soft_overlong",

@@ -58,6 +58,7 @@ class RewardPool:
         def new_worker(functions: Sequence[str], side_by_side: bool) -> WorkerProcess:
             limit = rewards.memory_limit_mb
             setup = {"functions": functions, "side_by_side": side_by_side, "memory_limit_mb": limit}
+            setup |= {"judge": vars(config.judge)}
             module = "torchtitan.rollout.rewards.worker"
             return WorkerProcess("the reward worker", module, setup, log_file, isolated_by=isolated_by)
 

@@ -1,7 +1,7 @@
 """A reward worker process, with messages as in inside_worker.py.
 
-The set-up has {"functions": [names], "side_by_side": boolean}. A call is {"function": name, "samples": {…},
-"state": {…}, "timeout_s": seconds}, and its reply is {"values": [number or null], "invalid": [indices],
+The set-up has {"functions": [names], "side_by_side": boolean, "judge": the table [judge]}. A call is {"function": name,
+"samples": {…}, "state": {…}, "timeout_s": seconds}, and its reply is {"values": [number or null], "invalid": [indices],
 "extra": {column: [values]}, "metrics": {name: [values]}}, {"late": true} or {"error": text}.
 
 With side_by_side, calls of async functions run concurrently, and this process enforces their time limits. Otherwise the
@@ -140,6 +140,10 @@ def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bo
         from torchtitan.rollout.rewards import builtin
 
         builtin.checker()  # load it now, so that it does not count against a call's time limit
+    if "judge" in functions:
+        from torchtitan.rollout.rewards import judge
+
+        judge.configure(setup["judge"])
     return (functions, setup["side_by_side"]), {}
 
 
