@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torchtitan.config.derived import environment_name, groups_per_batch, reward_weights, sources_of, weights_of
+from torchtitan.config.derived import (
+    environment_name,
+    groups_per_batch,
+    has_environment,
+    reward_weights,
+    sources_of,
+    weights_of,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import nearest
 from torchtitan.preflight.check import Check
@@ -23,6 +30,10 @@ def check_sources(check: Check) -> None:
         if (source := one.get("source", "")) and source not in known:
             text = f"there is no such source{nearest(source, known)}"
             check.say("eval.set", f"[[eval.set]] {one['name']}: source = {source!r}: {text}")
+    observes = check.config.grpo.observation_coefficient > 0
+    without = not any(has_environment(own) for _, own in sources_of(check.config))
+    text = "needs an [environment] or tools, which write between the turns"
+    check.refuse("grpo.observation_coefficient", observes and without, text)
 
 
 def _problems(config: JobConfig) -> list[str]:

@@ -248,8 +248,7 @@ def _check_objective(check: Check) -> None:
     text = f"must be less than grpo.icepop_high = {grpo.icepop_high:g}"
     refuse("grpo.icepop_low", grpo.icepop_low >= grpo.icepop_high, text)
     observing, key = grpo.observation_coefficient > 0, "grpo.observation_coefficient"
-    without = not has_environment(check.config) or check.config.job.stage != "grpo"
-    refuse(key, observing and without, "needs job.stage = grpo and an [environment], which writes between the turns")
+    refuse(key, observing and check.config.job.stage != "grpo", "needs job.stage = grpo")
     split = observing and check.config.parallelism.context_parallel_degree > 1
     refuse(key, split, "needs parallelism.context_parallel_degree = 1")
     text = "needs grpo.recompute_old_log_probs = true, which computes the entropies"

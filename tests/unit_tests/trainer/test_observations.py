@@ -15,6 +15,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.types import Branch, Completion, Given, Segment, VersionSpan
 from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.preflight.validate import validate
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
@@ -96,6 +97,15 @@ def test_the_gradient_is_that_of_the_mean_cross_entropy(
     exact = COEFFICIENT * torch.cat([wanted[name].flatten() for name in names])
     difference = (found - without).double()
     assert ((difference - exact).norm() / exact.norm()).item() < 1e-5
+
+
+def test_without_an_environment_it_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    config = run_config(tiny_checkpoint("qwen3", True), COEFFICIENT)
+    assert [problem.key for problem in validate(config)].count("grpo.observation_coefficient") == 1
+    config.environment.factory = "torchtitan.rollout.environments.builtin:Guess"
+    assert "grpo.observation_coefficient" not in {problem.key for problem in validate(config)}
+    config.parallelism.context_parallel_degree = 2
+    assert "grpo.observation_coefficient" in {problem.key for problem in validate(config)}
 
 
 def test_its_figure_is_logged_and_the_others_are_as_without(tiny_checkpoint: Callable[..., Path]) -> None:
