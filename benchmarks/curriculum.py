@@ -2,9 +2,9 @@
 
     python benchmarks/curriculum.py --json --folder outputs/curriculum
 
-The default run (train_configs/debug_cpu.toml), which ends at the same pass@1 either way, because it trains on as many
-groups: `dropped` has grpo.drop_zero_variance alone, `curriculum` also [curriculum] with its defaults. With --folder,
-runs that have ended are taken as they are.
+The default run (train_configs/debug_cpu.toml) with as many steps, on as many groups: `dropped` has
+grpo.drop_zero_variance alone, `curriculum` also [curriculum] with its defaults. With --folder, runs that have ended are
+taken as they are.
 
     groups_ratio       groups that were sampled, with the curriculum ÷ without, of all seeds together
     pass_difference    the last pass@1 on all held-out prompts, with minus without, mean over the seeds

@@ -89,6 +89,14 @@ def test_a_run_goes_on_by_itself_where_ranks_are_killed_and_told_to_go(debug_che
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(RUN_SECONDS + 60)
+def test_a_curriculum_is_compared_with_dropped_groups(debug_checkpoint: Path) -> None:
+    keys = {"groups_ratio", "seconds_ratio"}
+    figures = run_quickly("curriculum", keys, "--model", str(debug_checkpoint), timeout_s=RUN_SECONDS)
+    assert -1 <= figures["pass_difference"] <= 1
+
+
+@pytest.mark.slow
 def test_each_hostile_actor_is_refused_for_what_it_does(debug_checkpoint: Path) -> None:
     figures = run_quickly("hostile_actors", {"kinds_refused"}, "--model", str(debug_checkpoint))
     assert figures["kinds_refused"] == 8 and figures["steps"] == figures["steps_without"] == 25
