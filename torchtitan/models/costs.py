@@ -54,8 +54,8 @@ class MemoryEstimate:
       twice its share of a chunk's state; layers count with their mean. A checkpointed layer keeps 1 hidden instead, and
       one such layer, the largest, holds everything.
     - logits: of at most as many trained tokens: model.logprob_head_budget_mb, or less if a micro-batch's logits are
-      smaller; twice that on a GPU. With model.logprob_head full: T × vocabulary in fp32, four such tensors at the peak,
-      divided among the tensor-parallel ranks.
+      smaller; twice that in one pass on a GPU. With model.logprob_head full: T × vocabulary in fp32, four such tensors
+      at the peak, divided among the tensor-parallel ranks.
     - unreduced: gradients that FSDP2 has not reduced yet. In the head: the fp32 sum of its weight's gradient, and its
       rounded copy. In a layer: that copy, the layer's gradients, and those being sent in mixed_precision_reduce. At the
       end: the same for the root.
@@ -116,7 +116,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     per_token = whole * (kept + attention) + checkpointed * args.hidden_size
     tokens, head = -(-training.tokens_per_micro_batch // config.parallelism.context_parallel_degree), config.model
     budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
-    budget = budget // tensor * (2 if trains_on_gpu() else 1)
+    budget = budget // tensor * (2 if trains_on_gpu() and head.logprob_head == "one_pass" else 1)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     reference = 0
     if has_reference(config):

@@ -129,7 +129,7 @@ class ExpertExchange:
     """
 
     def __init__(self, mesh: DeviceMesh):
-        self._group, self._ranks = mesh.get_group(), mesh.size()
+        self._group, self.ranks = mesh.get_group(), mesh.size()
 
     def __call__(
         self, rows: torch.Tensor, counts: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -138,15 +138,21 @@ class ExpertExchange:
 
         compute(rows [R', H], their experts [R'] relative to this rank's first) -> a tensor like rows.
         """
-        per_rank = len(counts) // self._ranks
+        per_rank = len(counts) // self.ranks
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self._group)
-        # This is the only synchronisation with the device.
-        sent, received = torch.stack((counts, coming)).view(2, self._ranks, -1).sum(-1).tolist()
-        expert = torch.arange(per_rank, device=rows.device).repeat(self._ranks).repeat_interleave(coming)
+        sent, received = self.shares(counts, coming, len(rows))
+        expert = torch.arange(per_rank, device=rows.device).repeat(self.ranks)
+        # Without the size, it would wait for the device a second time.
+        expert = expert.repeat_interleave(coming, output_size=sum(received))
         arrived = _AllToAll.apply(rows, sent, received, self._group)
         back: torch.Tensor = _AllToAll.apply(compute(arrived, expert), received, sent, self._group)
         return back
+
+    def shares(self, counts: torch.Tensor, coming: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """Of `rows` rows, how many go to each rank, and how many come from each. A layer's only wait for the device."""
+        sent, received = torch.stack((counts, coming)).view(2, self.ranks, -1).sum(-1).tolist()
+        return sent, received
 
 
 def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool) -> None:

@@ -410,7 +410,8 @@ class _Totals:
             self._raise_largest("mismatch", divergence.max())
         self.sums["mismatch"] += divergence.sum()
         self.sums["mismatch_tokens"] += len(divergence)
-        self.sums["same_version"] += divergence[same].sum()
+        # Picking them by an index would wait for the device.
+        self.sums["same_version"] += torch.where(same, divergence, 0.0).sum()
         self.sums["same_version_tokens"] += same.sum()
 
     def add_packs(self, packs: list[MicroBatch], operations: float) -> None:

@@ -1,0 +1,12 @@
+/* What torch's CUDA build asks of a driver and of its runtime before it touches a device: one H100 is there, and nothing
+ * has been allocated on it. Everything else fails as it does without a driver, so that work on a real device shows. It is
+ * preloaded under the driver's name (scripts/fake_cuda.sh). */
+signed char _ZN3c104cuda12device_countEv(void) { return 1; }
+_Bool _ZN3c104cuda17hasPrimaryContextEa(signed char device) { return 0; }
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *active = 0; return 0; }
+int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
+int cudaGetDevice(int *device) { *device = 0; return 0; }
+int cudaSetDevice(int device) { return 0; }
+int cudaGetLastError(void) { return 0; }
+int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -1; return 0; }
+int cudaStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }

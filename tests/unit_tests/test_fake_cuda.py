@@ -1,0 +1,248 @@
+"""What a GPU runs, on fake tensors of `cuda:0`: whole steps of the recipes, versions that are published, the head.
+
+A value that is asked of the device raises, so that these also show that nothing waits for it but what is listed:
+`ExpertExchange.shares` and `ContextParallel.bounds` within a pass, and what follows the reduction of a step's votes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests import fake_cuda
+from tests.patience import until
+from tests.unit_tests.preflight.test_memory_plan import Peak, even_shares
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.distributed.collectives import ContextParallel, clip_gradients_, gradient_norm_and_votes
+from torchtitan.distributed.placement import ParallelDims
+from torchtitan.grpo.loss import FixedLogProbs
+from torchtitan.models import fused_head
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.costs import estimate_memory
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.fused_head import WholeRows
+from torchtitan.models.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.parallelize import ExpertExchange, parallelize
+from torchtitan.models.shape import read_shape
+from torchtitan.preflight.validate import load_config
+from torchtitan.trainer import policy_trainer
+from torchtitan.trainer.packing import MicroBatch
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.weight_sync.memory.slots import LiveSlots
+from torchtitan.weight_sync.memory.staging import Staging, to_copy
+from torchtitan.weight_sync.trainer.publisher import Publisher
+
+pytestmark = [*fake_cuda.marks, pytest.mark.timeout(1800)]
+CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+MEMORY = 0.05
+STEPS = [
+    ("qwen3_0.6b_1gpu", 1, []),
+    ("qwen3_0.6b_1gpu", 1, ["--lora.rank", "8"]),
+    ("qwen3_0.6b_1gpu", 1, ["--model.logprob_head", "two_pass"]),
+    ("qwen3_0.6b_gsm8k_vllm", 1, []),
+    ("llama3.1_8b_gsm8k_sglang", 4, []),
+    ("llama3.1_8b_gsm8k_sglang", 4, ["--parallelism.tensor_parallel_degree", "2"]),
+    ("qwen2.5_math_7b_colocated", 8, []),
+    ("llama3.1_8b_128k_8gpu", 8, []),
+    ("qwen3_30b_a3b_8gpu", 8, []),
+    ("qwen3_30b_a3b_8gpu", 8, ["--parallelism.expert_parallel_degree", "1"]),
+    ("gpt_oss_20b_8gpu", 8, []),
+    ("qwen3.5_9b_8gpu", 8, []),
+    ("qwen2.5_math_72b_4nodes", 32, []),
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fake_cuda.pretend(monkeypatch)
+    # The two that have to wait for the device in a pass: here all ranks have the same.
+    monkeypatch.setattr(ContextParallel, "bounds", lambda self, rows, tokens: [
+        len(rows) * rank // self.ranks for rank in range(self.ranks + 1)
+    ])  # fmt: skip
+    monkeypatch.setattr(ExpertExchange, "shares", even_shares)
+    yield
+    device.device.cache_clear()
+
+
+def make_pack(tokens: int, longest: int, layers: int, per_token: int) -> MicroBatch:
+    """A full micro-batch, all of it trained; only its layout has values."""
+    whole, rest = divmod(tokens, longest)
+    layout = PackedLayout([longest] * whole + [rest] * bool(rest))
+    layout.positions, layout.cumulative = layout.positions.to("meta"), layout.cumulative.to("meta")
+    numbers, values = torch.empty(tokens, dtype=torch.int64, device="meta"), torch.empty(tokens, device="meta")
+    return MicroBatch(
+        token_ids=torch.empty(tokens, dtype=torch.int64, device="meta"),
+        targets=numbers,
+        layout=layout,
+        active=numbers,
+        sequence=numbers,
+        advantages=values,
+        behaviour_log_probs=values,
+        weights=values,
+        same_version=numbers.bool(),
+        kept=None,
+        trained=[SimpleNamespace(sampled_at=range(tokens))],  # type: ignore[list-item]
+        num_sequences=len(layout.lengths),
+        routes=torch.empty(tokens, layers, per_token, dtype=torch.int16, device="meta") if per_token else None,
+    )
+
+
+def on_cuda(pack: MicroBatch) -> MicroBatch:
+    """The same with fake tensors; call it under the mode."""
+
+    def moved(value: Any) -> Any:
+        return torch.empty_like(value, device="cuda") if isinstance(value, torch.Tensor) else value
+
+    for one in (pack, pack.layout):
+        for name, value in vars(one).items():
+            if name != "bounds":  # on the host
+                setattr(one, name, moved(value))
+    return pack
+
+
+def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Two micro-batches and an optimizer step on rank 0; returns the most bytes in the second micro-batch."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    args = read_shape(config)
+    assert args is not None
+    args = dataclasses.replace(args, num_hidden_layers=layers)
+    dims = ParallelDims.from_config(config.parallelism, ranks, 0)
+    # Meshes are made of values, so before the mode begins.
+    assert dims.fsdp_mesh.size() * dims.tp_mesh.size() == ranks and dims.expert_mesh.size() == ranks
+    if dims.cp > 1:
+        assert dims.cp_group is not None
+    replayed = args.experts.per_token if args.experts is not None and config.grpo.routing_replay else 0
+    pack = make_pack(config.training.tokens_per_micro_batch, config.training.seq_len, layers, replayed)
+    peak, resize = Peak(), torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result = resize(storage, size)
+        if storage._cdata in peak._sizes:
+            peak.hold(storage)
+        return result
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)  # FSDP2 frees and takes what it gathers
+    peak.counting = False
+    assert config.training.dtype == "float32"
+    with FakeTensorMode(allow_non_fake_inputs=True), peak:
+        with torch.device("cuda"):
+            policy = Decoder(args)
+        policy.lm_head.fused = config.model.logprob_head != "full"
+        policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None
+        parallelize(policy, dims, config)
+        policy.tie_weights()
+        trainer = PolicyTrainer(config, dims, policy.train())
+        on_cuda(pack)
+        totals = policy_trainer._Totals(trainer.device)
+        old = torch.empty_like(pack.weights) if config.grpo.recompute_old_log_probs else None
+        for counted in (False, True):
+            peak.most, peak.counting = 0, counted
+            loss = trainer._forward_backward([pack], [FixedLogProbs(old)], totals, True, True, True)
+            if not counted:
+                votes = torch.zeros(3, device="cuda")
+                norm, _ = gradient_norm_and_votes(trainer.parameters, votes)
+                clip_gradients_(trainer.parameters, norm, 1.0)
+                trainer.optimizer.step()
+        assert loss.device.type == "cuda"
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)
+    return peak.most
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"), STEPS, ids=lambda one: "_".join(one) if isinstance(one, list) else None
+)
+def test_a_step_of_the_recipe_waits_for_nothing_and_takes_what_is_planned(
+    name: str, ranks: int, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    common = ["--dry-run", "--compile.enable", "false", *options]
+    config = load_config(["--job.config_file", str(CONFIGS / f"{name}.toml"), *common])
+    args = read_shape(config)
+    assert args is not None
+    memory = estimate_memory(config, args, ranks)
+    step = 4 if args.delta_layers else 2
+    few, more = (traced_step(config, ranks, layers, monkeypatch) for layers in (4, 4 + step))
+    traced = few + (more - few) / step * (args.num_hidden_layers - 4)
+    planned = memory.total - memory.slots - memory.reference
+    print(f"{name} {options} on {ranks}: planned {planned:,}, traced {traced:,.0f}, {planned / traced - 1:+.1%}")
+    assert planned == pytest.approx(traced, rel=MEMORY)
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators that ran, and the devices of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[str, set[str]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        devices = {leaf.device.type for leaf in tree_iter((args, result)) if isinstance(leaf, torch.Tensor)}
+        self.ran.append((op.overloadpacket.__name__, devices))
+        return result
+
+    def named(self, name: str) -> list[set[str]]:
+        return [devices for ran, devices in self.ran if ran == name]
+
+
+def test_a_version_goes_into_slots_and_staging_on_the_device() -> None:
+    shapes = {"weight": (257, 129), "norm": (7,), "scalar": ()}
+    with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+        parameters = {name: torch.empty(shape, device="cuda") for name, shape in shapes.items()}
+        publisher = Publisher(parameters, rank=0, dtype="bfloat16", num_slots=2, bucket_bytes=1 << 14, on_device=True)
+        assert publisher.layout.checksum == "sum"
+        publisher.reserve()
+        publisher.snapshot(0, 1)
+        publisher.fence()
+        until(lambda: 1 in LiveSlots(publisher.slots.state_words).filled())
+        # One launch casts all parameters into the slot, and nothing passes through the host.
+        assert operators.named("_foreach_copy_") == [{"cuda"}] and all("cpu" not in found for _, found in operators.ran)
+        staging = Staging(publisher.layout, "cuda")
+        loaded = dict(to_copy(staging.tensors))
+        assert {name: tuple(one.shape) for name, one in loaded.items()} == shapes
+        assert {(one.device.type, one.dtype) for one in loaded.values()} == {("cuda", torch.bfloat16)}
+        staging.bucket((0, 0)).copy_(publisher.memory[0][slice(*publisher.layout.bucket_range(0, 0))])
+        publisher.close()
+    assert publisher.failure == ""
+
+
+@pytest.mark.parametrize("way", ["one pass", "two passes", "softcap", "entropy"])
+def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of bfloat16, whole rows at a time, and no wait for the device. (Truncated sampling has to wait.)"""
+    made: list[int] = []
+    monkeypatch.setattr(fused_head, "WholeRows", lambda rows, *rest: made.append(rows) or WholeRows(rows, *rest))
+    tokens, hidden, vocabulary = 4096, 1024, 151936
+    factor = 0.01 if way == "entropy" else 0.0
+    with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+        with torch.device("cuda"):
+            states = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
+            targets = torch.empty(tokens, dtype=torch.int64)
+        softcap = 30.0 if way == "softcap" else None
+        if way == "two passes":
+            loss = fused_log_probs(states, weight, targets)[0].sum()
+        else:
+            loss = fused_objective(
+                states, weight, targets, lambda own, entropy, _: -own - factor * entropy, softcap=softcap
+            )[0]
+        loss.backward()
+        for operand in (states, weight):
+            assert operand.grad is not None and operand.grad.dtype == torch.bfloat16
+    assert len(made) == (way != "two passes")
+    # Three products for each tile, or four where logits are computed twice.
+    products = operators.named("mm") + operators.named("addmm")
+    assert len(products) % (4 if way == "two passes" else 3) == 0 and all(one == {"cuda"} for one in products)
