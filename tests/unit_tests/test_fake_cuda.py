@@ -7,6 +7,8 @@ A value that is asked of the device raises, so that these also show that nothing
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +38,7 @@ from torchtitan.models.fused_head import WholeRows
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
 from torchtitan.models.parallelize import ExpertExchange, parallelize
 from torchtitan.models.shape import read_shape
+from torchtitan.preflight import roofline
 from torchtitan.preflight.validate import load_config
 from torchtitan.trainer import policy_trainer
 from torchtitan.trainer.packing import MicroBatch
@@ -246,3 +249,74 @@ def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPat
     # Three products for each tile, or four where logits are computed twice.
     products = operators.named("mm") + operators.named("addmm")
     assert len(products) % (4 if way == "two passes" else 3) == 0 and all(one == {"cuda"} for one in products)
+
+
+class Work(Peak):
+    """Counts what the operators of the second micro-batch compute, read and write, and send."""
+
+    VIEWS = {
+        *("t", "transpose", "view", "_unsafe_view", "slice", "select", "detach", "expand", "unsqueeze", "squeeze"),
+        *("alias", "as_strided", "split", "split_with_sizes", "unbind", "permute", "_reshape_alias", "unfold", "chunk"),
+        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "is_same_size"),
+        *("device", "wait_tensor"),
+    }
+    OF_A_ROW = {"gather", "scatter_add_"}  # one element of each
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(op, types, args, kwargs)
+        name = op.overloadpacket.__name__
+        if result is NotImplemented or not self.counting or name in self.VIEWS | self.OF_A_ROW:
+            return result
+        tensors = {id(one): one for one in tree_iter((args, kwargs, result)) if isinstance(one, torch.Tensor)}
+        sizes = [one.numel() * one.element_size() for one in tensors.values() if one.is_cuda]
+        operands = [one for one in args if isinstance(one, torch.Tensor)]
+        if op.namespace in ("c10d", "_c10d_functional"):
+            self.done["alltoall" if "alltoall" in name else "collectives"] += max(sizes, default=0)
+        elif name in ("mm", "addmm"):
+            first, second = operands[-2:]
+            self.done["products"] += 2 * first.shape[0] * first.shape[1] * second.shape[1]
+        elif name == "grouped_linear" or name == "grouped_outer":
+            self.done["experts"] += 2 * operands[0].numel() * operands[1].shape[1]
+        elif not name.startswith("packed_attention"):
+            self.done["elementwise"] += sum(sizes)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        ("llama3.1_8b_gsm8k_sglang", 8, []),
+        ("llama3.1_8b_gsm8k_sglang", 8, ["--activation_checkpoint.mode", "none"]),
+        ("qwen2.5_math_7b_colocated", 8, []),
+        ("qwen3_30b_a3b_8gpu", 8, ["--training.enable_cpu_offload", "false"]),
+    ],
+    ids=lambda one: "_".join(one) if isinstance(one, list) else None,
+)
+def test_the_roofline_counts_what_is_traced(
+    name: str, ranks: int, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    common = ["--dry-run", "--compile.enable", "false", "--grpo.recompute_old_log_probs", "false", *options]
+    config = load_config(["--job.config_file", str(CONFIGS / f"{name}.toml"), *common])
+    args, works = read_shape(config), list[Work]()
+    assert args is not None
+    monkeypatch.setattr(sys.modules[__name__], "Peak", lambda: works.append(Work()) or works[-1])
+    args, tokens = dataclasses.replace(args, num_hidden_layers=4), config.training.tokens_per_micro_batch
+    traced_step(config, ranks, 4, monkeypatch)
+    done, planned = works[0].done, roofline.count(config, args, ranks, tokens, 1, config.training.seq_len)
+    of_optimizer = 40 * args.num_parameters() / ranks
+    pairs = {
+        "products": (planned.products, done["products"]),
+        "experts": (planned.experts, done["experts"]),
+        "elementwise": (planned.elementwise - of_optimizer, done["elementwise"]),
+        "overlapped": (planned.overlapped, done["collectives"]),
+        "waited for": (planned.waited_for, done["alltoall"]),
+    }
+    for part, (formula, traced) in pairs.items():
+        print(f"{name} {options} {part}: {formula:.4g} planned, {traced:.4g} traced")
+    for part, (formula, traced) in pairs.items():
+        assert formula == pytest.approx(traced, rel=0.2), part

@@ -33,12 +33,15 @@ from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import size_text, tight_memory
+from torchtitan.preflight.roofline import training_roofline
 from torchtitan.preflight.sources import describe_mix
 from torchtitan.weight_sync.transports.nccl import differing_nccl
 
 # H100 (SXM): dense bf16 operations and bytes of memory per second from the data sheet, and the fraction often reached.
 OPERATIONS, REACHED_OPERATIONS = 989e12, 0.4
 BANDWIDTH, REACHED_BANDWIDTH = 3.35e12, 0.6
+# Bytes per second of 100 Gbit/s.
+LINK = 12.5e9
 # Without a GPU to query, a run that shares devices with its engines is planned for this size.
 PLANNED_DEVICE = 80 * GIB
 # The largest fraction of a GPU's memory for weights: the rest is for the KV cache and the engine's workspace.
@@ -88,12 +91,32 @@ def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[s
         f"{REACHED_BANDWIDTH:.0%} of their bandwidth"
     )
     if generation is None:
-        return [f"step time at most: training {training:,.1f} s ({assumed})"]
+        return [f"step time at most: training {training:,.1f} s ({assumed})", *describe_roofline(config, args, ranks)]
     in_turn = is_colocated(config) or shares_devices(config) or not config.grpo.async_weight_update
     both = training + generation if in_turn else max(training, generation)
     parts = f"training {training:,.1f} s and generation {generation:,.1f} s"
     parts += " one after the other" if in_turn else " at the same time"
-    return [f"step time at most: {both:,.1f} s, {parts} ({assumed})"]
+    return [f"step time at most: {both:,.1f} s, {parts} ({assumed})", *describe_roofline(config, args, ranks)]
+
+
+def describe_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> list[str]:
+    """Return the plan's lines about where the time of a step goes."""
+    seconds, mfu = training_roofline(config, args, ranks)
+    hidden = seconds.pop("hidden collectives")
+    parts = ", ".join(f"{part} {time:,.1f} s" for part, time in seconds.items())
+    longest = dict(seconds)
+    lines = [
+        f"training by the roofline: {sum(seconds.values()):,.1f} s, MFU {mfu:.2f}: {parts} ({hidden:,.1f} s hidden)"
+    ]
+    if (generation := generation_seconds(config, args, ranks)) is not None:
+        lines.append(f"  generation, bound by memory: {generation:,.1f} s")
+        longest["generation"] = generation
+    if has_engines(config) and not is_colocated(config):
+        version = version_bytes(config, args)
+        lines.append(f"  a version to an actor: {version / LINK:,.1f} s over 100 Gbit/s")
+        longest["a version to an actor"] = version / LINK
+    lines.append(f"  what takes longest: {max(longest, key=longest.__getitem__)}")
+    return lines
 
 
 def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:

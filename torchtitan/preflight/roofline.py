@@ -1,0 +1,135 @@
+"""Where the seconds of a training step go, by the roofline of H100s: what each part computes, reads and sends.
+
+The counts are those of the trainer's own operators, without compilation (a test compares them with a traced step). The
+recurrence of a Gated DeltaNet is counted as attention. A part takes as long as its operations or its bytes do (Williams
+et al. 2009), at the shares of an H100's peaks (989e12 bf16 operations and 3.35e12 bytes per second, data sheet) that
+such kernels reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.config.derived import global_batch_size, shard_degree
+from torchtitan.config.job_config import JobConfig
+from torchtitan.models.costs import BYTES, Passes, model_flops
+from torchtitan.models.model_args import ModelArgs
+
+PEAK = 989e12
+# Operations per second of dense products, of products by expert and of attention; bytes per second of everything else.
+PRODUCTS, EXPERTS, ATTENTION, MEMORY = 0.70 * PEAK, 0.45 * PEAK, 0.35 * PEAK, 2.6e12
+# Bytes per second that a GPU sends while it receives as many: over NVLink within a machine of 8, and over 400 Gbit/s.
+NVLINK, NETWORK, MACHINE = 360e9, 45e9, 8
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one rank's part of a batch: operations, and bytes of memory or of messages."""
+
+    products: float
+    experts: float
+    attention: float
+    elementwise: float
+    """What operators that are no products read and write, with the head, copies of FSDP2 and the optimizer"""
+    overlapped: float
+    """Sent by FSDP2 beside the computation"""
+    waited_for: float
+    """Sent between operators: by tensor, context and expert parallelism"""
+
+    def seconds(self, ranks: int) -> dict[str, float]:
+        """Seconds of each part."""
+        computed = {
+            "products": self.products / PRODUCTS + self.experts / EXPERTS,
+            "attention": self.attention / ATTENTION,
+            "elementwise": self.elementwise / MEMORY,
+        }
+        sent = self.overlapped / (NVLINK if ranks <= MACHINE else NETWORK)
+        hidden = min(sent, sum(computed.values()))
+        # The ranks of these dimensions are neighbours, on one machine.
+        return computed | {"collectives": sent - hidden + self.waited_for / NVLINK, "hidden collectives": hidden}
+
+
+def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_batches: float, length: int) -> Counts:
+    """Count one rank's work on `tokens` tokens, all of them trained, in sequences of `length`, and an optimizer step.
+
+    With tensor or context parallelism, the tokens are those of the whole pack, of whose work a rank does its share.
+    """
+    parallelism, training, grpo = config.parallelism, config.training, config.grpo
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    share = tokens / (tensor * context)
+    again = {"none": 0.0, "selective": 1 / config.activation_checkpoint.selective_ac_option, "full": 1.0}
+    recomputed = again[config.activation_checkpoint.mode]
+    # The old log-probs and those of a reference.
+    scored = int(grpo.recompute_old_log_probs) + (grpo.kl_coefficient > 0)
+    forwards, trained = grpo.num_iterations * (1 + recomputed) + scored, grpo.num_iterations
+    # Of adapters, neither operations, gradients nor moments are counted.
+    updated = 0 if config.lora.rank else trained
+    layers, by_token = args.num_hidden_layers, args.weights_per_token()
+    of_experts = by_token.get("experts", 0)
+    matrices = sum(by_token.values()) - of_experts
+    head = args.vocab_size * args.hidden_size
+    head_products = 2 * trained + updated + scored + (config.model.logprob_head != "one_pass") * trained
+    whole = model_flops(args, [length], 0, Passes(trained, scored))
+    attended = (whole - length * model_flops(args, [1], 0, Passes(trained, scored))) / length
+    hidden, expert = args.hidden_size, args.experts
+    # Elements that a layer's operators read and write for a token, forward and backward: norms and additions to the
+    # residual stream, rotations and norms of heads, and the activation.
+    turned = (args.num_attention_heads + args.num_key_value_heads) * args.head_dim
+    wide = args.intermediate_size if expert is None else expert.active_size
+    forward = 10 * hidden + (9 if args.qk_norm else 7) * turned + 5 * wide
+    backward = 21 * hidden + (10 if args.qk_norm else 7) * turned + 9 * wide
+    exchanged = 0.0
+    if expert is not None:
+        rows = expert.per_token * hidden
+        apart = parallelism.expert_parallel_degree > 1
+        forward, backward = forward + (10 if apart else 6) * rows, backward + (16 if apart else 10) * rows
+        exchanged = 2.0 * rows * apart
+    width = BYTES[training.mixed_precision_param]
+    elementwise = share * layers * width * (forward * forwards + backward * trained)
+    # Log-softmax, exponential and entropy of fp32 logits, and their gradient.
+    elementwise += share * args.vocab_size * (28 * (trained + scored) + 6 * trained)
+    shards, spread = shard_degree(parallelism, ranks) * context, parallelism.expert_parallel_degree
+    # What FSDP2 gathers: of the experts, those of this rank, unless it holds them alone.
+    stacks = args.module_parameters().get("experts", 0)
+    owned = (args.num_parameters() - stacks) / tensor + stacks / spread * (shards * tensor > spread)
+    passes = micro_batches * (2 * trained + scored)
+    reduced = BYTES[training.mixed_precision_reduce]
+    reductions = updated * (micro_batches if parallelism.fsdp_reduce_gradients == "micro_batch" else 1)
+    overlapped = 0.0
+    if shards > 1:
+        overlapped = owned * (width * passes + reduced * reductions)
+        if parallelism.fsdp_reshard_after_forward != "always":
+            # The backward still has embedding and head.
+            overlapped -= width * micro_batches * trained * head * (1 if args.tie_word_embeddings else 2) / tensor
+        elementwise += owned * (2 * width * passes + (width + reduced) * reductions)
+    # The gradient's norm and its clipping, and AdamW.
+    elementwise += (updated > 0) * args.num_parameters() / (shards * tensor) * 40
+    between = 0.0
+    if tensor > 1:
+        between += 4 * layers * hidden * tokens / context * (tensor - 1) / tensor * (forwards + trained)
+    if context > 1:
+        between += 2 * layers * turned * share * (forwards + trained)
+    between += share * layers * exchanged * (forwards + trained)
+    return Counts(
+        2 * share * (matrices * (forwards + trained + updated) + head * head_products),
+        2 * share * of_experts * (forwards + trained + updated),
+        share * attended * (1 + recomputed * trained / (scored + 3 * trained)),
+        elementwise,
+        overlapped,
+        width * between,
+    )
+
+
+def training_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[dict[str, float], float]:
+    """Return the seconds of each part of training on a batch of sequences of the maximum length, and the MFU: what the
+    model's own operations come to, as a fraction of the peak."""
+    parallelism = config.parallelism
+    sharing = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    length, sequences = config.training.seq_len, global_batch_size(config, ranks)
+    tokens = sequences * length / (ranks / sharing)
+    counts = count(config, args, ranks, tokens, tokens / config.training.tokens_per_micro_batch, length)
+    seconds = counts.seconds(ranks)
+    total = sum(seconds.values()) - seconds["hidden collectives"]
+    scored = int(config.grpo.recompute_old_log_probs) + (config.grpo.kl_coefficient > 0)
+    needed = model_flops(args, [length] * sequences, length * sequences, Passes(config.grpo.num_iterations, scored))
+    return seconds, needed / (total * ranks * PEAK)
