@@ -28,7 +28,9 @@ from torchtitan.models.shape import (
     read_teacher_shape,
 )
 from torchtitan.preflight.check import Check
+from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import check_memory
+from torchtitan.utils.machine import wheel_version
 
 KEY = "model.hf_assets_path"
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
@@ -206,6 +208,10 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
         check.refuse("lora.base_bits", ragged, text)
     if not isinstance(args, ForeignArgs):
         _check_experts(check, args)
+    starts_vllm = config.inference.backend == "vllm" and args.family.startswith("qwen3_5") and not check.planning
+    if starts_vllm and (python := engine_python(config)) and wheel_version(python, "torchvision") is None:
+        text = f"imports torchvision for {args.family}, which {python} lacks: install the one that fits its torch there"
+        check.refuse("inference.backend", True, text)
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < args.vocab_size]
     text = f"must be 0 to {args.vocab_size - 1}, the model's vocabulary"
     check.refuse("rollout.stop_token_ids", outside, text, value=outside)

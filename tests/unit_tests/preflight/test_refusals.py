@@ -311,6 +311,22 @@ def test_ranks_divide_the_key_heads_of_a_gated_delta_net(
         load_config(arguments)
 
 
+def test_vllm_needs_torchvision_for_qwen_3_5(write_config: WriteConfig, tmp_path: Path) -> None:
+    python, packages = tmp_path / "bin" / "python", tmp_path / "lib" / "python3.11" / "site-packages"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    packages.mkdir(parents=True)
+    arguments = [*write_config(), "--inference.backend=vllm", "--inference.engine_python", str(python)]
+    load_config(arguments)
+    sizes = {**SHAPE.to_hf_config(), "model_type": "qwen3_5_text", "num_hidden_layers": 4}
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(ConfigError, match=r'backend = "vllm" .* imports torchvision for qwen3_5_text, which .* lacks'):
+        load_config(arguments)
+    (packages / "torchvision-0.28.0.dist-info").mkdir()
+    load_config(arguments)
+
+
 @pytest.mark.parametrize(
     "words",
     [
