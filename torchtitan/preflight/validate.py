@@ -38,6 +38,7 @@ from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
+from torchtitan.config.rollout_tables import TOOL_FORMATS
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
@@ -404,7 +405,7 @@ def _check_environment(check: Check) -> None:
         alone = "cannot be combined with environment.factory, environment.tools or another kind of environment"
         check.refuse(f"environment.{kind}", others or len(kinds) > 1, alone)
     for key, what, name in (*named, *(("tools", "tool", name) for name in environment.tools)):
-        if name not in ("", "hermes") and (problem := name_problem(name, what)):
+        if name not in ("", *TOOL_FORMATS) and (problem := name_problem(name, what)):
             check.say(f"environment.{key}", f"environment.{key}: {problem}")
     text = "each function may be named only once"
     check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
@@ -413,7 +414,8 @@ def _check_environment(check: Check) -> None:
     check.refuse("environment.gateway_url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
     text = "says not where programs reach the gateway: set environment.gateway_url, or one address of this machine"
     check.refuse("environment.gateway_host", host in ("", "0.0.0.0", "::") and not url, text)
-    without = environment.tool_parser != "hermes" and not has_environment(check.config)
+    parser = environment.tool_parser
+    without = (parser != "auto" and not has_environment(check.config)) or (kinds and parser not in TOOL_FORMATS)
     check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
 
 

@@ -132,6 +132,8 @@ class EpisodePlayer(Player):
             if completion.finish_reason == "length":
                 # A truncated turn may mean something else than the whole one, so the environment does not get it.
                 break
+            if self._maker.tools:  # the special tokens that mark their calls
+                text = self._tokenizer.spoken(completion.token_ids, self._environments.tool_format)
             reply = await episode.act(text)
             rewards[-1] = reply.reward
             if reply.calls:

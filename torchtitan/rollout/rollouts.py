@@ -224,13 +224,15 @@ def make_rollouts(
         pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
     else:
         pool = InferencePool(config, epoch, token, run_dir, events)
-    stages = make_stages(config, pool, events, run_dir)
+    stages = make_stages(config, pool, events, run_dir, tokenizer.template_source)
     return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, stages, events)
 
 
-def make_stages(config: JobConfig, pool: Engines, events: EventLog, run_dir: Path) -> dict[str, Stage]:
+def make_stages(
+    config: JobConfig, pool: Engines, events: EventLog, run_dir: Path, template: str = ""
+) -> dict[str, Stage]:
     """Make the environments of all sources that have one, by the source's name. Sources with the same [environment]
-    share its processes."""
+    share its processes. template: the chat template, which shows how tool calls are written."""
     stages: dict[str, Stage] = {}
     made: dict[str, Stage] = {}
     sources = list(tasks_of(config).items())
@@ -251,7 +253,7 @@ def make_stages(config: JobConfig, pool: Engines, events: EventLog, run_dir: Pat
                 gateway = Gateway(own, pool, events, run_dir, f"gateway{number}")
                 made[key] = Stage(AgentPool(own, events, log_file), gateway)
             else:
-                made[key] = Stage(EnvironmentPool(own, events, log_file))
+                made[key] = Stage(EnvironmentPool(own, events, log_file, template))
         stages[name] = made[key]
     return stages
 

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from torchtitan.errors import UserError
 from torchtitan.models.model_args import read_json
+from torchtitan.rollout.tool_calls import SPECIAL
 
 logger = logging.getLogger(__name__)
 
@@ -153,9 +154,16 @@ class Tokenizer:
         return self._template_source is not None
 
     @property
-    def names_developers(self) -> bool:
-        """Whether the chat template has the role `developer`."""
-        return "developer" in (self._template_source or "")
+    def template_source(self) -> str:
+        """The chat template; empty if there is none"""
+        return self._template_source or ""
+
+    def spoken(self, ids: Sequence[int], form: str) -> str:
+        """Return the text of a turn in which tool calls have a format of tool_calls.py: with the special tokens that
+        mark them, if any do, but without the one that ends the turn."""
+        if form not in SPECIAL:
+            return self.decode(ids)
+        return self.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids, skip_special=False)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""
@@ -412,7 +420,7 @@ class ChatRenderer:
     def known_roles(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages with developers as the system where the template does not tell them apart; many templates
         leave out a role that they do not know."""
-        if self._tokenizer.names_developers:
+        if "developer" in self._tokenizer.template_source:
             return list(messages)
         return [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
 

@@ -74,6 +74,7 @@ async def serving(directory: Path, stop: int, **settings: Any) -> AsyncIterator[
     """A gateway's server, with an engine behind it, and its address."""
     server = GatewayServer("secret")
     about = {"model": str(directory), "chat_template_kwargs": {}, "stop_token_ids": [stop], "name": "policy"}
+    about["tool_parser"] = "hermes"
     await server._set_up(**{**about, "seq_len": 10**7, "max_calls": 10**6, "timeout_s": 60.0, **settings})
     server._peer = Engine(server._tokenizer, random.Random(7))  # type: ignore[assignment]
     port = await server.site.start("127.0.0.1", 0)

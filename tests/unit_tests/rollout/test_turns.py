@@ -59,6 +59,8 @@ def answer(token_ids: list[int], finish: Any = "stop") -> Completion:
 class Environments:
     """Answers with the messages of a conversation, until they end."""
 
+    tool_format = "hermes"
+
     def __init__(self, messages: list[dict[str, Any]]):
         self._messages = iter([*messages[2::2], None])
 

@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import find_python
 from torchtitan.rollout.gateway.process import SessionAccess
+from torchtitan.rollout.tool_calls import find_format
 from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_all
 from torchtitan.utils.json_lines import EventLog
 
@@ -70,12 +71,14 @@ class EnvironmentPool:
     _python: str | None = None
     """The interpreter that runs the workers, if not ours"""
 
-    def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None):
+    def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None, template: str = ""):
+        """template: the chat template, which shows how tool calls are written."""
         self._config, self._events, self._log_file = config.environment, events, log_file
+        self.tool_format = find_format(self._config.tool_parser, template)
         self._setup = {
             "factory": self._config.factory,
             "tools": self._config.tools,
-            "parser": self._config.tool_parser,
+            "parser": self.tool_format,
             "longest": MAX_TOKEN_CHARACTERS * config.rollout.max_completion_tokens + 1,
             "memory_limit_mb": self._config.memory_limit_mb,
         }

@@ -34,7 +34,7 @@ import pydantic
 
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.inside_worker import run, without_stop_iteration
-from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
+from torchtitan.rollout.tool_calls import FORMATS, ToolCall, parse_tool_calls
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
 # An argument in a Google-style docstring: `    name (type): description`.
@@ -141,7 +141,9 @@ class Program:
         if self.steps and self.tools:
             raise UserError(f"environment {factory!r}: it has step(action), so it cannot have tools beside it")
 
-        self.parse: Callable[[str], Any] = _calls if parser == "hermes" else load_object(parser, "tool parser")
+        schemas = [tool.schema for tool in self.tools.values()]
+        named = functools.partial(_calls, form=parser, tools=schemas)
+        self.parse: Callable[[str], Any] = named if parser in FORMATS else load_object(parser, "tool parser")
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self.tools:
@@ -271,8 +273,8 @@ class Instance:
         return value[: self._longest].encode("utf-8", "replace").decode()
 
 
-def _calls(text: str) -> list[ToolCall]:
-    return parse_tool_calls(text)[1]
+def _calls(text: str, form: str, tools: list[dict[str, Any]]) -> list[ToolCall]:
+    return parse_tool_calls(text, form, tools)[1]
 
 
 def _read_step(result: Any) -> tuple[Any, float, bool]:

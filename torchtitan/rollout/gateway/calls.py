@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan.inference.types import Completion
 from torchtitan.rollout.tokenizer import Tokenizer, plain_message
-from torchtitan.rollout.tool_calls import parse_tool_calls
+from torchtitan.rollout.tool_calls import SPECIAL, parse_tool_calls
 
 # Options that would change the answer but are not supported; a call with any value other than these is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -268,7 +268,9 @@ def cut_at_stop(completion: Completion, stops: Sequence[str], tokenizer: Tokeniz
     return completion.first(bisect.bisect_left(range(length), True, key=stopped))
 
 
-def make_choice(completion: Completion, call: Call, tokenizer: Tokenizer, name: str) -> Choice:
+def make_choice(
+    completion: Completion, call: Call, tokenizer: Tokenizer, name: str, tool_format: str = "hermes"
+) -> Choice:
     """Return the policy's answer, without the program's stop text or token. A truncated answer has no tool calls."""
     ids = completion.token_ids
     ended = completion.finish_reason == "stop"
@@ -278,9 +280,10 @@ def make_choice(completion: Completion, call: Call, tokenizer: Tokenizer, name: 
     if stopped_by is not None:
         text = text[: text.find(stopped_by)]
     calls: list[dict[str, Any]] = []
-    if call.tools and ended:
+    if ended and (call.tools or tool_format in SPECIAL):
+        spoken = text if stopped_by or tool_format not in SPECIAL else tokenizer.spoken(ids, tool_format)
         try:
-            text, parsed = parse_tool_calls(text)
+            text, parsed = parse_tool_calls(spoken, tool_format, call.tools)
         except ValueError:
             parsed = []  # treat all of it as text
         calls = [
@@ -290,7 +293,7 @@ def make_choice(completion: Completion, call: Call, tokenizer: Tokenizer, name: 
                 "type": "function",
                 "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
             }
-            for number, one in enumerate(parsed)
+            for number, one in enumerate(parsed if call.tools else [])
         ]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     message |= {"tool_calls": calls} if calls else {}

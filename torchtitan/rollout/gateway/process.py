@@ -83,6 +83,7 @@ class Gateway:
             "model": config.model.hf_assets_path,
             "chat_template_kwargs": config.rollout.chat_template_kwargs,
             "stop_token_ids": config.rollout.stop_token_ids,
+            "tool_parser": config.environment.tool_parser,
             "name": Path(config.model.hf_assets_path).name,
             "seq_len": config.training.seq_len,
             "max_calls": config.environment.max_turns,

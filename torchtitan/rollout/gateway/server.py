@@ -40,6 +40,7 @@ from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, P
 from torchtitan.rollout.gateway.responses import OpenAIResponses
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.tool_calls import find_format
 from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import HttpSite
 from torchtitan.utils.logs import log_to
@@ -69,6 +70,7 @@ class Settings:
     """Checkpoint directory, with the tokenizer"""
     chat_template_kwargs: dict[str, Any]
     stop_token_ids: list[int]
+    tool_parser: str
     name: str
     """Name of the model, as programs see it"""
     seq_len: int
@@ -157,6 +159,7 @@ class GatewayServer:
         self._settings = Settings(**values)
         self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
+        self._tool_format = find_format(self._settings.tool_parser, self._tokenizer.template_source)
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """Open a new access and return its key."""
@@ -260,7 +263,9 @@ class GatewayServer:
             name, completions = await self._sample(session, prompt_ids, call, call.n)
             choices = []
             for index, completion in enumerate(completions):
-                choice = make_choice(completion, call, self._tokenizer, f"{name}-{index}" if index else name)
+                choice = make_choice(
+                    completion, call, self._tokenizer, f"{name}-{index}" if index else name, self._tool_format
+                )
                 session.remember(name, call, prompt_ids, choice)
                 choices.append(choice)
             answer = Answer(name, self._settings.name, int(time.time()), len(prompt_ids), choices)
