@@ -96,9 +96,11 @@ class EngineMemory:
     def stays(self) -> int:
         return self.staging + self.overhead
 
-    def utilization(self, device_bytes: int) -> float:
-        """The engine's share of a device: vLLM's gpu_memory_utilization."""
-        return min(0.99, -(-1000 * self.total // device_bytes) / 1000)
+    def utilization(self, device_bytes: int, static: bool = False) -> float:
+        """The engine's share of a device: vLLM's gpu_memory_utilization. static: of weights and KV cache alone,
+        SGLang's mem-fraction-static."""
+        taken = self.weights + self.kv_cache if static else self.total
+        return min(0.99, -(-1000 * taken // device_bytes) / 1000)
 
 
 def engine_memory(

@@ -269,6 +269,11 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     kept = memory.parameters + memory.optimizer
     engine = engine_memory(config, QWEN_7B, 80 * GIB, kept, ranks=8)
     assert share_beside_trainer(config) == engine.utilization(80 * GIB)
+    # SGLang's fraction leaves activations and graphs out.
+    config.inference.backend = "sglang"
+    left = share_beside_trainer(config) * 80 * GIB - engine.weights - engine.kv_cache
+    assert 0 <= left < 0.001 * 80 * GIB
+    config.inference.backend = "vllm"
     monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 12 * GIB)
     with pytest.raises(UserError, match="does not fit beside the trainer"):
         share_beside_trainer(config)

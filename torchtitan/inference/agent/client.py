@@ -124,7 +124,7 @@ def share_beside_trainer(config: JobConfig) -> float:
     if memory is None or device_bytes is None:
         return 0.0
     check_fits(config, memory)
-    return memory.utilization(device_bytes)
+    return memory.utilization(device_bytes, static=config.inference.backend == "sglang")
 
 
 def find_python(engine: str, configured: str, key: str = "inference.engine_python") -> str:
