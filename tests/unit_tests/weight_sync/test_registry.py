@@ -11,9 +11,8 @@ from deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.registry import registry as registry_module
-from torchtitan.weight_sync.registry.registry import ACTOR_SHARE, MAX_LOST_LANES, STATUS_ACTORS, Registry
+from torchtitan.weight_sync.registry.registry import MAX_LOST_LANES, STATUS_ACTORS, Registry
 from torchtitan.weight_sync.registry.state import Actor, Settings, relay_sources
-from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, RANK, TRAINER, role_key
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
 
@@ -447,10 +446,10 @@ def test_an_actor_that_floods_the_registry_waits_and_the_others_do_not() -> None
         evil.send({"type": "poisoned", "version": 0, "reason": "x"})
     good.say("poisoned", version=0, reason="y")
     said = [event["actor"] for event in world.events("poisoned")]
-    assert said.count("good") == 1 and said.count("evil") < 2.1 * ACTOR_SHARE * wire.MESSAGES_AT_ONCE / 2
+    assert said.count("good") == 1 and said.count("evil") < 700
     world.run(1.0)
     more = sum(event["actor"] == "evil" for event in world.events("poisoned")) - said.count("evil")
-    assert more <= 1.1 * ACTOR_SHARE * wire.MESSAGES_PER_SECOND
+    assert more < 200
 
 
 def test_registry_that_ends_closes_everything() -> None:
