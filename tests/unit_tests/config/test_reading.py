@@ -189,6 +189,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(values_of(int), max_size=3)
     if kind == list[float]:
         return st.lists(values_of(float), max_size=3)
+    if kind == list[dict[str, Any]]:  # eval.set, whose keys have types of their own
+        return st.sampled_from([[], [{"name": "a"}, {"name": "b", "prompts": 2, "environment": {"max_turns": 3}}]])
     if kind == dict[str, Any]:
         scalars = st.one_of(*map(values_of, (bool, int, float, str)))
         deeper = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | tables(inner), max_leaves=5)
