@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -108,7 +109,7 @@ class CompletionIndex:
             return 1.0
         end = time.monotonic() + seconds
         with self._path.open("rb") as file:
-            status = self._path.stat()
+            status = os.fstat(file.fileno())  # not the path's: a resume may just be replacing the file
             if status.st_ino != self._file or status.st_size < self._place:
                 self._file, self._place, self.entries = status.st_ino, 0, []
             file.seek(self._place)
