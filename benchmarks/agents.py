@@ -59,7 +59,7 @@ from torchtitan.weight_sync.trainer.plan import unique_parameters  # noqa: E402
 
 BARS = {
     "prefill_saved": (">=", 5.0),
-    "gateway_overhead": (">=", 0.85),
+    "gateway_overhead": (">=", 0.9),
     "stale_kv_reads": ("<=", 0.0),
     "episodes_lost": ("<=", 0.0),
     "turns_not_sampled": ("<=", 0.0),

@@ -282,6 +282,13 @@ def has_environment(config: JobConfig) -> bool:
     return bool(config.environment.factory or config.environment.tools) or plays_through_gateway(config)
 
 
+def environment_key(config: JobConfig) -> str:
+    """What the sources have in common that share the processes of an environment; empty without an environment."""
+    # Only the gateway has to know where completions end.
+    ends = config.rollout.stop_token_ids if plays_through_gateway(config) else None
+    return repr((config.environment, ends)) if has_environment(config) else ""
+
+
 def reward_weights(config: JobConfig) -> dict[str, float]:
     """The weight of every reward of all sources by its name: those of the functions, and the environment's own with
     weight 1."""

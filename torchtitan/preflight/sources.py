@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 
 from torchtitan.config.derived import (
+    environment_key,
     environment_name,
     groups_per_batch,
     has_environment,
+    plays_through_gateway,
     reward_weights,
     sources_of,
     weights_of,
 )
+from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import nearest
 from torchtitan.preflight.check import Check
@@ -34,6 +37,13 @@ def check_sources(check: Check) -> None:
     without = not any(has_environment(own) for _, own in sources_of(check.config))
     text = "needs an [environment] or tools, which write between the turns"
     check.refuse("grpo.observation_coefficient", observes and without, text)
+    tasks = tasks_of(check.config).values()
+    gateways = {environment_key(own): own.environment.gateway_port for own in tasks if plays_through_gateway(own)}
+    for port, count in Counter(gateways.values()).items():
+        if port and count > 1:
+            text = f"environment.gateway_port = {port} is that of {count} gateways: sources and evaluation sets whose"
+            text += " [environment] or stop_token_ids differ have one each. Give each its own port, or 0 for a free one"
+            check.say("environment.gateway_port", text)
 
 
 def _problems(config: JobConfig) -> list[str]:

@@ -15,8 +15,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, overload
 
 from torchtitan.config.derived import (
+    environment_key,
     groups_per_batch,
-    has_environment,
     is_colocated,
     plays_through_gateway,
     source_name,
@@ -237,9 +237,8 @@ def make_stages(
     made: dict[str, Stage] = {}
     sources = list(tasks_of(config).items())
     for name, own in sources:
-        # Only the gateway has to know where completions end.
-        key = repr((own.environment, own.rollout.stop_token_ids if plays_through_gateway(own) else None))
-        if not has_environment(own):
+        key = environment_key(own)
+        if not key:
             continue
         if key not in made:
             own = copy.copy(own)

@@ -12,9 +12,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from torchtitan.inference.types import Completion
+from torchtitan.inference.types import Body, Completion
 from torchtitan.rollout.tokenizer import Tokenizer, plain_message
 from torchtitan.rollout.tool_calls import SPECIAL, parse_tool_calls
 
@@ -39,6 +39,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 # As many answers to one call as the OpenAI API allows.
 MAX_ANSWERS = 128
+
+Request = TypeVar("Request", bound=Body)
 
 
 class WrongCall(Exception):
@@ -198,14 +200,16 @@ def stop_texts(data: Mapping[str, Any], name: str) -> list[str]:
     return stop
 
 
-def read_tools(data: Mapping[str, Any], parameters: str) -> tuple[list[dict[str, Any]], int]:
-    """Return (an API's functions as chat templates expect them, the number of other tools, which run at a provider).
+def read_request(
+    data: Mapping[str, Any], kind: type[Request], only: Mapping[str, tuple[Any, ...]], parameters: str
+) -> tuple[Request, list[dict[str, Any]], int]:
+    """Return (the request, its functions as chat templates expect them, the number of tools that run at a provider).
 
-    parameters: the API's name for the schema of a function's parameters. Raises WrongCall.
+    only: see refuse_unsupported. parameters: the API's name for a function's schema. Raises WrongCall.
     """
-    tools = data.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise WrongCall("tools must be a list of objects")
+    refuse_unsupported(data, only)
+    request = kind.read(dict(data), WrongCall)
+    tools = read_tools(data)
     own = [one for one in tools if one.get("type") in (None, "custom", "function") and "format" not in one]
     if wrong := [one for one in own if not isinstance(one.get("name"), str)]:
         raise WrongCall(f"a tool needs a name: {wrong[0]!r:.200}")
@@ -213,7 +217,15 @@ def read_tools(data: Mapping[str, Any], parameters: str) -> tuple[list[dict[str,
         {"name": one["name"], "description": one.get("description") or "", "parameters": one.get(parameters) or {}}
         for one in own
     ]
-    return [{"type": "function", "function": one} for one in functions], len(tools) - len(own)
+    return request, [{"type": "function", "function": one} for one in functions], len(tools) - len(own)
+
+
+def read_tools(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools of a call. Raises WrongCall if they are not objects."""
+    tools = data.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise WrongCall("tools must be a list of objects")
+    return tools
 
 
 def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str | None]:

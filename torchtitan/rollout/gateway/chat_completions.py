@@ -16,6 +16,7 @@ from torchtitan.rollout.gateway.calls import (
     count,
     plain_messages,
     read_tool_choice,
+    read_tools,
     refuse_unsupported,
     stop_texts,
     token_ids,
@@ -29,9 +30,7 @@ class ChatCompletions(Dialect):
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data)
-        tools = data.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-            raise WrongCall("tools must be a list of objects")
+        tools = read_tools(data)
         for one in tools:
             if isinstance(one.get("function"), dict):
                 one["function"].pop("strict", None)  # says how to constrain sampling, and nothing to the policy

@@ -16,9 +16,8 @@ from torchtitan.rollout.gateway.calls import (
     Dialect,
     WrongCall,
     plain_messages,
+    read_request,
     read_tool_choice,
-    read_tools,
-    refuse_unsupported,
 )
 
 ONLY: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
@@ -66,9 +65,7 @@ class AnthropicMessages(Dialect):
     path = "/v1/messages"
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
-        refuse_unsupported(data, ONLY)
-        request = _Request.read(dict(data), WrongCall)
-        functions, left_out = read_tools(data, "input_schema")
+        request, functions, left_out = read_request(data, _Request, ONLY, "input_schema")
         chosen = request.tool_choice or _ToolChoice(type="auto")
         choice = {"any": "required", "tool": {"type": "function", "name": chosen.name}}.get(chosen.type, chosen.type)
         tools, must_call = read_tool_choice(functions, choice)

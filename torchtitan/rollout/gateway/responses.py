@@ -13,11 +13,9 @@ from torchtitan.rollout.gateway.calls import (
     Call,
     Choice,
     Dialect,
-    WrongCall,
     plain_messages,
+    read_request,
     read_tool_choice,
-    read_tools,
-    refuse_unsupported,
 )
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -69,9 +67,7 @@ class OpenAIResponses(Dialect):
     path = "/v1/responses"
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
-        refuse_unsupported(data, ONLY)
-        request = _Request.read(dict(data), WrongCall)
-        functions, left_out = read_tools(data, "parameters")
+        request, functions, left_out = read_request(data, _Request, ONLY, "parameters")
         tools, must_call = read_tool_choice(functions, data.get("tool_choice"))
         # Instructions are those of one call and do not come back with the conversation.
         first = [{"role": "system", "content": request.instructions}] if request.instructions else []
