@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,18 +21,50 @@ from torchtitan.inference.types import GenerateRequest
 from torchtitan.rollout.environments.pool import AgentPool
 from torchtitan.rollout.episodes import AgentPlayer
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
-from torchtitan.rollout.types import Prompt
+from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
 EXAMPLES = ROOT / "examples" / "verifiers"
 EPISODES = 3
 
 
+# In place of docker's command line: notes what it is asked for, and does what verifiers needs of it on this machine.
+DOCKER = """#!{python}
+import json, subprocess, sys
+
+words = sys.argv[1:]
+with open({record!r}, "a") as file:
+    print(json.dumps(words), file=file)
+if words[0] == "run" and "--detach" in words:
+    print("0123456789abcdef")
+elif words[0] == "run":
+    folder = words[words.index("--volume") + 1].partition(":")[0]
+    sys.exit(subprocess.call([sys.executable, "-c", words[-1].replace("/run/vf", folder)]))
+elif words[0] == "inspect":
+    print(json.dumps({{"Env": [], "User": ""}}))
+elif words[0] == "port":
+    print("127.0.0.1:9")
+"""
+
+
 def test_its_episodes_are_recorded_as_they_were_sampled(
     verifiers_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With both runtimes; the options of docker's reach its command line, and its containers do not stay."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{EXAMPLES}")
+    docker, record = tmp_path / "bin" / "docker", tmp_path / "docker.jsonl"
+    docker.parent.mkdir()
+    docker.write_text(DOCKER.format(python=sys.executable, record=str(record)))
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
     asynchronous(play)(verifiers_python, make_chat_model(tmp_path / "model", taught=False), tmp_path / "run")
+    asked = [json.loads(line) for line in record.read_text().splitlines()]
+    began = [words for words in asked if words[0] == "run" and "--detach" in words]
+    names = {words[words.index("--name") + 1] for words in began}
+    assert len(names) == EPISODES
+    for words in began:
+        assert words[words.index("--memory") + 1] == "2.0g" and "some/image:1" in words
+    assert {words[-1] for words in asked if words[0] == "rm"} == names
 
 
 async def play(python: Path, model: Path, run_dir: Path) -> None:
@@ -37,18 +74,27 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
     environment.verifiers, environment.verifiers_python = "weather_env", str(python)
     environment.verifiers_renderer, environment.memory_limit_mb = "qwen3", 8192
     async with playing(config, run_dir, END) as behind:
-        agents = AgentPool(config, EventLog(run_dir / "events.jsonl"), run_dir / "agents.log")
-        await agents.start()
-        try:
-            player = AgentPlayer(config, behind.gateway, agents, Tokenizer(model))
-            behind.sampling.n = EPISODES
-            request = GenerateRequest("verifiers", [], behind.sampling)
-            played = await player.play(Prompt(1, "", [1], {}), request, 0)
-        finally:
-            await agents.close()
-        assert len(played) == EPISODES and not behind.events("environment_failed")
+        behind.sampling.n = EPISODES
+
+        async def group(runtime: str, options: dict[str, Any]) -> list[Trajectory]:
+            own = copy.deepcopy(config)
+            own.environment.verifiers_runtime, own.environment.verifiers_runtime_args = runtime, options
+            agents = AgentPool(own, EventLog(run_dir / "events.jsonl"), run_dir / f"{runtime}.log")
+            await agents.start()
+            try:
+                player = AgentPlayer(own, behind.gateway, agents, Tokenizer(model))
+                return await player.play(Prompt(1, "", [1], {}), GenerateRequest(runtime, [], behind.sampling), 0)
+            finally:
+                await agents.close()
+
+        groups = await asyncio.gather(
+            group("subprocess", {}), group("docker", {"image": "some/image:1", "memory": 2.0})
+        )
+        assert not behind.events("environment_failed")
     tokenizer = Tokenizer(model)
-    for one in played:
+    for played in groups:
+        assert len({tuple(one.branches[0].token_ids) for one in played}) == len(played) == EPISODES
+    for one in (one for played in groups for one in played):
         (branch,) = one.branches
         asked = tokenizer.decode(branch.segments[0].token_ids, skip_special=False)
         # The second of its tasks, and its tool, as verifiers' renderer writes them.
@@ -59,7 +105,6 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
         assert {(span.epoch, span.version) for turn in branch.sampled for span in turn.spans} == {
             (behind.trainer.epoch, 0)
         }
-    assert len({tuple(one.branches[0].token_ids) for one in played}) == EPISODES
 
 
 RENDERERS_FOLLOWING = """
