@@ -1,7 +1,8 @@
 """An environment of an OpenEnv server, spoken to by its WebSocket protocol: its own package need not be installed here.
 
     python examples/openenv/server.py --port 8000             with a Python that has openenv 0.10
-    OPENENV_URL=http://127.0.0.1:8000 PYTHONPATH=examples/openenv ./run_grpo.sh --environment.factory game:Game …
+    OPENENV_URL=http://127.0.0.1:8000 PYTHONPATH=examples/openenv ./run_grpo.sh --environment.factory game:Game \\
+        --environment.network …
 
 Where openenv is installed beside the trainer, its GenericEnvClient does the same.
 """

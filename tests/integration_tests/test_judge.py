@@ -42,6 +42,7 @@ async def test_the_embedded_engine_judges(tmp_path: Path, monkeypatch: pytest.Mo
     model = make_chat_model(tmp_path / "chat", taught=False)
     config = make_config(model)
     config.rewards.functions, config.rewards.timeout_s = ["judge"], PATIENCE_S
+    config.rewards.network = True
     config.judge = Settings(
         url="http://later", model="chat", rubric=str(tmp_path / "rubric.txt"), key_variable="JUDGE_KEY",
         max_tokens=24, timeout_s=PATIENCE_S / 2, max_retries=0,

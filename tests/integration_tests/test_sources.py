@@ -30,7 +30,7 @@ rewards = ["{DIGITS}"]
 [[source]]
 name = "fragile"
 dataset = "%s"
-environment = {{ factory = "tests.fragile_environment:Fragile" }}
+environment = {{ factory = "tests.fragile_environment:Fragile", isolate = false }}
 rewards = []
 required = false
 

@@ -21,7 +21,7 @@ from torchtitan.config.evaluations import EvalSet
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.reference import help_text
 from torchtitan.config.sources import Source, fields_of
-from torchtitan.config.values import OPTIONS, RULE, read_toml, show, value_of_words, without_none
+from torchtitan.config.values import OPTIONS, RULE, read_toml, show, spelled, value_of_words, without_none
 from torchtitan.errors import nearest
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def describe_type(kind: Any) -> str:
     """What values a key of this type takes, in words."""
     kind = without_none(kind)
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
+        return "one of " + ", ".join(map(spelled, get_args(kind)))
     if get_origin(kind) is list:
         return f"a list, each element {describe_type(get_args(kind)[0])}"
     if get_origin(kind) is dict:
@@ -307,7 +307,7 @@ def _value(name: str, words: list[str]) -> Any:
 
 def _scalar(kind: Any, word: str) -> Any:
     if get_origin(kind) is Literal:
-        return next((choice for choice in get_args(kind) if str(choice) == word), word)
+        return next((choice for choice in get_args(kind) if spelled(choice) == word), word)
     if kind is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     try:

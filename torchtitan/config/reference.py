@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 from torchtitan.config.evaluations import EvalSet
 from torchtitan.config.job_config import known_keys
 from torchtitan.config.sources import Source, fields_of
-from torchtitan.config.values import Names, Range, show, without_none
+from torchtitan.config.values import Names, Range, show, spelled, without_none
 
 HEAD = """# Configuration reference
 
@@ -46,13 +46,13 @@ def help_text(program: str) -> str:
     """Every option of the command line of `program`."""
     lines = [f"usage: {program} [--dry-run] [--table.key value …]", ""]
     for name, info in known_keys().items():
-        kind = "|".join(map(str, _choices(info))) or _short_type(info.annotation).upper()
+        kind = "|".join(_choices(info)) or _short_type(info.annotation).upper()
         lines += [f"--{name} {kind}", f"    {_meaning(info)} (default: {_default(info)})"]
     return "\n".join(lines)
 
 
-def _choices(info: FieldInfo) -> tuple[Any, ...]:
-    return get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+def _choices(info: FieldInfo) -> tuple[str, ...]:
+    return tuple(map(spelled, get_args(info.annotation))) if get_origin(info.annotation) is Literal else ()
 
 
 def _short_type(kind: Any) -> str:

@@ -133,9 +133,16 @@ class Rewards:
     memory_limit_mb: Annotated[int, Range(16)] = 2048
     """Address space, in MiB, that a reward worker may use beyond what it starts with"""
 
-    isolate: bool = False
-    """Run the functions without network access, with read-only files, and unable to see other processes (Linux:
-    bubblewrap, or user namespaces)"""
+    isolate: Literal["auto", True, False] = "auto"
+    """Run the functions with read-only files except a scratch folder, without network, unable to see other processes
+    (Linux: bubblewrap, or user namespaces; docs/reliability.md). auto: where that can be had, as the run says at its
+    start"""
+
+    network: bool = False
+    """Isolated functions have this machine's network, which judges need"""
+
+    variables: list[str] = field(default_factory=list)
+    """Environment variables with keys that the functions get; others that look like keys are taken away"""
 
 
 @dataclass(config=TABLE)
@@ -288,6 +295,15 @@ class Environment:
 
     memory_limit_mb: Annotated[int, Range(16)] = 2048
     """Address space, in MiB, that an environment worker may use beyond what it starts with"""
+
+    isolate: Literal["auto", True, False] = "auto"
+    """Run environments, tools and agents as rewards.isolate runs functions; agents reach the gateway all the same"""
+
+    network: bool = False
+    """Isolated programs have this machine's network"""
+
+    variables: list[str] = field(default_factory=list)
+    """Environment variables with keys that the programs get; others that look like keys are taken away"""
 
 
 @dataclass(config=TABLE)

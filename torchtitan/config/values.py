@@ -210,6 +210,11 @@ def show(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007F")
 
 
+def spelled(choice: Any) -> str:
+    """One of a key's values as its documentation writes it, without quotes."""
+    return choice if isinstance(choice, str) else show(choice)
+
+
 def show_key(name: str) -> str:
     """A key as TOML writes it: quoted where it must be."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else show(name)

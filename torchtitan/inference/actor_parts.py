@@ -75,7 +75,7 @@ class ActorProcess(ChildProcess):
         # The name is new every time: an actor that outlived its trainer may still be about to write its port.
         port_file = self._logs / f"{self._name}.{secrets.token_hex(4)}.port"
         environment = child_environment(
-            threads_per_actor(inference), **self._variables, **engine_devices(self._config, self._number)
+            threads_per_actor(inference), secrets=True, **self._variables, **engine_devices(self._config, self._number)
         )
         command = actor_command(self._config, port_file, self._number)
         await self.launch([*command, "--activity-file", str(self._activity_file)], environment)

@@ -38,7 +38,7 @@ from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
-from torchtitan.config.rollout_tables import TOOL_FORMATS
+from torchtitan.config.rollout_tables import TOOL_FORMATS, Environment, Rewards
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
@@ -53,7 +53,7 @@ from torchtitan.preflight.sources import check_sources
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.rewards import BUILTIN
-from torchtitan.rollout.rewards.isolation import isolation_command
+from torchtitan.rollout.workers.isolation import find_isolation
 from torchtitan.utils.child_process import child_environment
 from torchtitan.weight_sync.transports.transport import off_device
 
@@ -360,14 +360,20 @@ def _check_rewards(check: Check) -> None:
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
     _check_judge(check)
-    if rewards.isolate and not check.planning:
-        try:
-            isolation_command()
-        except UserError as error:
-            check.refuse("rewards.isolate", True, str(error))
+    _check_isolation(check, "rewards", rewards)
     judge = evaluation.reward_function if evaluation.enable else ""
     if judge not in ("", environment_name(check.config)) and (problem := reward_problem(judge)):
         check.say("eval.reward_function", f"eval.reward_function: {problem}")
+
+
+def _check_isolation(check: Check, name: str, table: Rewards | Environment) -> None:
+    if not check.planning:
+        try:
+            find_isolation(table.isolate, table.network)
+        except UserError as error:
+            check.refuse(f"{name}.isolate", True, str(error))
+        missing = [one for one in table.variables if one not in os.environ]
+        check.refuse(f"{name}.variables", missing, f"there is no environment variable {', '.join(missing)}")
 
 
 def _check_judge(check: Check) -> None:
@@ -384,11 +390,17 @@ def _check_judge(check: Check) -> None:
     check.refuse("judge.key_variable", unset, "there is no such environment variable: set it to the key of the API")
     text = f"must be less than rewards.timeout_s = {rewards.timeout_s:g}, which covers a group"
     check.refuse("judge.timeout_s", judge.timeout_s >= rewards.timeout_s, text)
-    check.refuse("rewards.isolate", rewards.isolate, "the reward judge needs the network")
+    shut_in = rewards.isolate is not False and not rewards.network
+    check.refuse("rewards.network", shut_in, "must be true: the reward judge needs the network")
 
 
 def _check_environment(check: Check) -> None:
     environment = check.config.environment
+    _check_isolation(check, "environment", environment)
+    shut_in = environment.isolate is not False and not environment.network
+    elsewhere = environment.verifiers and environment.verifiers_runtime != "subprocess"
+    text = f"must be true: environment.verifiers_runtime = {show(environment.verifiers_runtime)} needs the network"
+    check.refuse("environment.network", elsewhere and shut_in, text)
     named = [("factory", "environment", environment.factory), ("tool_parser", "tool parser", environment.tool_parser)]
     if FUNCTION.fullmatch(environment.agent):
         named.append(("agent", "agent", environment.agent))

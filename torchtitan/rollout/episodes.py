@@ -19,10 +19,15 @@ from torchtitan.rollout.gateway.session import COUNTS
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.rollout.worker_process import CallFailed
+from torchtitan.rollout.workers.process import CallFailed
 
 Engines = InferencePool | ColocatedPool
 """Samples completions; if an actor is lost, another one redoes its requests"""
+
+
+# Of an answer that is much longer than what fits, only this many characters per token that fits are encoded at first.
+# Where the text is cut, a few tokens may differ.
+ENCODED_CHARACTERS, CERTAIN_SHARE = 8, 1.5
 
 
 class Player(ABC):
@@ -145,6 +150,8 @@ class EpisodePlayer(Player):
             if reply.done:
                 finish_reason = "stop"
                 break
+            if self._overflows(reply.messages, limit - len(tokens)):
+                break
             if chat:
                 following = self._maker.renderer.following(tokens, reply.messages, self._maker.tools)
             else:
@@ -165,6 +172,13 @@ class EpisodePlayer(Player):
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
         by_turn = rewards if adds_up and any(rewards) else []
         return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn)
+
+    def _overflows(self, messages: list[dict[str, Any]], room: int) -> bool:
+        """Return whether messages have more than `room` tokens already at their beginning. To encode all of an
+        observation of a megabyte would take a second, and nothing else would go on meanwhile."""
+        text = "".join(message["content"] for message in messages)
+        beginning = text[: ENCODED_CHARACTERS * room]
+        return len(beginning) < len(text) and len(self._tokenizer.encode(beginning)) > CERTAIN_SHARE * room
 
 
 class AgentPlayer(Player):

@@ -218,7 +218,7 @@ def make_rollouts(
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    rewards = RewardPool(config, logs / "rewards.log")
+    rewards = RewardPool(config, logs / "rewards.log", run_dir)
     pool: Engines
     if is_colocated(config):
         pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
@@ -250,9 +250,9 @@ def make_stages(
             log_file = run_dir / "logs" / f"environments{number}.log"
             if plays_through_gateway(own):
                 gateway = Gateway(own, pool, events, run_dir, f"gateway{number}")
-                made[key] = Stage(AgentPool(own, events, log_file), gateway)
+                made[key] = Stage(AgentPool(own, events, log_file, run_dir), gateway)
             else:
-                made[key] = Stage(EnvironmentPool(own, events, log_file, template))
+                made[key] = Stage(EnvironmentPool(own, events, log_file, template, run_dir))
         stages[name] = made[key]
     return stages
 

@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import threading
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -39,18 +41,33 @@ LAUNCH_VARIABLE = "TORCHTITAN_LAUNCH"
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHER"
 # Which rank was lost, for those that are started again because of it.
 LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"
+# Environment variables that hold keys, by their names or as an address with a password.
+SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL)S?(_|$)|(^|_)(PASS|AUTH|PAT)(_|$)", re.I)
+SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 PARENT_CHECK_SECONDS = 1.0
 # After SIGTERM the process ends by itself within this time, or is ended.
 EXIT_SECONDS = 5.0
 
 
-def child_environment(threads: int, **extra: str) -> dict[str, str]:
-    """Our environment without torchrun's variables, with this very package importable and `threads` compute threads."""
+def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] = (), **extra: str) -> dict[str, str]:
+    """Return the environment of a process that works for this one: ours with our package importable and `threads`
+    compute threads.
+
+    secrets: names of variables with keys of the user that it needs, True for all of them. Keys of the run are in
+        `extra`, or the process does not get them.
+    """
+
+    def needed(name: str, value: str) -> bool:
+        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value):
+            return True
+        return not name.startswith("TORCHTITAN_") if secrets is True else name in secrets
+
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in (*TORCHRUN_VARIABLES, LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE)
         and not name.startswith("TORCHELASTIC_")
+        and needed(name, value)
     }
     here = str(Path(torchtitan.__file__).parent.parent)
     existing = environment.get("PYTHONPATH")
@@ -84,22 +101,25 @@ class ChildProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def launch(self, command: Sequence[str], environment: Mapping[str, str], pipes: bool = False) -> None:
+    async def launch(
+        self, command: Sequence[str], environment: Mapping[str, str], pipes: bool = False, files: Collection[int] = ()
+    ) -> None:
         """Start it, after its predecessor has been stopped.
 
         pipes: `streams` are its standard input and output, and `output`, not the log file, is what it prints.
+        files: descriptors of open files that it inherits.
         """
         await self.stop()
-        with contextlib.ExitStack() as files:
+        with contextlib.ExitStack() as opened:
             log = None
             if self.log_file is not None and not pipes:
                 self.log_file.parent.mkdir(parents=True, exist_ok=True)
-                log = files.enter_context(self.log_file.open("ab"))
+                log = opened.enter_context(self.log_file.open("ab"))
             # It leads a session of its own: Ctrl-C reaches us alone, and whatever it starts can be ended with it.
             output = PIPE if pipes else log
             begun = asyncio.create_subprocess_exec(
                 *command, stdin=PIPE if pipes else DEVNULL, stdout=output, stderr=output,
-                env=dict(environment), start_new_session=True,
+                env=dict(environment), start_new_session=True, pass_fds=tuple(files),
             )  # fmt: skip
             starting = asyncio.ensure_future(begun)
             try:
@@ -147,9 +167,11 @@ class ChildProcess:
             await process.wait()
             self._kill_group(process)
 
-    def describe_end(self) -> str:
-        """How it has ended."""
+    def describe_end(self, wrapped: bool = False) -> str:
+        """How it has ended. wrapped: another process started it, whose exit code tells the signal that killed it."""
         code = None if self._process is None else self._process.returncode
+        if wrapped and code is not None and code - 128 in set(signal.Signals):
+            code = 128 - code
         if code is not None and code < 0:
             return f"{self._what} was killed by {signal.Signals(-code).name}"
         return f"{self._what} ended with exit code {code}"

@@ -161,7 +161,12 @@ class ServerProcess(Supervised):
             self.process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, json.dumps(told)],
                 pass_fds=self._descriptors,
-                env=child_environment(1, **{wire.TOKEN_VARIABLE: self._token}),
+                # Only files may lie in a bucket, to which the user's keys let in.
+                env=child_environment(
+                    1,
+                    secrets=() if self._told["transport"] in ("tcp", "ipc", "nccl") else True,
+                    **{wire.TOKEN_VARIABLE: self._token},
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -7,12 +7,9 @@ import ctypes
 import mmap
 import os
 import re
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -130,32 +127,6 @@ async def in_pairs(completions: list[str], log_metric: Any, **kwargs: Any) -> li
     log_metric("begun", len(begun))
     log_metric("nothing", float("nan"))
     return [float(text) for text in completions]
-
-
-def reaches(completions: list[str], **kwargs: Any) -> list[float]:
-    """1 for what can be done: write to a file (or to any file system), connect to a port, see a process, undo the
-    isolation."""
-    return [float(_does(*text.split())) for text in completions]
-
-
-def _does(action: str, target: str) -> bool:
-    try:
-        if action == "write":
-            Path(target if target != "own" else f"{os.environ['TMPDIR']}/own").write_text("x")
-        elif action == "connect":
-            socket.create_connection(("127.0.0.1", int(target)), timeout=5).close()
-        elif action == "signal":
-            os.kill(int(target), 0)
-        elif action == "mounted":
-            mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-            own = ("/proc", "/dev", "/run")
-            return any(one[5].startswith(target) for one in mounts if not one[4].startswith(own))
-        else:
-            again = subprocess.run(["unshare", "-rm", "mount", "-o", "remount,bind,rw", target], capture_output=True)
-            return not again.returncode
-    except OSError:
-        return False
-    return True
 
 
 async def async_hang(completions: list[str], **kwargs: Any) -> list[float]:

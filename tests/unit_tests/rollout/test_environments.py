@@ -17,7 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
 from torchtitan.rollout.gateway.process import SessionAccess
-from torchtitan.rollout.worker_process import LOGGED_BYTES, CallFailed
+from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 HERE = "tests.unit_tests.rollout.environment_examples"
@@ -29,6 +29,7 @@ def run(
     factory: str = "",
     tools: tuple[str, ...] = (),
     parser: str = "hermes",
+    isolate: Any = "auto",
 ) -> Any:
     """What `work` does with a pool of two workers."""
     config = JobConfig()
@@ -37,7 +38,7 @@ def run(
     config.environment.tool_parser = parser
     config.environment.tools = [f"{HERE}:{name}" for name in tools]
     config.environment.num_workers, config.environment.step_timeout_s = 2, 2.0
-    config.environment.memory_limit_mb = 512
+    config.environment.memory_limit_mb, config.environment.isolate = 512, isolate
 
     async def with_pool() -> Any:
         pool = EnvironmentPool(config, EventLog(tmp_path / "events.jsonl"), tmp_path / "environments.log")
@@ -219,6 +220,7 @@ def test_nothing_outlives_the_command_that_started_it(tmp_path: Path, ends: str)
     config, mark = JobConfig(), tmp_path / "pid"
     rest = {"itself": "echo 0.5", "with its limit": "wait", "with its worker": "kill -9 $PPID; wait"}[ends]
     config.environment.agent = f"bash -c 'sleep 1000 & echo $! > {mark}; {rest}'"
+    config.environment.isolate = False
 
     async def play() -> Any:
         pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"))
@@ -261,7 +263,7 @@ def test_instances_are_closed_once(tmp_path: Path, leaves: str) -> None:
         if leaves != "with the run":
             await episode.__aexit__()
 
-    run(tmp_path, work, "Closes")
+    run(tmp_path, work, "Closes", isolate=False)
     assert mark.read_text() == "closed"
 
 

@@ -50,6 +50,7 @@ def make_config(folder: Path, **judge: Any) -> JobConfig:
     config = JobConfig()
     config.rewards.functions, config.rewards.timeout_s = ["judge"], PATIENCE_S
     (folder / "rubric.txt").write_text("Short answers are good.")
+    config.rewards.network = True
     config.judge.model, config.judge.rubric = "critic", str(folder / "rubric.txt")
     config.judge.timeout_s = PATIENCE_S / 2
     vars(config.judge).update(judge)
@@ -168,7 +169,7 @@ def test_samples_lose_their_reward_one_by_one_and_nothing_is_remembered_of_failu
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     config = make_config(tmp_path, model="", rubric="nothing.txt", key_variable="NO_SUCH_KEY")
-    config.rewards.timeout_s, config.rewards.isolate = config.judge.timeout_s, True
+    config.rewards.timeout_s, config.rewards.network = config.judge.timeout_s, False
     found = {problem.key for problem in validate(config)}
     keys = ("url", "model", "rubric", "key_variable", "timeout_s")
-    assert {"rewards.isolate", *(f"judge.{key}" for key in keys)} <= found
+    assert {"rewards.network", *(f"judge.{key}" for key in keys)} <= found

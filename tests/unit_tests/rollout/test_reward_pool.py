@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -16,10 +12,10 @@ from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.preflight.validate import draft_of, ready
-from torchtitan.rollout.rewards import isolation, worker
-from torchtitan.rollout.rewards import pool as pool_module
+from torchtitan.rollout.rewards import worker
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
+from torchtitan.rollout.workers import isolation
 
 Result = TypeVar("Result")
 
@@ -111,30 +107,11 @@ def test_async_functions_run_side_by_side_and_not_more_than_allowed() -> None:
     in_pool(make_config("in_pairs", async_calls=2), run)
 
 
-@pytest.mark.parametrize("words", [isolation.BUBBLEWRAP, isolation.NAMESPACES], ids=lambda words: words[0])
-def test_isolated_functions_reach_nothing(words: tuple[str, ...], tmp_path: Path, monkeypatch: Any) -> None:
-    if shutil.which(words[0]) is None:
-        pytest.skip(f"{words[0]} is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        attempts = [f"write {tmp_path}/x", f"connect {server.getsockname()[1]}", f"signal {os.getpid()}"]
-        results, _ = score(make_config("reaches"), (PROMPT, completions_of(*attempts, "mounted rw")))
-        assert totals(results[0]) == [1.0, 1.0, 1.0, 1.0]
-        monkeypatch.setattr(pool_module, "isolation_command", lambda: words)
-        results, _ = score(
-            make_config("reaches", isolate=True),
-            (PROMPT, completions_of(*attempts, "mounted rw", "undo /", "write own")),
-        )
-    assert totals(results[0]) == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-
-
 def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    isolation.isolation_command.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match="rewards.isolate.*bwrap is not installed; unshare is not installed"):
-            ready(draft_of({}, {"rewards.isolate": True}))
-    finally:
-        isolation.isolation_command.cache_clear()
+    monkeypatch.setattr(isolation, "problem_of", lambda tool: f"{tool} is not installed")
+    with pytest.raises(ConfigError, match="rewards.isolate.*bwrap is not installed; unshare is not installed"):
+        ready(draft_of({}, {"rewards.isolate": True}))
+    assert isolation.find_isolation("auto", False)[1].startswith("not isolated: this system cannot")
 
 
 DIE = ("crash", "segfault", "interrupt")

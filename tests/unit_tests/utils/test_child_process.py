@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,3 +137,18 @@ def test_children_do_not_see_torchruns_rendezvous(monkeypatch: pytest.MonkeyPatc
     environment = child_environment(2, TOKEN="secret")
     assert environment["OMP_NUM_THREADS"] == "2" and environment["TOKEN"] == "secret"
     assert "MASTER_ADDR" not in environment and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def test_children_get_the_keys_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "MY_AUTH", "PROXY", "TORCHTITAN_ACTOR_TOKEN"}
+    for name in keys:
+        monkeypatch.setenv(name, "http://me:word@host" if name == "PROXY" else "x")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+    def given(**options: Any) -> set[str]:
+        return keys & set(child_environment(1, **options))
+
+    assert given() == set() and "TOKENIZERS_PARALLELISM" in child_environment(1)
+    assert given(secrets=["HF_TOKEN"]) == {"HF_TOKEN"}
+    assert given(secrets=True) == keys - {"TORCHTITAN_ACTOR_TOKEN"}
+    assert given(TORCHTITAN_ACTOR_TOKEN="y") == {"TORCHTITAN_ACTOR_TOKEN"}

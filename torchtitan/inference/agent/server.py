@@ -224,7 +224,8 @@ class RunningAgent:
         else:
             command, extra = self._engine.command(options)
             print(f"engine: {shlex.join(command)}", flush=True)
-            environment = child_environment(options.threads, **extra, **{options.token_env: self._token})
+            own = {**extra, options.token_env: self._token}
+            environment = child_environment(options.threads, secrets=True, **own)
             self._process = ChildProcess("the engine", arguments.log_file)
             await self._process.launch(command, environment)
             port = await self._process.read_port(options.port_file, deadline)

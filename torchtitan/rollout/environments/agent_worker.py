@@ -1,4 +1,4 @@
-"""An agent worker process, with messages as in inside_worker.py and any number of concurrent episodes.
+"""An agent worker process, with messages as in workers/inside.py and any number of concurrent episodes.
 
 The set-up has either {"agent"}, which is `package.module:function` or a command line, or {"taskset", "harness",
 "renderer", "model", "max_turns"}. In the second case, this process runs in verifiers' own environment and needs none of
@@ -24,14 +24,16 @@ import os
 import re
 import shlex
 import signal
+import tempfile
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.environments.worker import allow_for_a_thread, read_number
-from torchtitan.rollout.inside_worker import run, without_stop_iteration
+from torchtitan.rollout.workers.inside import run, without_stop_iteration
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 # The number of synchronous functions that run at a time.
@@ -103,6 +105,14 @@ async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, An
     environment = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     # Anthropic's libraries append /v1 themselves.
     environment |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        environment["TMPDIR"] = scratch
+        if not os.access(Path.home(), os.W_OK):  # we are isolated
+            environment["HOME"] = scratch
+        return await _run_in(environment, words, message)
+
+
+async def _run_in(environment: dict[str, str], words: list[str], message: dict[str, Any]) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
         *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
         # It gets its own process group, to be killed with its children. It stays in our session, to end with us.

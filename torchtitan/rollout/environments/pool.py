@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import find_python
 from torchtitan.rollout.gateway.process import SessionAccess
 from torchtitan.rollout.tool_calls import find_format
-from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_all
+from torchtitan.rollout.workers.door import Door
+from torchtitan.rollout.workers.isolation import find_isolation
+from torchtitan.rollout.workers.process import CallFailed, WorkerProcess, start_all
 from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
@@ -71,9 +74,22 @@ class EnvironmentPool:
     _python: str | None = None
     """The interpreter that runs the workers, if not ours"""
 
-    def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None, template: str = ""):
-        """template: the chat template, which shows how tool calls are written."""
-        self._config, self._events, self._log_file = config.environment, events, log_file
+    def __init__(
+        self,
+        config: JobConfig,
+        events: EventLog,
+        log_file: Path | None = None,
+        template: str = "",
+        run_dir: Path | None = None,
+    ):
+        """template: the chat template, which shows how tool calls are written; run_dir: the run's folder, which
+        isolated programs do not see.
+
+        Raises UserError if environment.isolate = true is not possible here.
+        """
+        self._config, self._events, self._log_file, self._run_dir = config.environment, events, log_file, run_dir
+        self._isolation, self._shut_in = find_isolation(self._config.isolate, self._config.network)
+        self._visible: list[str] = []
         self.tool_format = find_format(self._config.tool_parser, template)
         self._setup = {
             "factory": self._config.factory,
@@ -98,6 +114,7 @@ class EnvironmentPool:
         self._hosts = [self._new_host() for _ in range(self._config.num_workers)]
         await start_all(host.process for host in self._hosts)
         self.tools = self._hosts[0].process.about.get("tools", [])
+        logger.info("%ss are %s", self.what, self._shut_in)
 
     async def close(self) -> None:
         """Stop all workers, after closing their instances within a deadline."""
@@ -127,8 +144,14 @@ class EnvironmentPool:
 
     def _new_host(self) -> _Host:
         module = f"torchtitan.rollout.environments.{self.module}"
-        process = WorkerProcess(self.what, module, self._setup, self._log_file, self._flooded, python=self._python)
+        process = WorkerProcess(
+            self.what, module, self._setup, self._log_file, self._flooded, self._python, self._isolation,
+            self._visible, self._run_dir, self._config.variables, door=self._new_door(),
+        )  # fmt: skip
         return _Host(process)
+
+    def _new_door(self) -> Door | None:
+        return None
 
     async def call(self, host: _Host, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Call a worker for an episode. Raises CallFailed, after counting and reporting it."""
@@ -195,7 +218,11 @@ class Episode:
 
     async def run(self, row: dict[str, Any], index: int, access: SessionAccess, timeout_s: float) -> float | None:
         """Let an agent play the whole episode, and return its reward."""
-        reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=access.base_url, key=access.key)
+        url, process = access.base_url, self._host.process
+        if process.door is not None and access.address is not None:
+            process.door.target = access.address
+            url = f"http://127.0.0.1:{process.about['port']}/v1"
+        reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=url, key=access.key)
         self._finished = True
         return reply["reward"]
 
@@ -208,11 +235,13 @@ class AgentPool(EnvironmentPool):
 
     module, what = "agent_worker", "the agent worker"
 
-    def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None):
-        """Raises UserError if verifiers is needed but not installed."""
-        super().__init__(config, events, log_file)
+    def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None, run_dir: Path | None = None):
+        """Raises UserError if verifiers is needed but not installed, or if isolation is not possible but required."""
+        super().__init__(config, events, log_file, run_dir=run_dir)
         environment = config.environment
         self._setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
+        # The files of a command line, and verifiers' tokenizer.
+        self._visible = [*shlex.split(environment.agent), config.model.hf_assets_path]
         if environment.verifiers:
             self._python = find_python("verifiers", environment.verifiers_python, "environment.verifiers_python")
             self._setup |= {
@@ -225,3 +254,6 @@ class AgentPool(EnvironmentPool):
                 # Do not add our import paths, which have other versions of the same packages.
                 "path": [str(Path.cwd())],
             }
+
+    def _new_door(self) -> Door | None:
+        return Door() if self._isolation is not None and not self._isolation.network else None

@@ -1,4 +1,4 @@
-"""An environment worker process, with messages as in inside_worker.py and any number of concurrent episodes.
+"""An environment worker process, with messages as in workers/inside.py and any number of concurrent episodes.
 
 The set-up has {"factory", "tools", "parser", "longest"}; its reply has {"tools"}, the schemas of the tools.
 Messages have {"episode": number, "do": …} with
@@ -33,8 +33,8 @@ from typing import Any
 import pydantic
 
 from torchtitan.errors import UserError, load_object
-from torchtitan.rollout.inside_worker import run, without_stop_iteration
 from torchtitan.rollout.tool_calls import FORMATS, ToolCall, parse_tool_calls
+from torchtitan.rollout.workers.inside import run, without_stop_iteration
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
 # An argument in a Google-style docstring: `    name (type): description`.

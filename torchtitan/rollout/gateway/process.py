@@ -46,6 +46,8 @@ class SessionAccess:
     session: str
     base_url: str
     key: str
+    address: tuple[str, int] | None = None
+    """Host and port at which the gateway listens on this machine, for programs that are isolated from the network"""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Gateway:
         self.statistics: Counter[str] = Counter({"starts": 0, "late_calls": 0})
         self.url = ""
         """Where programs reach it"""
+        self._address: tuple[str, int] | None = None
 
     async def open(
         self,
@@ -120,7 +123,7 @@ class Gateway:
         peer = await self._connected()
         opening = {"sampling": asdict(sampling), "min_version": min_version, "shares": shares}
         key = await self._order(peer.call("open", session=session, many=many, **opening))
-        return SessionAccess(session, f"{self.url}/v1", str(key))
+        return SessionAccess(session, f"{self.url}/v1", str(key), self._address)
 
     async def end(self, session: str) -> SessionRecord:
         """End a session, or all sessions of a key that was opened with `many`; later calls are refused.
@@ -166,7 +169,8 @@ class Gateway:
         self.statistics["starts"] += 1
         await self._process.launch(command, child_environment(1, **{TOKEN_ENV: self._token}))
         port = await self._process.read_port(self._port_file, time.monotonic() + START_TIMEOUT_S)
-        own = base_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        self._address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        own = base_url(*self._address)
         self.url = self._environment.gateway_url.rstrip("/").replace("{port}", str(port)) or own
         self._http = aiohttp.ClientSession()
         headers = {"Authorization": f"Bearer {self._token}"}

@@ -16,9 +16,9 @@ from torchtitan.config.derived import environment_name, reward_weights
 from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
-from torchtitan.rollout.rewards.isolation import isolation_command
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.rollout.worker_process import CallFailed, WorkerProcess, start_all
+from torchtitan.rollout.workers.isolation import find_isolation
+from torchtitan.rollout.workers.process import CallFailed, WorkerProcess, start_all
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,10 @@ class RewardPool:
     timed out, and workers that were restarted.
     """
 
-    def __init__(self, config: JobConfig, log_file: Path | None = None):
-        """Raises UserError for an unknown function, or if rewards.isolate is not possible here."""
+    def __init__(self, config: JobConfig, log_file: Path | None = None, run_dir: Path | None = None):
+        """run_dir: the run's folder, which isolated functions do not see.
+
+        Raises UserError for an unknown function, or if rewards.isolate = true is not possible here."""
         rewards = config.rewards
         self._sources = tasks_of(config)
         named = [name for own in self._sources.values() for name in own.rewards.functions]
@@ -53,14 +55,18 @@ class RewardPool:
         self._all_functions = [name for name in dict.fromkeys(named) if name and name not in owns]
         self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
-        isolated_by = isolation_command() if rewards.isolate else ()
+        isolation, self._shut_in = find_isolation(rewards.isolate, rewards.network)
+        judge = config.judge
 
         def new_worker(functions: Sequence[str], side_by_side: bool) -> WorkerProcess:
             limit = rewards.memory_limit_mb
             setup = {"functions": functions, "side_by_side": side_by_side, "memory_limit_mb": limit}
-            setup |= {"judge": vars(config.judge)}
-            module = "torchtitan.rollout.rewards.worker"
-            return WorkerProcess("the reward worker", module, setup, log_file, isolated_by=isolated_by)
+            setup |= {"judge": vars(judge)}
+            return WorkerProcess(
+                "the reward worker", "torchtitan.rollout.rewards.worker", setup, log_file, isolation=isolation,
+                visible=[judge.rubric], run_dir=run_dir, secrets=[*rewards.variables, judge.key_variable],
+                table="rewards",
+            )  # fmt: skip
 
         self._workers = [new_worker(self._all_functions, False) for _ in range(rewards.num_workers)]
         self._shared = new_worker(sorted(self._async), True) if self._async else None
@@ -76,6 +82,7 @@ class RewardPool:
     async def start(self) -> None:
         """Start all workers. Raises UserError if they cannot start."""
         await start_all(self._every_worker())
+        logger.info("rewards are %s", self._shut_in)
         for worker in self._workers:
             self._free.put_nowait(worker)
 

@@ -1,4 +1,4 @@
-"""A reward worker process, with messages as in inside_worker.py.
+"""A reward worker process, with messages as in workers/inside.py.
 
 The set-up has {"functions": [names], "side_by_side": boolean, "judge": the table [judge]}. A call is {"function": name,
 "samples": {…}, "state": {…}, "timeout_s": seconds}, and its reply is {"values": [number or null], "invalid": [indices],
@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.rollout.inside_worker import protect, read_message, serve, set_up, write_message
 from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward
+from torchtitan.rollout.workers.inside import protect, read_message, serve, set_up, write_message
 
 # Characters of a value in a column of completions.jsonl.
 MAX_EXTRA_CHARACTERS = 4000

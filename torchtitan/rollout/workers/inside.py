@@ -16,12 +16,16 @@ import signal
 import struct
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from torchtitan.errors import UserError
+from torchtitan.rollout.workers.door import hand_over
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
+# A longer message is a mistake or an attack on the parent's memory.
+MAX_MESSAGE_BYTES = 1 << 26
 
 Loaded = TypeVar("Loaded")
 
@@ -47,11 +51,14 @@ def protect() -> tuple[BinaryIO, BinaryIO]:
     """Make this process a worker and return (messages, replies).
 
     Output of user code goes to standard error, and its standard input is empty. A process that it forks can neither
-    read nor answer our messages. The worker ends with its parent.
+    read nor answer our messages. The worker ends with its parent, and before it where memory runs out.
     """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         # The kernel kills this process, since a hung function would not notice the parent's end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        with contextlib.suppress(OSError):  # where there is no /proc
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -85,6 +92,9 @@ def read_message(file: BinaryIO) -> Any:
 def write_message(file: BinaryIO, message: dict[str, Any]) -> None:
     # A user's parser may return arguments of any type; without a reply the episode would hang.
     data = json.dumps(message, default=str).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        text = f"ValueError: what it returned has {len(data)} bytes, {MAX_MESSAGE_BYTES} are allowed"
+        data = json.dumps({"error": text, "id": message.get("id")}).encode()
     file.write(HEADER.pack(len(data)) + data)
     file.flush()
 
@@ -94,8 +104,9 @@ def set_up(
 ) -> Loaded | None:
     """Read the set-up, import the user's code with `load`, and limit the memory. Return None if the worker must end.
 
-    The set-up has `path` (folders to import from) and `memory_limit_mb`. `load` turns it into the value that is
-    returned here and a dictionary that is sent to the parent.
+    The set-up has `path` (folders to import from), `memory_limit_mb`, and `door` where the process is isolated (a
+    descriptor, see door.py). `load` turns it into the value that is returned here and a dictionary that is sent to the
+    parent.
     """
     setup = read_message(incoming)
     if setup is None:
@@ -107,6 +118,8 @@ def set_up(
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         write_message(outgoing, {"error": text})
         return None
+    if "door" in setup:
+        about = {**about, "port": hand_over(setup["door"])}
     limit_memory(setup["memory_limit_mb"])
     write_message(outgoing, {"ready": True, **about})
     return loaded

@@ -1,0 +1,155 @@
+"""The red team (tests/red_team.py) in isolated workers: what it attempts is refused or bounded, and calls go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import torchtitan
+from tests.patience import PATIENCE_S
+from tests.trajectories import answer
+from torchtitan.config.job_config import JobConfig
+from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
+from torchtitan.rollout.gateway.process import SessionAccess
+from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.types import Prompt
+from torchtitan.rollout.workers import isolation, process
+from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
+from torchtitan.utils.json_lines import EventLog
+
+MARK = "the-key-of-the-run"
+
+
+@pytest.fixture
+def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What the red team looks for: a run with a key, a home, and sockets that listen."""
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))  # /tmp would be hidden as a whole
+    run, home = folder / "run", folder / "home"
+    (home / ".ssh").mkdir(parents=True)
+    run.mkdir()
+    for file in (run / "journal.jsonl", home / ".ssh" / "id"):
+        file.write_text(MARK)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("SOME_API_KEY", MARK)
+    monkeypatch.setenv("PROXY", f"http://me:{MARK}@proxy")
+    abstract, path = f"\0{tmp_path}", str(tmp_path / "socket")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as one,
+        socket.socket(socket.AF_UNIX) as two,
+    ):
+        for listener, address in ((one, abstract), (two, path)):
+            listener.bind(address)
+            listener.listen()
+        yield {
+            "pid": os.getpid(), "mark": MARK, "run": str(run), "home": str(home), "abstract": abstract, "socket": path,
+            "code": str(Path(torchtitan.__file__).parent), "port": server.getsockname()[1],
+        }  # fmt: skip
+    shutil.rmtree(folder)
+
+
+def config_with(tool: str, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    if problem := isolation.problem_of(tool):
+        pytest.skip(problem)
+    monkeypatch.setattr(isolation, "NAMES", {tool: tool})
+    config = JobConfig()
+    config.rewards.functions, config.environment.num_workers = ["tests.red_team:reward"], 1
+    return config
+
+
+async def said_by_reward(config: JobConfig, run: Path, *texts: str) -> list[Any]:
+    """What each text's attempts reached, or why they have no reward."""
+    pool = RewardPool(config, run.parent / "rewards.log", run)
+    said: list[Any] = []
+    try:
+        await pool.start()
+        for text in texts:
+            completion = answer([1, 7], text)
+            ((total, _),) = await pool.score(Prompt(0, "", [1], {}), [completion])
+            said.append(pool.last_failure if total is None else completion.extra["said"])
+    finally:
+        await pool.close()
+    return said
+
+
+async def said_by(kind: str, config: JobConfig, run: Path, *texts: str) -> list[Any]:
+    events, log_file = EventLog(run.parent / "events.jsonl"), run.parent / "environments.log"
+    config.environment.tools = ["tests.red_team:tool"] if kind == "tool" else []
+    config.environment.factory = "tests.red_team:Environment" if kind == "environment" else ""
+    agents = {"agent": "tests.red_team:agent", "command": f"{sys.executable} -m tests.red_team"}
+    config.environment.agent = agents.get(kind, "")
+    pool = (AgentPool if kind in agents else EnvironmentPool)(config, events, log_file, run_dir=run)
+    said: list[Any] = []
+    try:
+        await pool.start()
+        for text in texts:
+            async with await pool.episode() as episode:
+                try:
+                    if kind in agents:
+                        row = json.loads(text)
+                        access = SessionAccess("", "http://outside/v1", "key", ("127.0.0.1", row["port"]))
+                        said.append(await episode.run(row, 0, access, PATIENCE_S))
+                        continue
+                    await episode.reset({})
+                    call = {"name": "tool", "arguments": {"about": text}}
+                    turn = f"<tool_call>\n{json.dumps(call)}\n</tool_call>" if kind == "tool" else text
+                    said.append((await episode.act(turn)).messages[0]["content"])
+                except CallFailed as failure:
+                    said.append(str(failure))
+    finally:
+        await pool.close()
+    return said
+
+
+@pytest.mark.parametrize("tool", isolation.NAMES)
+@pytest.mark.parametrize("kind", ["reward", "tool", "environment", "agent", "command"])
+def test_nothing_is_reached(kind: str, tool: str, about: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, run, text = config_with(tool, monkeypatch), Path(about["run"]), json.dumps(about)
+    working = said_by_reward(config, run, text) if kind == "reward" else said_by(kind, config, run, text)
+    assert asyncio.run(asyncio.wait_for(working, PATIENCE_S)) in (["[]"], [0.0])
+
+
+def test_without_isolation_it_is_reached(about: dict[str, Any]) -> None:
+    """The attempts are real: without isolation most of them succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.red_team"], input=json.dumps(about), capture_output=True, text=True, check=True,
+        env={**os.environ, "OPENAI_BASE_URL": f"http://127.0.0.1:{about['port']}"},
+    )  # fmt: skip
+    assert float(done.stdout) > 12 and "signal the trainer" in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("attempt", "word"),
+    [
+        ("fill /tmp", "No space left"), ("fill /dev/shm", "No space left"), ("print 1 GB", "done"),
+        ("return 80 MB", "are allowed"), ("forge a message of 4 GiB", "it sent 4294967295 bytes at once"),
+        ("fork for ever", "more than 100 processes"), ("eat all memory, with its limit lifted", "MiB of memory"),
+        ("leave a process behind", "done"), ("kill all it can", ""), ("hang", "no answer within"),
+    ],
+)  # fmt: skip
+def test_what_it_costs_is_bounded(
+    attempt: str, word: str, about: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = next((one for one in isolation.NAMES if not isolation.problem_of(one)), "bwrap")
+    monkeypatch.setattr(isolation, "SCRATCH_BYTES", 1 << 24)
+    monkeypatch.setattr(process, "MAX_PROCESSES", 100)
+    monkeypatch.setattr(process, "MEMORY_SHARE", 0.02)
+    config, run = config_with(tool, monkeypatch), Path(about["run"])
+    config.rewards.timeout_s = 2.0 if attempt == "hang" else PATIENCE_S
+    said = asyncio.run(asyncio.wait_for(said_by_reward(config, run, attempt, json.dumps(about)), PATIENCE_S))
+    assert word in said[0] and said[1] == "[]", said
+    log_file = run.parent / "rewards.log"
+    assert not log_file.exists() or log_file.stat().st_size <= LOGGED_BYTES
+    assert not any("left-behind" in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))

@@ -1,0 +1,1 @@
+"""Processes that run other people's code: rewards, tools, environments and agents."""

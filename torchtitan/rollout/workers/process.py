@@ -1,0 +1,296 @@
+"""The parent's side of a process that runs other people's code: calls with deadlines, and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from torchtitan.errors import UserError
+from torchtitan.rollout.workers.door import Door
+from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES
+from torchtitan.rollout.workers.isolation import SCRATCH, Isolation
+from torchtitan.utils.child_process import ChildProcess, child_environment
+from torchtitan.utils.machine import host_memory
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+MAX_START_ATTEMPTS = 3
+STOP_TIMEOUT_S = 2.0
+# The number of bytes of a process's output that are kept.
+LOGGED_BYTES = 1 << 20
+# A process and what it starts are killed when there are more of them (RLIMIT_NPROC does not hold for root), or when all
+# together have more than this share of the memory.
+MAX_PROCESSES = 512
+MEMORY_SHARE = 0.5
+WATCH_INTERVAL_S = 0.5
+# What errors say that come from the isolation, and the key that helps.
+CAUSES = {
+    "network = true": ("Network is unreachable", "name resolution", "Name or service not known", "Connect call failed",
+                "Connection refused", "Cannot connect", "Connection error"),
+    "isolate = false": ("Read-only file system", "No space left on device"),
+}  # fmt: skip
+
+
+class CallFailed(Exception):
+    """A call that failed. `kind` is timeout, crash or exception."""
+
+    def __init__(self, kind: str, reason: str):
+        super().__init__(reason)
+        self.kind = kind
+
+
+class WorkerProcess:
+    """Runs `python -m module`, set up with `setup`. Belongs to one asyncio loop.
+
+    Any number of calls may be in flight. A call that misses its deadline does not stop the process, because its other
+    calls may continue; the owner decides. If the process ends, all calls fail.
+
+    Args:
+        what: the process's name in messages, such as "the reward worker".
+        setup: the first message, see workers/inside.py; the folders to import from are added.
+        log_file: the process's output is appended to it, up to a limit.
+        flooded: called once when the output exceeds that limit.
+        python: the interpreter that runs it, by default ours.
+        isolation: what isolates it; None for nothing.
+        visible: files and folders that it must be able to read.
+        run_dir: the run's folder, which it must not see.
+        secrets: names of environment variables with keys that it gets.
+        table: its table of the configuration, for messages.
+        door: its way to the gateway, if it has no network.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        module: str,
+        setup: dict[str, Any],
+        log_file: Path | None = None,
+        flooded: Callable[[], None] = lambda: None,
+        python: str | None = None,
+        isolation: Isolation | None = None,
+        visible: Iterable[str | Path] = (),
+        run_dir: Path | None = None,
+        secrets: Collection[str] = (),
+        table: str = "environment",
+        door: Door | None = None,
+    ):
+        self._what, self._log_file, self._flooded = what, log_file, flooded
+        python = python or sys.executable
+        self._setup = {"path": sys.path, **setup}
+        self._command = [python, "-m", module]
+        self._isolation, self._secrets, self._table = isolation, secrets, table
+        if isolation is not None:
+            visible = [*visible, *sys.path, Path.cwd(), sys.prefix, sys.base_prefix, Path(python).parent.parent]
+            hidden = [] if run_dir is None else [run_dir]
+            self._command = [*isolation.command(visible, hidden), *self._command]
+        self.door = door
+        self._process = ChildProcess(what, log_file)
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reason = ""
+        self.about: dict[str, Any] = {}
+        """Its reply to the set-up"""
+        self.starts = 0
+        """How often it was started"""
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    async def start(self) -> None:
+        """(Re)start the process. Raises UserError after MAX_START_ATTEMPTS, or if it cannot load its code."""
+        environment = child_environment(threads=1, secrets=self._secrets)
+        if self._isolation is not None:
+            environment["TMPDIR"] = SCRATCH[0]
+        reason = ""
+        for _ in range(MAX_START_ATTEMPTS):
+            await self.stop()
+            self.starts, self._reason = self.starts + 1, ""
+            with contextlib.ExitStack() as files:
+                setup, inherited = dict(self._setup), []
+                if self.door is not None:
+                    theirs = files.enter_context(self.door.new())
+                    setup["door"] = theirs.fileno()
+                    inherited.append(theirs.fileno())
+                await self._process.launch(self._command, environment, pipes=True, files=inherited)
+            self._tasks = [asyncio.create_task(self._read_output())]
+            try:
+                reply = await asyncio.wait_for(self._introduce(setup), START_TIMEOUT_S)
+                if self.door is not None and "error" not in reply:
+                    await self.door.open()
+            except asyncio.TimeoutError:
+                reason = f"not ready within {START_TIMEOUT_S:g} s"
+            except (OSError, asyncio.IncompleteReadError):
+                await self.stop()
+                reason = self._describe_end()
+            else:
+                if "error" in reply:
+                    await self.stop()
+                    raise UserError(f"{self._what} could not load its code: {self._explained(reply['error'])}")
+                self.about = reply
+                self._tasks += [asyncio.create_task(self._read_replies()), asyncio.create_task(self._watch())]
+                return
+        where = f", see {self._log_file}" if self._log_file else ""
+        raise UserError(f"{self._what} does not start ({MAX_START_ATTEMPTS} attempts, last: {reason}){where}")
+
+    async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a message and return its reply. Raises CallFailed."""
+        number = next(self._numbers)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({**message, "id": number})
+            reply = await asyncio.wait_for(future, timeout_s)
+        except asyncio.TimeoutError:
+            raise CallFailed("timeout", f"no answer within {timeout_s:g} s") from None
+        except OSError as error:
+            reason = f"{self._what} has ended" if self.alive else self._describe_end()
+            raise CallFailed("crash", reason) from error
+        finally:
+            self._calls.pop(number, None)
+        if "error" in reply:
+            raise CallFailed("exception", self._explained(reply["error"]))
+        return reply
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message that has no reply; it is lost if the process has ended."""
+        with contextlib.suppress(OSError):
+            self._send(message)
+
+    async def stop(self) -> None:
+        """Kill the process and its children; none of them has state to save. Never takes long."""
+        await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
+        if self.door is not None:
+            await self.door.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._fail_calls(f"{self._what} was stopped")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        to_worker, _ = self._process.streams
+        if to_worker.is_closing() or not self.alive:
+            raise ConnectionError(f"{self._what} has ended")
+        data = json.dumps(message, default=str).encode()
+        # No drain: the owner bounds the calls in flight, and a worker that does not read misses its deadline.
+        to_worker.write(HEADER.pack(len(data)) + data)
+
+    async def _introduce(self, setup: dict[str, Any]) -> dict[str, Any]:
+        self._send(setup)
+        return await self._receive()
+
+    async def _receive(self) -> dict[str, Any]:
+        _, from_worker = self._process.streams
+        (length,) = HEADER.unpack(await from_worker.readexactly(HEADER.size))
+        if length > MAX_MESSAGE_BYTES:
+            self._reason = f"{self._what} was stopped: it sent {length} bytes at once, {MAX_MESSAGE_BYTES} are allowed"
+            raise ConnectionError(self._reason)
+        return json.loads(await from_worker.readexactly(length))
+
+    async def _read_replies(self) -> None:
+        try:
+            while True:
+                reply = await self._receive()
+                future = self._calls.get(reply.pop("id"))
+                if future is not None and not future.done():
+                    future.set_result(reply)
+        except (OSError, ValueError, KeyError, AttributeError, asyncio.IncompleteReadError) as error:
+            # The process has ended, or its output is corrupt and cannot be resynchronised.
+            if not isinstance(error, asyncio.IncompleteReadError | OSError):
+                self._reason = f"{self._what} was stopped: it sent something that is not a reply ({error!r})"
+            await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
+            self._fail_calls(self._describe_end())
+
+    async def _watch(self) -> None:
+        """Kill the process once it and what it has started take too much of the machine."""
+        limit = int(MEMORY_SHARE * host_memory().limit)
+        while self.alive and self._process.pid is not None:
+            processes = _processes(self._process.pid)
+            excess = f"more than {MAX_PROCESSES} processes" if len(processes) > MAX_PROCESSES else ""
+            # Counting what is shared once takes longer.
+            if sum(map(_own_bytes, processes)) > limit and sum(map(_proportional_bytes, processes)) > limit:
+                excess = f"more than {limit >> 20} MiB of memory"
+            if excess:
+                self._reason = f"{self._what} was stopped: its processes were, or had, {excess}"
+                await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
+                return
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _fail_calls(self, reason: str) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(CallFailed("crash", reason))
+
+    def _describe_end(self) -> str:
+        return self._reason or self._process.describe_end(wrapped=self._isolation is not None)
+
+    def _explained(self, error: str) -> str:
+        """Return an error of the user's code, with the key that helps if the isolation may have caused it."""
+        if self._isolation is None:
+            return error
+        for setting, causes in CAUSES.items():
+            if any(cause in error for cause in causes) and not (self._isolation.network and "network" in setting):
+                return f"{error} (it is isolated: {self._table}.{setting} would change that)"
+        return error
+
+    async def _read_output(self) -> None:
+        """Keep the beginning of the output; the rest must not fill the disk."""
+        output = self._process.output
+        left = LOGGED_BYTES
+        while data := await output.read(1 << 16):
+            if self._log_file is None:
+                sys.stderr.buffer.write(data[:left])
+            else:
+                with self._log_file.open("ab") as log:
+                    log.write(data[:left])
+            if left > 0 >= left - len(data):
+                self._flooded()
+            left = max(0, left - len(data))
+
+
+def _processes(pid: int) -> list[str]:
+    """Return a process and those that descend from it (Linux); not much more than MAX_PROCESSES of them."""
+    found = [str(pid)]
+    for one in found:  # it grows
+        with contextlib.suppress(OSError):  # one has ended, or there is no /proc
+            for thread in os.listdir(f"/proc/{one}/task"):
+                found += Path(f"/proc/{one}/task/{thread}/children").read_text(encoding="ascii").split()
+        if len(found) > MAX_PROCESSES:
+            break
+    return found
+
+
+def _own_bytes(pid: str) -> int:
+    """Return the memory of a process that is of no file."""
+    with contextlib.suppress(OSError):
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split())
+        return (resident - shared) * resource.getpagesize()
+    return 0
+
+
+def _proportional_bytes(pid: str) -> int:
+    """Return the same, where what several processes have in common counts as a part for each."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+async def start_all(workers: Iterable[WorkerProcess]) -> None:
+    """Start workers concurrently. Raises the first worker's error only once no start is in progress, so that the owner
+    may then stop them."""
+    for outcome in await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
