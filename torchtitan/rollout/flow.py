@@ -259,6 +259,7 @@ class RolloutFlow:
             raise UserError(
                 f"no completion arrived for {limit:g} s (rollout.data_timeout_s) with {count} groups "
                 f"under way; actors: {actors} (see events.jsonl and logs/ in the run folder)"
+                f"{self._all[0].groups.lost_rewards}"
             )
         for source in list(self._sources):
             source.seconds_without_group += 0.0 if source.has_enough else seconds
@@ -270,6 +271,7 @@ class RolloutFlow:
                         f"on: of {groups['scored']}, {groups['zero_variance']} had equal rewards "
                         f"(grpo.drop_zero_variance), {groups['filtered']} were left out by grpo.group_filter, "
                         f"{groups['unscored']} had too few rewards, {stale} were too old (rollout.max_staleness)"
+                        f"{source.groups.lost_rewards}"
                     ),
                     source,
                 )

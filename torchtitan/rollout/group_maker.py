@@ -67,6 +67,12 @@ class GroupMaker:
         lost = episode and f"an episode was lost: {episode}"
         return self.rewards.last_failure or lost or "the functions returned None"
 
+    @property
+    def lost_rewards(self) -> str:
+        """For messages: how many samples lost their reward, and why the latest one did; empty for none."""
+        count = self.rewards.statistics.get("failures", 0)
+        return f"; {count} samples got no reward, the latest by {self.rewards.last_failure}" if count else ""
+
     def request(self, prompt: Prompt) -> GenerateRequest:
         """Return the request for a prompt's group. Its seed depends only on the prompt's position, so that a group
         that is redone after a failure or a resume draws the same random numbers."""

@@ -248,3 +248,21 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
     (tmp_path / "rows.jsonl").write_text(chat % "[]" + rows)
     with pytest.raises(UserError, match=f"row 2: .*{said}"):
         load_datasets(config, renderer)
+
+
+def test_a_huge_observation_is_not_encoded_as_a_whole(debug_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out by its beginning would not have fitted."""
+    config, tokenizer = make_config(debug_checkpoint), Tokenizer(debug_checkpoint)
+    maker = PromptMaker(config, tokenizer)
+    player = EpisodePlayer(config, None, Environments([]), maker, tokenizer)  # type: ignore[arg-type]
+    found = []
+    for text in ("1" * 3000, "+=" * 40, "12+34=46\n" * 90, " " * 3000):
+        for room in (1, 3, 20, 100, 700):
+            messages = [{"role": "user", "content": text}]
+            found.append(player._overflows(messages, room))
+            assert not found[-1] or len(maker.renderer.following_text(messages)) > room
+    assert set(found) == {True, False}
+    encoded: list[str] = []
+    monkeypatch.setattr(tokenizer, "encode", lambda text: encoded.append(text) or [0] * len(text))
+    assert player._overflows([{"role": "user", "content": "1" * 3_000_000}], 50)
+    assert sum(map(len, encoded)) <= 8 * 50
