@@ -240,7 +240,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"response_format": {"type": "json_schema"}}, "response_format"),
     ("chat", {"chat_template_kwargs": {"enable_thinking": True}}, "rollout.chat_template_kwargs"),
-    ("chat", {"n": 1000}, "at most 128"),
+    ("chat", {"n": 1000}, "n: it must be less than or equal to 128"),
+    ("chat", {"max_completion_tokens": 0}, "max_completion_tokens: it must be greater than or equal to 1"),
+    ("chat", {"stop": [""]}, "stop"),
+    ("chat", {"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
     ("chat", {"tool_choice": {"type": "function", "function": {"name": "run"}}}, "among the tools"),
     ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),

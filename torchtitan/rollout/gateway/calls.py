@@ -12,7 +12,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from torchtitan.inference.types import Body, Completion
 from torchtitan.rollout.tokenizer import Tokenizer, plain_message
@@ -40,7 +42,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
 # As many answers to one call as the OpenAI API allows.
 MAX_ANSWERS = 128
 
-Request = TypeVar("Request", bound=Body)
+Positive = Annotated[int, Field(ge=1)]
+TokenIds = list[Annotated[int, Field(ge=0)]]
+Request = TypeVar("Request", bound="ToolsBody")
 
 
 class WrongCall(Exception):
@@ -56,7 +60,7 @@ class Call:
     """A call for the next turn of a conversation. Temperature and similar options are the run's, whatever the program
     sends."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     """As chat templates expect them"""
     tools: list[dict[str, Any]] = field(default_factory=list)
     max_tokens: int | None = None
@@ -73,6 +77,8 @@ class Call:
     usage_in_stream: bool = False
     preamble: int = 0
     """Number of first messages that do not belong to the conversation, which a later call may name and continue"""
+    token_ids: list[int] = field(default_factory=list)
+    """In place of messages, from a program that renders them itself"""
 
 
 @dataclass(frozen=True)
@@ -141,28 +147,43 @@ class Dialect(ABC):
         return {"error": {"message": message, "type": kind, "code": code, "param": None}}
 
 
-@dataclass(frozen=True)
-class TokenCall:
-    """A call of /inference/v1/generate."""
+class ToolsBody(Body):
+    """The part of a request that all APIs share."""
 
-    token_ids: list[int]
-    max_tokens: int | None
-    stop: list[str]
-    stop_token_ids: list[int]
+    tools: list[dict[str, Any]] | None = None
 
 
-def parse_tokens(data: Mapping[str, Any]) -> TokenCall:
-    """Parse a token call. Raises WrongCall. Options specific to vLLM (cache_salt, routed experts, ...) are ignored."""
-    sampling = data.get("sampling_params") or {}
-    if not isinstance(sampling, dict):
-        raise WrongCall("sampling_params must be an object")
-    if not (ids := token_ids(data, "token_ids")):
-        raise WrongCall("token_ids must not be empty")
-    if sampling.get("n") not in (None, 1):
+class SamplingBody(Body):
+    """The sampling options that vLLM shares with OpenAI's chat completions."""
+
+    max_tokens: Positive | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_token_ids: TokenIds | None = None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What ends an answer, as fields of a Call."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        kept = [one for one in stop or () if one]
+        return {"max_tokens": self.max_tokens, "stop": kept, "stop_token_ids": self.stop_token_ids or []}
+
+
+class TokensBody(Body):
+    """A request to /inference/v1/generate. Options specific to vLLM (cache_salt, routed experts, ...) are ignored."""
+
+    token_ids: TokenIds = Field(min_length=1)
+    sampling_params: SamplingBody | None = None
+
+
+def parse_tokens(data: Mapping[str, Any]) -> Call:
+    """Parse a request to /inference/v1/generate. Raises WrongCall."""
+    request = TokensBody.read(dict(data), WrongCall)
+    sampling = request.sampling_params or SamplingBody()
+    if sampling.n not in (None, 1):
         raise WrongCall("n must be 1")
-    refuse_unsupported(sampling)
-    stop, max_tokens = stop_texts(sampling, "stop"), count(sampling, "max_tokens")
-    return TokenCall(ids, max_tokens, stop, token_ids(sampling, "stop_token_ids"))
+    refuse_unsupported(data.get("sampling_params") or {})
+    return Call(token_ids=request.token_ids, **sampling.limits)
 
 
 def refuse_unsupported(data: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]] = ONLY) -> None:
@@ -175,31 +196,6 @@ def refuse_unsupported(data: Mapping[str, Any], only: Mapping[str, tuple[Any, ..
             )
 
 
-def count(data: Mapping[str, Any], name: str, most: int | None = None) -> int | None:
-    """Return a positive integer, or None. Raises WrongCall for anything else."""
-    value = data.get(name)
-    if value is not None and (type(value) is not int or value < 1 or (most is not None and value > most)):
-        raise WrongCall(f"{name} must be at least 1{f' and at most {most}' if most else ''}, got {value!r}")
-    return value
-
-
-def token_ids(data: Mapping[str, Any], name: str) -> list[int]:
-    """Return a list of token ids. Raises WrongCall for anything else."""
-    ids = data.get(name) or []
-    if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-        raise WrongCall(f"{name} must be a list of token ids")
-    return ids
-
-
-def stop_texts(data: Mapping[str, Any], name: str) -> list[str]:
-    """Return the texts that end the answer. Raises WrongCall if they are not texts."""
-    stop = data.get(name) or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
-        raise WrongCall(f"{name} must be text or a list of texts")
-    return stop
-
-
 def read_request(
     data: Mapping[str, Any], kind: type[Request], only: Mapping[str, tuple[Any, ...]], parameters: str
 ) -> tuple[Request, list[dict[str, Any]], int]:
@@ -209,7 +205,7 @@ def read_request(
     """
     refuse_unsupported(data, only)
     request = kind.read(dict(data), WrongCall)
-    tools = read_tools(data)
+    tools = request.tools or []
     own = [one for one in tools if one.get("type") in (None, "custom", "function") and "format" not in one]
     if wrong := [one for one in own if not isinstance(one.get("name"), str)]:
         raise WrongCall(f"a tool needs a name: {wrong[0]!r:.200}")
@@ -218,14 +214,6 @@ def read_request(
         for one in own
     ]
     return request, [{"type": "function", "function": one} for one in functions], len(tools) - len(own)
-
-
-def read_tools(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools of a call. Raises WrongCall if they are not objects."""
-    tools = data.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise WrongCall("tools must be a list of objects")
-    return tools
 
 
 def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str | None]:
@@ -252,12 +240,12 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
         raise WrongCall(str(error)) from None
 
 
-def stop_ids(call: Call | TokenCall, tokenizer: Tokenizer) -> list[int]:
+def stop_ids(call: Call, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens at which an engine can end the answer: stop_token_ids, and stop texts of one token each.
 
     Raises WrongCall for a token that does not exist.
     """
-    given = [*getattr(call, "token_ids", ()), *call.stop_token_ids]
+    given = [*call.token_ids, *call.stop_token_ids]
     if wrong := [one for one in given if one >= tokenizer.vocab_size]:
         raise WrongCall(f"stop_token_ids or token_ids: {wrong[0]} is not in 0..{tokenizer.vocab_size - 1}")
     encoded = [tokenizer.encode(text) for text in call.stop]

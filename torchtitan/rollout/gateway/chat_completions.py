@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.rollout.gateway.calls import (
-    MAX_ANSWERS,
     Answer,
     Call,
     Choice,
     Dialect,
+    Positive,
+    SamplingBody,
+    ToolsBody,
     WrongCall,
     compact_json,
-    count,
     plain_messages,
     read_tool_choice,
-    read_tools,
     refuse_unsupported,
-    stop_texts,
-    token_ids,
 )
+
+
+class _Request(ToolsBody, SamplingBody):
+    max_completion_tokens: Positive | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
 
 
 class ChatCompletions(Dialect):
@@ -30,28 +35,23 @@ class ChatCompletions(Dialect):
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data)
-        tools = read_tools(data)
-        for one in tools:
+        request = _Request.read(dict(data), WrongCall)
+        for one in request.tools or ():
             if isinstance(one.get("function"), dict):
                 one["function"].pop("strict", None)  # says how to constrain sampling, and nothing to the policy
-        tools, must_call = read_tool_choice(tools, data.get("tool_choice"))
-        options, values = data.get("stream_options") or {}, data.get("chat_template_kwargs") or {}
-        if not isinstance(values, dict):
-            raise WrongCall("chat_template_kwargs must be an object")
-        most = count(data, "max_completion_tokens")
-        return Call(
+        tools, must_call = read_tool_choice(request.tools or [], data.get("tool_choice"))
+        call = Call(
             messages=plain_messages(data.get("messages")),
             tools=tools,
-            max_tokens=count(data, "max_tokens") if most is None else most,
-            stop=stop_texts(data, "stop"),
-            stop_token_ids=token_ids(data, "stop_token_ids"),
-            n=count(data, "n", MAX_ANSWERS) or 1,
+            n=request.n or 1,
             must_call=must_call,
-            template_values=values,
+            template_values=request.chat_template_kwargs or {},
             log_probs=bool(data.get("logprobs")),
             stream=bool(data.get("stream")),
-            usage_in_stream=isinstance(options, dict) and bool(options.get("include_usage")),
+            usage_in_stream=bool((request.stream_options or {}).get("include_usage")),
+            **request.limits,
         )
+        return replace(call, max_tokens=request.max_completion_tokens or call.max_tokens)
 
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
         choices = [

@@ -14,6 +14,7 @@ from torchtitan.rollout.gateway.calls import (
     Call,
     Choice,
     Dialect,
+    ToolsBody,
     WrongCall,
     plain_messages,
     read_request,
@@ -49,7 +50,7 @@ class _Format(Body):
     format: None = None
 
 
-class _Request(Body):
+class _Request(ToolsBody):
     messages: list[_Message] = Field(min_length=1)
     system: str | list[_Block] = ""
     max_tokens: int | None = Field(None, ge=1)

@@ -13,6 +13,7 @@ from torchtitan.rollout.gateway.calls import (
     Call,
     Choice,
     Dialect,
+    ToolsBody,
     plain_messages,
     read_request,
     read_tool_choice,
@@ -51,7 +52,7 @@ class _Text(Body):
     format: _Format | None = None
 
 
-class _Request(Body):
+class _Request(ToolsBody):
     input: str | list[_Item] = Field(min_length=1)
     instructions: str | None = None
     previous_response_id: str | None = None

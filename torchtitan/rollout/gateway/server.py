@@ -26,7 +26,6 @@ from torchtitan.rollout.gateway.calls import (
     Answer,
     Call,
     Dialect,
-    TokenCall,
     WrongCall,
     cut_at_stop,
     make_choice,
@@ -308,7 +307,7 @@ class GatewayServer:
         return web.json_response(tokens_answer(name, completion))
 
     async def _sample(
-        self, session: Session, prompt_ids: list[int], call: Call | TokenCall, n: int
+        self, session: Session, prompt_ids: list[int], call: Call, n: int
     ) -> tuple[str, list[Completion]]:
         """Sample n completions and record them before the program gets them. Return the call's name and them.
 
