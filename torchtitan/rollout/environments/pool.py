@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import shlex
@@ -15,9 +14,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import find_python
 from torchtitan.rollout.gateway.process import SessionAccess
 from torchtitan.rollout.tool_calls import find_format
-from torchtitan.rollout.workers.door import Door
-from torchtitan.rollout.workers.isolation import find_isolation
-from torchtitan.rollout.workers.process import CallFailed, WorkerProcess, start_all
+from torchtitan.rollout.workers.pool import WorkerPool
+from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
 from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
@@ -52,27 +50,13 @@ class Outcome:
     """The environment's public attributes that JSON can represent"""
 
 
-class _Host:
-    """A worker process with the number of its episodes."""
-
-    def __init__(self, process: WorkerProcess):
-        self.process = process
-        self.episodes = 0
-        self.broken = False
-        """Whether something hangs in it, or it has ended; it then gets no new episode and stops after its last one"""
-        self.end_told = False
-        """Whether an event has reported its end; its other episodes then need no events of their own"""
-
-
-class EnvironmentPool:
-    """Runs the environment or tools from [environment]. All methods belong to one asyncio loop.
+class EnvironmentPool(WorkerPool):
+    """Runs the environment or tools from [environment].
 
     `statistics` counts failures (also by kind), tool calls, and errors that tools returned to the policy.
     """
 
     module, what = "worker", "the environment worker"
-    _python: str | None = None
-    """The interpreter that runs the workers, if not ours"""
 
     def __init__(
         self,
@@ -82,121 +66,86 @@ class EnvironmentPool:
         template: str = "",
         run_dir: Path | None = None,
     ):
-        """template: the chat template, which shows how tool calls are written; run_dir: the run's folder, which
-        isolated programs do not see.
-
-        Raises UserError if environment.isolate = true is not possible here.
-        """
-        self._config, self._events, self._log_file, self._run_dir = config.environment, events, log_file, run_dir
-        self._isolation, self._shut_in = find_isolation(self._config.isolate, self._config.network)
-        self._visible: list[str] = []
-        self.tool_format = find_format(self._config.tool_parser, template)
-        self._setup = {
-            "factory": self._config.factory,
-            "tools": self._config.tools,
+        """template: the chat template, which shows how tool calls are written; for the others see WorkerPool."""
+        table = config.environment
+        self.tool_format = find_format(table.tool_parser, template)
+        setup = {
+            "factory": table.factory,
+            "tools": table.tools,
             "parser": self.tool_format,
             "longest": MAX_TOKEN_CHARACTERS * config.rollout.max_completion_tokens + 1,
-            "memory_limit_mb": self._config.memory_limit_mb,
         }
-        self._hosts: list[_Host] = []
-        self._retired: set[_Host] = set()
-        self._placing = asyncio.Lock()
+        module = f"torchtitan.rollout.environments.{self.module}"
+        super().__init__(table, self.what, module, setup, log_file, run_dir, self._cut)
+        self._config, self._events = table, events
         self._numbers, self._told = itertools.count(), 0
+        self._ended: set[WorkerProcess] = set()
+        """Workers whose end an event has reported; their other episodes then need no events of their own"""
         self.statistics: Counter[str] = Counter(
             dict.fromkeys(("failures", "timeouts", "crashes", "exceptions", "tool_calls", "tool_errors"), 0)
         )
         self.tools: list[dict[str, Any]] = []
         """JSON schemas of the tools, for the chat template"""
-        self.start_timeout_s, self.step_timeout_s = self._config.start_timeout_s, self._config.step_timeout_s
+        self.start_timeout_s, self.step_timeout_s = table.start_timeout_s, table.step_timeout_s
 
     async def start(self) -> None:
         """Start all workers. Raises UserError if one cannot start, or if its program is not an environment."""
-        self._hosts = [self._new_host() for _ in range(self._config.num_workers)]
-        await start_all(host.process for host in self._hosts)
-        self.tools = self._hosts[0].process.about.get("tools", [])
-        logger.info("%ss are %s", self.what, self._shut_in)
+        await super().start()
+        self.tools = self._workers[0].about.get("tools", [])
 
-    async def close(self) -> None:
-        """Stop all workers, after closing their instances within a deadline."""
-        await asyncio.gather(*(self._stop(host) for host in [*self._hosts, *self._retired]))
-
-    async def _stop(self, host: _Host) -> None:
+    async def _stop(self, worker: WorkerProcess) -> None:
+        """Stop a worker, after closing its instances within a deadline."""
         try:
-            if self._config.factory and host.process.alive and not host.broken:
-                await host.process.call({"do": "close", "episode": -1}, CLOSE_TIMEOUT_S)
+            if self._config.factory and worker.alive and not worker.broken:
+                await worker.call({"do": "close", "episode": -1}, CLOSE_TIMEOUT_S)
         except CallFailed as failure:
             logger.warning("environments were not closed before their worker ended: %s", failure)
         finally:
-            await host.process.stop()
+            await worker.stop()
 
     async def episode(self) -> Episode:
         """Return an environment for one episode, on the least loaded worker. Raises UserError if no worker starts."""
-        async with self._placing:
-            for place, host in enumerate(self._hosts):
-                if host.broken or not host.process.alive:
-                    self._retired.add(host)
-                    self._hosts[place] = self._new_host()
-                    await self._let_go(host)
-                    await self._hosts[place].process.start()
-            host = min(self._hosts, key=lambda one: one.episodes)
-            host.episodes += 1
-        return Episode(self, host, next(self._numbers))
+        return Episode(self, await self.take(), next(self._numbers))
 
-    def _new_host(self) -> _Host:
-        module = f"torchtitan.rollout.environments.{self.module}"
-        process = WorkerProcess(
-            self.what, module, self._setup, self._log_file, self._flooded, self._python, self._isolation,
-            self._visible, self._run_dir, self._config.variables, door=self._new_door(),
-        )  # fmt: skip
-        return _Host(process)
-
-    def _new_door(self) -> Door | None:
-        return None
-
-    async def call(self, host: _Host, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def call(self, worker: WorkerProcess, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Call a worker for an episode. Raises CallFailed, after counting and reporting it."""
         try:
-            return await host.process.call(message, timeout_s)
+            return await worker.call(message, timeout_s)
         except CallFailed as failure:
             self.statistics["failures"] += 1
             self.statistics[{"timeout": "timeouts", "crash": "crashes"}.get(failure.kind, "exceptions")] += 1
-            # A hanging thread cannot be stopped, so its process gets no new episode.
-            host.broken = host.broken or failure.kind != "exception"
-            if not host.end_told and self._told < FAILURE_EVENTS:
+            if worker not in self._ended and self._told < FAILURE_EVENTS:
                 what = {"what": failure.kind, "in": message["do"], "reason": str(failure)}
                 self._events.write("environment_failed", level=logging.WARNING, **what)
                 self._told += 1
-            host.end_told = host.end_told or failure.kind == "crash"
+            if failure.kind == "crash":
+                self._ended.add(worker)
             raise
 
-    async def release(self, host: _Host, episode: int, finished: bool) -> None:
+    async def release(self, worker: WorkerProcess, episode: int, finished: bool) -> None:
         """End an episode; the environment is reused if the episode finished properly."""
         if not finished:
-            host.process.tell({"do": "drop", "episode": episode})
-        host.episodes -= 1
-        await self._let_go(host)
+            worker.tell({"do": "drop", "episode": episode})
+        await self.give_back(worker)
+        if not worker.users and worker.broken:
+            self._ended.discard(worker)
 
-    async def _let_go(self, host: _Host) -> None:
-        if host in self._retired and not host.episodes:
-            self._retired.discard(host)
-            await host.process.stop()
-
-    def _flooded(self) -> None:
+    def _cut(self) -> None:
         self._events.write("environment_output_cut", level=logging.WARNING, log=str(self._log_file))
 
 
 class Episode:
     """The environment of one episode; a context manager that returns it to the pool."""
 
-    def __init__(self, pool: EnvironmentPool, host: _Host, number: int):
-        self._pool, self._host, self._number = pool, host, number
+    def __init__(self, pool: EnvironmentPool, worker: WorkerProcess, number: int):
+        self._pool, self._worker, self._number = pool, worker, number
         self._finished = False
 
     async def __aenter__(self) -> Episode:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        await self._pool.release(self._host, self._number, self._finished)
+        await self._pool.release(self._worker, self._number, self._finished)
 
     async def reset(self, row: dict[str, Any]) -> str:
         """Begin; return the text that the environment adds to the prompt. Raises CallFailed, as all methods do."""
@@ -218,7 +167,7 @@ class Episode:
 
     async def run(self, row: dict[str, Any], index: int, access: SessionAccess, timeout_s: float) -> float | None:
         """Let an agent play the whole episode, and return its reward."""
-        url, process = access.base_url, self._host.process
+        url, process = access.base_url, self._worker
         if process.door is not None and access.address is not None:
             process.door.target = access.address
             url = f"http://127.0.0.1:{process.about['port']}/v1"
@@ -227,7 +176,7 @@ class Episode:
         return reply["reward"]
 
     async def _call(self, timeout_s: float, **message: Any) -> dict[str, Any]:
-        return await self._pool.call(self._host, {"episode": self._number, **message}, timeout_s)
+        return await self._pool.call(self._worker, {"episode": self._number, **message}, timeout_s)
 
 
 class AgentPool(EnvironmentPool):
@@ -236,9 +185,9 @@ class AgentPool(EnvironmentPool):
     module, what = "agent_worker", "the agent worker"
 
     def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None, run_dir: Path | None = None):
-        """Raises UserError if verifiers is needed but not installed, or if isolation is not possible but required."""
+        """Raises UserError if verifiers is needed but not installed; for the arguments see WorkerPool."""
         super().__init__(config, events, log_file, run_dir=run_dir)
-        environment = config.environment
+        environment, self._needs_gateway = config.environment, True
         self._setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
         # The files of a command line, and verifiers' tokenizer.
         self._visible = [*shlex.split(environment.agent), config.model.hf_assets_path]
@@ -254,6 +203,3 @@ class AgentPool(EnvironmentPool):
                 # Do not add our import paths, which have other versions of the same packages.
                 "path": [str(Path.cwd())],
             }
-
-    def _new_door(self) -> Door | None:
-        return Door() if self._isolation is not None and not self._isolation.network else None

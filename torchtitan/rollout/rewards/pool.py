@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.rollout.workers.isolation import find_isolation
-from torchtitan.rollout.workers.process import CallFailed, WorkerProcess, start_all
+from torchtitan.rollout.workers.pool import WorkerPool
+from torchtitan.rollout.workers.process import CallFailed
 
 logger = logging.getLogger(__name__)
 
@@ -55,42 +56,38 @@ class RewardPool:
         self._all_functions = [name for name in dict.fromkeys(named) if name and name not in owns]
         self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
-        isolation, self._shut_in = find_isolation(rewards.isolate, rewards.network)
         judge = config.judge
 
-        def new_worker(functions: Sequence[str], side_by_side: bool) -> WorkerProcess:
-            limit = rewards.memory_limit_mb
-            setup = {"functions": functions, "side_by_side": side_by_side, "memory_limit_mb": limit}
-            setup |= {"judge": vars(judge)}
-            return WorkerProcess(
-                "the reward worker", "torchtitan.rollout.rewards.worker", setup, log_file, isolation=isolation,
-                visible=[judge.rubric], run_dir=run_dir, secrets=[*rewards.variables, judge.key_variable],
-                table="rewards",
+        def new_pool(functions: Sequence[str], side_by_side: bool) -> WorkerPool:
+            setup = {"functions": functions, "side_by_side": side_by_side, "judge": vars(judge)}
+            module = "torchtitan.rollout.rewards.worker"
+            table = replace(rewards, num_workers=1) if side_by_side else rewards
+            return WorkerPool(
+                table, "the reward worker", module, setup, log_file, run_dir, replaced=self._count_restart,
+                visible=[judge.rubric], secrets=[judge.key_variable],
             )  # fmt: skip
 
-        self._workers = [new_worker(self._all_functions, False) for _ in range(rewards.num_workers)]
-        self._shared = new_worker(sorted(self._async), True) if self._async else None
-        self._restarting = asyncio.Lock()
+        self._alone = new_pool(self._all_functions, False)
+        self._shared = new_pool(sorted(self._async), True) if self._async else None
+        self._places = asyncio.Semaphore(rewards.num_workers)
         self._turns = asyncio.Semaphore(rewards.async_calls)
-        self._free: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self._state = {"global_step": 0, "max_steps": config.training.steps}
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
         """A description of the latest failure, for messages"""
 
+    def _count_restart(self) -> None:
+        self.statistics["worker_restarts"] += 1
+
     async def start(self) -> None:
         """Start all workers. Raises UserError if they cannot start."""
-        await start_all(self._every_worker())
-        logger.info("rewards are %s", self._shut_in)
-        for worker in self._workers:
-            self._free.put_nowait(worker)
+        await self._alone.start()
+        if self._shared is not None:
+            await self._shared.start()
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.stop() for worker in self._every_worker()))
-
-    def _every_worker(self) -> list[WorkerProcess]:
-        return self._workers + ([] if self._shared is None else [self._shared])
+        await asyncio.gather(*(pool.close() for pool in (self._alone, self._shared) if pool is not None))
 
     def set_step(self, step: int) -> None:
         """Set the trainer_state.global_step that reward functions see from now on."""
@@ -131,8 +128,8 @@ class RewardPool:
         """Run one function on one group. If that fails, each sample is tried alone to find the bad ones. The others are
         then scored together, since a reward may compare the completions of its group."""
         try:
-            async with self._worker_for(name) as worker:
-                reply = await self._call(worker, name, prompt, completions, self._timeout_s)
+            async with self._turn(name) as pool:
+                reply = await self._call(pool, name, prompt, completions, self._timeout_s)
             return self._accept(name, reply, completions, logged)
         except CallFailed as failure:
             if len(completions) == 1:
@@ -141,11 +138,11 @@ class RewardPool:
         limit = min(self._timeout_s, RETRY_SHARE * self._timeout_s / len(completions))
         values: list[float | None] = [None] * len(completions)
         good = []
-        begun = time.monotonic()
-        async with self._worker() as worker:
+        async with self._turn() as pool:
+            begun = time.monotonic()
             for i, completion in enumerate(completions):
                 try:
-                    await self._call(worker, name, prompt, [completion], limit)
+                    await self._call(pool, name, prompt, [completion], limit)
                     good.append(i)
                 except CallFailed as failure:
                     self._lost(name, failure)
@@ -154,7 +151,7 @@ class RewardPool:
                 try:
                     # A function that needed this time sample by sample needs as much again for all together.
                     together = self._timeout_s + time.monotonic() - begun
-                    reply = await self._call(worker, name, prompt, members, together)
+                    reply = await self._call(pool, name, prompt, members, together)
                     for i, value in zip(good, self._accept(name, reply, members, logged), strict=True):
                         values[i] = value
                 except CallFailed as failure:
@@ -163,19 +160,11 @@ class RewardPool:
         return values
 
     @contextlib.asynccontextmanager
-    async def _worker(self) -> AsyncIterator[WorkerProcess]:
-        """Reserve a worker for exclusive use."""
-        worker = await self._free.get()
-        try:
-            yield worker
-        finally:
-            self._free.put_nowait(worker)
-
-    @contextlib.asynccontextmanager
-    async def _worker_for(self, name: str) -> AsyncIterator[WorkerProcess]:
+    async def _turn(self, name: str = "") -> AsyncIterator[WorkerPool]:
+        """Wait until a call may begin: beside others for an async function of that name, else on its own worker."""
         if self._shared is None or name not in self._async:
-            async with self._worker() as worker:
-                yield worker
+            async with self._places:
+                yield self._alone
         else:
             async with self._turns:
                 yield self._shared
@@ -201,12 +190,7 @@ class RewardPool:
         return reply["values"]
 
     async def _call(
-        self,
-        worker: WorkerProcess,
-        name: str,
-        prompt: Prompt,
-        completions: Sequence[Trajectory],
-        timeout_s: float,
+        self, pool: WorkerPool, name: str, prompt: Prompt, completions: Sequence[Trajectory], timeout_s: float
     ) -> dict[str, Any]:
         message = {
             "function": name,
@@ -223,27 +207,19 @@ class RewardPool:
                 "prefill": prompt.prefill,
             },
         }
-        shared = worker is self._shared
-        async with self._restarting:
-            if not worker.alive:
-                await worker.start()
-        starts = worker.starts
-        try:
-            reply = await worker.call(message, timeout_s + BLOCKED_S * shared)
-        except CallFailed as failure:
-            if failure.kind != "exception":
+        shared = pool is self._shared
+        async with pool.worker() as worker:
+            try:
+                reply = await worker.call(message, timeout_s + BLOCKED_S * shared)
+            except CallFailed as failure:
                 self.statistics["timeouts"] += failure.kind == "timeout"
-                async with self._restarting:
-                    # Several calls may have failed with this worker; only the first restarts it.
-                    if worker.starts == starts:
-                        self.statistics["worker_restarts"] += 1
-                        await worker.start()
-            raise
-        except asyncio.CancelledError:
-            # Stop the worker; otherwise its next call would have to wait for this one.
-            if not shared:
-                await worker.stop()
-            raise
+                if worker.broken:  # the calls beside this one cannot succeed either
+                    await worker.stop()
+                raise
+            except asyncio.CancelledError:
+                # Its next call would have to wait for this one.
+                worker.broken = worker.broken or not shared
+                raise
         if "late" in reply:
             self.statistics["timeouts"] += 1
             raise CallFailed("timeout", f"no answer within {timeout_s:g} s")

@@ -99,10 +99,11 @@ class WorkerProcess:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._reason = ""
+        self.users = 0
+        self.broken = False
+        """Whether a call hangs in it, or it has ended"""
         self.about: dict[str, Any] = {}
         """Its reply to the set-up"""
-        self.starts = 0
-        """How often it was started"""
 
     @property
     def alive(self) -> bool:
@@ -116,7 +117,7 @@ class WorkerProcess:
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             await self.stop()
-            self.starts, self._reason = self.starts + 1, ""
+            self._reason = ""
             with contextlib.ExitStack() as files:
                 setup, inherited = dict(self._setup), []
                 if self.door is not None:
@@ -152,8 +153,10 @@ class WorkerProcess:
             self._send({**message, "id": number})
             reply = await asyncio.wait_for(future, timeout_s)
         except asyncio.TimeoutError:
+            self.broken = True  # a hanging thread cannot be stopped
             raise CallFailed("timeout", f"no answer within {timeout_s:g} s") from None
         except OSError as error:
+            self.broken = True
             reason = f"{self._what} has ended" if self.alive else self._describe_end()
             raise CallFailed("crash", reason) from error
         finally:
@@ -230,6 +233,7 @@ class WorkerProcess:
     def _fail_calls(self, reason: str) -> None:
         for future in self._calls.values():
             if not future.done():
+                self.broken = True
                 future.set_exception(CallFailed("crash", reason))
 
     def _describe_end(self) -> str:
@@ -286,11 +290,3 @@ def _proportional_bytes(pid: str) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) << 10
     return 0
-
-
-async def start_all(workers: Iterable[WorkerProcess]) -> None:
-    """Start workers concurrently. Raises the first worker's error only once no start is in progress, so that the owner
-    may then stop them."""
-    for outcome in await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

@@ -1,0 +1,109 @@
+"""The pool of processes that run the user's code: a hang, a crash or a memory bomb costs calls, never the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.rollout_tables import Environment, Rewards
+from torchtitan.rollout.workers.door import Door
+from torchtitan.rollout.workers.isolation import find_isolation
+from torchtitan.rollout.workers.process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """Worker processes with the limits and the isolation of one table. All methods belong to one asyncio loop."""
+
+    def __init__(
+        self,
+        table: Rewards | Environment,
+        what: str,
+        module: str,
+        setup: dict[str, Any],
+        log_file: Path | None = None,
+        run_dir: Path | None = None,
+        flooded: Callable[[], None] = lambda: None,
+        replaced: Callable[[], None] = lambda: None,
+        visible: Iterable[str] = (),
+        secrets: Iterable[str] = (),
+    ):
+        """what: a worker's name in messages; module: what it runs; setup: its first message, without the limits;
+        log_file: for its output, and `flooded` is called once that is cut; run_dir: hidden from isolated workers;
+        replaced: called for every worker that is replaced; visible: files and folders that isolated workers need,
+        wherever they lie; secrets: environment variables with keys that they get, besides the table's.
+
+        Raises UserError if the table's isolate = true is not possible here.
+        """
+        self._what, self._module, self._setup = what, module, {**setup, "memory_limit_mb": table.memory_limit_mb}
+        self._count, self._log_file, self._run_dir, self._flooded = table.num_workers, log_file, run_dir, flooded
+        self._isolation, self._shut_in = find_isolation(table.isolate, table.network)
+        self._table = type(table).__name__.lower()
+        self._replaced = replaced
+        self._python: str | None = None
+        """The interpreter that runs the workers, if not ours"""
+        self._visible, self._secrets = list(visible), [*table.variables, *secrets]
+        self._needs_gateway = False
+        self._workers: list[WorkerProcess] = []
+        self._retired: set[WorkerProcess] = set()
+        self._placing = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start all workers. Raises the first one's UserError only once no start is in progress, so that close() may
+        then stop them."""
+        self._workers = [self._new_worker() for _ in range(self._count)]
+        for outcome in await asyncio.gather(*(one.start() for one in self._workers), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        logger.info("%s is %s", self._what, self._shut_in)
+
+    async def close(self) -> None:
+        """Stop all workers."""
+        await asyncio.gather(*(self._stop(worker) for worker in [*self._workers, *self._retired]))
+
+    async def _stop(self, worker: WorkerProcess) -> None:
+        await worker.stop()
+
+    def _new_worker(self) -> WorkerProcess:
+        has_door = self._needs_gateway and self._isolation is not None and not self._isolation.network
+        return WorkerProcess(
+            self._what, self._module, self._setup, self._log_file, self._flooded, self._python, self._isolation,
+            self._visible, self._run_dir, self._secrets, self._table, Door() if has_door else None,
+        )  # fmt: skip
+
+    async def take(self) -> WorkerProcess:
+        """Return the worker with the fewest users, for one more. Raises UserError if none starts."""
+        async with self._placing:
+            for place, worker in enumerate(self._workers):
+                if worker.broken or not worker.alive:
+                    self._retired.add(worker)
+                    self._workers[place] = self._new_worker()
+                    await self._stop_unused(worker)
+                    self._replaced()
+                    await self._workers[place].start()
+            worker = min(self._workers, key=lambda one: one.users)
+            worker.users += 1
+        return worker
+
+    async def give_back(self, worker: WorkerProcess) -> None:
+        worker.users -= 1
+        await self._stop_unused(worker)
+
+    @contextlib.asynccontextmanager
+    async def worker(self) -> AsyncIterator[WorkerProcess]:
+        """Take a worker, and give it back."""
+        worker = await self.take()
+        try:
+            yield worker
+        finally:
+            await self.give_back(worker)
+
+    async def _stop_unused(self, worker: WorkerProcess) -> None:
+        if not worker.users and (worker.broken or worker in self._retired):
+            self._retired.discard(worker)
+            await worker.stop()
