@@ -29,7 +29,7 @@ from torchtitan.faults import variables
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.weight_files import read_weights
-from torchtitan.weight_sync.transports.disk import FolderOwner
+from torchtitan.weight_sync.transports.stores import Folder
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 EPOCH = "e1-test"
@@ -78,8 +78,8 @@ class ActorProcess:
 
 
 class Job:
-    """A trainer without a model: parameters are a function of (version, index). transport: also "delta", which is tcp
-    with bfloat16 weights of which one in 32 changes with each version."""
+    """A trainer without a model: parameters are a function of (version, index). transport: also "delta" (tcp) and
+    "disk delta", with bfloat16 weights of which one in 32 changes with each version."""
 
     def __init__(
         self,
@@ -93,8 +93,9 @@ class Job:
         self.folder, self.token = folder, token or secrets.token_urlsafe(16)
         self.values = parameter_values
         dtype = "float32"
-        if transport == "delta":
-            self.values, dtype, transport, changes["delta"] = sparse_values, "bfloat16", "tcp", True
+        if "delta" in transport:
+            self.values, dtype, changes["delta"] = sparse_values, "bfloat16", True
+            transport = "disk" if "disk" in transport else "tcp"
         self.parameters = {f"p{i}": self.values(0, i).float().to(device) for i in range(len(SHAPES))}
         self.relays = "relay_fanout" in changes
         config = WeightSyncConfig(
@@ -166,7 +167,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl", "disk", "delta"])
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl", "disk", "delta", "disk delta"])
 def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: str) -> None:
     job = start(transport=transport)
     actors = [job.actor("actor-0"), job.actor("actor-1")]
@@ -345,12 +346,12 @@ def test_rank_0_owns_the_folder_of_files_until_it_closes(tmp_path: Path) -> None
     first = WeightSync(config, {"p": torch.zeros(8)}, **options)
     with contextlib.closing(first):
         with pytest.raises(UserError, match="another job"):
-            FolderOwner(tmp_path / "weights", "another")
+            Folder(str(tmp_path / "weights")).claim("another")
         with contextlib.closing(
             WeightSync(config, {"p": torch.zeros(8)}, **options, rank=1, registry=first.registry_address)
         ):
             pass
-    FolderOwner(tmp_path / "weights", "another").close()
+    Folder(str(tmp_path / "weights")).claim("another")
 
 
 @pytest.fixture

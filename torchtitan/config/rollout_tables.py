@@ -423,7 +423,8 @@ class WeightSync:
     bfloat16, plus 0.03 for an engine whose logits are bfloat16"""
 
     disk_path: str = ""
-    """disk: folder shared by trainer and actors; empty is weights/ in the run folder"""
+    """disk: what trainer and actors share, a folder or a URL that fsspec knows (s3://bucket/prefix, with the extra
+    `remote`), for this job alone; empty is weights/ in the run folder"""
 
     chunk_bytes: Annotated[int, Range(1024, 2**30)] = 4 * 1024 * 1024
     """nccl: bytes of one credited chunk"""
@@ -432,7 +433,10 @@ class WeightSync:
     """nccl: deadline of one chunk; a frozen actor holds up a device-wide call of the trainer for at most this long"""
 
     delta: bool = False
-    """tcp: send only the elements that changed since the version that the actor holds; needs one more slot"""
+    """tcp, disk: send only the elements that changed since the version that the actor holds; needs one more slot"""
+
+    whole_every: Count = 10
+    """disk with delta: so many versions from one that is also written whole to the next"""
 
     relay: bool = False
     """tcp: actors that hold a version pass it on, which bounds how many times the trainer sends it"""

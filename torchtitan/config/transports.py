@@ -17,11 +17,13 @@ class Descriptor:
     """Whether it reads parameters and fills staging memory on their GPU, if they are on one"""
     over_channel: bool = False
     """Whether the bytes cross the connection to the shard server, where a delta or an actor's copy can replace them"""
+    own_deltas: bool = False
+    """Whether it makes deltas itself"""
 
 
 TRANSPORTS: dict[str, Descriptor] = {
     "tcp": Descriptor("host memory and sockets", over_channel=True),
-    "disk": Descriptor("safetensors files"),
+    "disk": Descriptor("files in a folder or an object store", own_deltas=True),
     "ipc": Descriptor("memory shared on one machine", on_device=True),
     "nccl": Descriptor("a communicator per actor worker; gloo without CUDA", on_device=True),
 }

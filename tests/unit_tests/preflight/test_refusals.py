@@ -45,7 +45,8 @@ oops | 'oops' does not belong to any
 --weight_sync.num_slots 1 | weight_sync.num_slots = 1 | at least 3
 --grpo.loss_type dap | grpo.loss_type = "dap" | dr_grpo | nearest: dapo
 --inference.backend embeded | "embeded" | nearest: embedded
---weight_sync.transport disk --weight_sync.delta | delta = true | only tcp
+--weight_sync.transport ipc --weight_sync.delta | delta = true | only tcp and disk can
+--weight_sync.transport disk --weight_sync.disk_path nothing://x/y | disk_path = "nothing://x/y" | extra `remote`
 --weight_sync.transport nccl --training.enable_cpu_offload \
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
 --weight_sync.transport ipc --training.enable_cpu_offload \

@@ -23,10 +23,14 @@ from torch.distributed.tensor import Shard
 from tests.patience import PATIENCE_S
 from torchtitan import faults
 from torchtitan.errors import UserError
+from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
+from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.memory.weight_files import file_checksum, read_weights
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
-from torchtitan.weight_sync.transports.disk import Catalogue, FolderOwner, SlotFiles, read_file, replace_file
+from torchtitan.weight_sync.transports.disk import Catalogue, Disk, SlotFiles, read_parts
+from torchtitan.weight_sync.transports.stores import Folder as FolderStore
+from torchtitan.weight_sync.transports.stores import replace_file, store_of
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 EPOCH = "e1-test"
@@ -63,8 +67,9 @@ class Folder:
         self.path, self.parts = path, parts
         self.whole = Layout(parts[0].bucket_bytes, parts[0].parameters, tuple(part.ranks[0] for part in parts))
         ranks = len(parts)
-        self.files = [SlotFiles(path, EPOCH, rank, ranks, part) for rank, part in enumerate(parts)]
-        self.catalogue = Catalogue(Inline(), path, EPOCH)  # type: ignore[arg-type]
+        self.store = store_of(str(path))
+        self.files = [SlotFiles(self.store, EPOCH, rank, ranks, part) for rank, part in enumerate(parts)]
+        self.catalogue = Catalogue(Inline(), self.store, EPOCH)  # type: ignore[arg-type]
         self.slots: dict[tuple[int, int], memoryview] = {}
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
@@ -82,7 +87,7 @@ class Folder:
             box = tuple(slice(low, low + size) for low, size in zip(shard.offset, shard.shape, strict=True))
             data = tensors[part.parameters[shard.parameter].name][box].contiguous().reshape(-1).view(torch.uint8)
             slot[shard.byte_offset : shard.byte_offset + len(data)] = data.numpy().tobytes()
-        return self.files[rank].write(version, version, slot, lambda: None)
+        return self.files[rank].write(version, version, version, slot, lambda: None)
 
     def publish(self, version: int, live: tuple[int, ...] = ()) -> str:
         """All ranks write it, and the registry publishes it; its digest."""
@@ -102,7 +107,8 @@ class Folder:
         for bucket in range(self.parts[rank].bucket_count(0)):
             start, end = self.parts[rank].bucket_range(0, bucket)
             reference = json.loads(json.dumps(self.files[rank].refer(version, start, end)))
-            read_file(reference, memoryview(staging)[start:end])
+            parts = shortest(reference["parts"], end - start, None)
+            read_parts(self.store, parts, reference["element"], memoryview(staging)[start:end])
         return bytes(staging)
 
     def versions(self) -> list[int]:
@@ -202,7 +208,7 @@ def test_file_has_its_name_once_its_bytes_are_on_the_disk(
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), fsync(file)))
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("named"), replace(*names)))
-    replace_file(target, lambda file: file.write(b"new"), 1)
+    replace_file(target, lambda file: file.write(b"new"))
     assert done == [target.stat().st_ino, "named", tmp_path.stat().st_ino] and target.read_bytes() == b"new"
     # So is what leads to the newest version.
     folder.publish(1)
@@ -278,44 +284,48 @@ def test_who_reads_latest_sees_whole_versions_only(folder: Folder) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"file": "/etc/passwd"}, {"file": "../x"}, {"file": "a\0b"}, {"file": 1}, {"file": None}, {"folder": None},
-        {"offset": -1}, {"offset": float("inf")}, {"offset": True}, {"offset": 10**20}, {"offset": None},
+        {"parts": [[1, "/etc/passwd", 0, 64]]}, {"parts": [[1, "../x", 0, 64]]}, {"parts": [[1, "a\0b", 0, 64]]},
+        {"parts": [[1, "x", -1, 64]]}, {"parts": [[1, "x", float("inf"), 64]]}, {"parts": [[1, "x", 10**20, 64]]},
+        {"parts": [[1, "x", None, 64]]}, {"parts": [[1, "x", 0, 65]]}, {"parts": [[1, "x", 0, 63]]},
+        {"parts": [[1, "x", 0]]}, {"parts": []}, {"parts": None}, {"parts": [3]}, {"folder": None}, {"element": "2"},
+        {"folder": "simplecache::memory://x"}, {"lane": "0"},
     ],
 )  # fmt: skip
 def test_malformed_references_are_refused(folder: Folder, change: dict[str, Any]) -> None:
     folder.publish(1)
-    reference = {**folder.files[0].refer(1, 0, 64), **change}
-    with pytest.raises(ProtocolError, match="a reference|no place in"):
-        read_file(reference, memoryview(bytearray(64)))
+    layout = Layout(64, folder.whole.parameters, folder.whole.ranks)
+    transfer = Transfer(1, 1, Manifest.of(EPOCH, 1, "layout", []), layout, {}, 0.0, 0.0)
+    with pytest.raises(ProtocolError, match="reference needs|parts of|nowhere|to no bucket|no file of|leads through"):
+        reference, *_ = transfer.plan((0, 0), {**folder.files[0].refer(1, 0, 64), **change}, None)
+        Disk().fetch(reference, memoryview(bytearray(64)))
 
 
 def test_folder_has_one_owner(tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    first = FolderOwner(folder, "e1")
-    with pytest.raises(UserError, match=rf"still runs \(epoch e1, process {os.getpid()}\)"):
-        FolderOwner(folder, "e2")
-    first.close()
-    first.close()
-    second = FolderOwner(folder, "e2")
-    with pytest.raises(UserError, match="epoch e2"):
-        FolderOwner(folder, "e3")
-    second.close()
+    first, second, third = (FolderStore(str(tmp_path / "weights")) for _ in range(3))
+    first.claim("run folder 1")
+    with pytest.raises(UserError, match=rf"still runs \(run folder 1, process {os.getpid()}\)"):
+        second.claim("run folder 2")
+    first.release()
+    first.release()
+    second.claim("run folder 2")
+    with pytest.raises(UserError, match="run folder 2"):
+        third.claim("run folder 3")
+    second.release()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/owner: File exists"):
-        FolderOwner(tmp_path / "file", "e1")
+        FolderStore(str(tmp_path / "file")).claim("run folder 1")
 
 
 def test_killed_job_owns_nothing(tmp_path: Path) -> None:
     program = f"""
 import os, signal
-from pathlib import Path
-from {FolderOwner.__module__} import FolderOwner
-owner = FolderOwner(Path({str(tmp_path)!r}), "e1")
+from {FolderStore.__module__} import Folder
+Folder({str(tmp_path)!r}).claim("run folder 1")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S).returncode < 0
-    assert "epoch e1" in (tmp_path / "owner").read_text()
-    FolderOwner(tmp_path, "e2").close()
+    assert "run folder 1" in (tmp_path / "owner").read_text()
+    FolderStore(str(tmp_path)).claim("run folder 2")
 
 
 def rewrite(folder: Path, rank: int, **metadata: object) -> None:

@@ -108,7 +108,7 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
         # These transports move a version from device to device.
         *(["--stage-on-device"] if TRANSPORTS[sync.transport].on_device else []),
         *(["--verify-every", str(sync.verify_every)] if verification(config) == "digest" else []),
-        *(["--disk-path", sync.disk_path] if sync.disk_path else []),
+        *(["--disk-path", sync.disk_path] if sync.disk_path and "://" not in sync.disk_path else []),
         "--engine-arguments", json.dumps(engine_words(theirs)),
     ]  # fmt: skip
 

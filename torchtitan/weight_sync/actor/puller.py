@@ -368,21 +368,22 @@ class Puller:
             if "drop" in asked:
                 return
             transfer.checked_key(source.rank, message)
-            fetch = partial(self.engine.fetch, key, message["reference"])
-            self._work(transfer, source, key, fetch, transfer.bucket_bytes(key), asked)
+            reference, count, is_delta, lane = transfer.plan(key, message["reference"], self._held.get(key))
+            fetch = partial(self.engine.fetch, key, reference)
+            self._work(transfer, source, key, fetch, asked, count, is_delta, lane)
         elif (placed := transfer.arriving.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
-            self._work(transfer, source, key, partial(self.engine.patch, key, placed), 0, asked)
+            self._work(transfer, source, key, partial(self.engine.patch, key, placed), asked)
         else:
             del transfer.arriving[key]
             self._verify(source, key, placed.hexdigest(), asked)
 
     def _work(
         self, transfer: Transfer, source: ShardServerConnection, key: BucketKey,
-        function: Callable[[], str], count: int, asked: Any,
+        function: Callable[[], str], asked: Any, count: int = 0, is_delta: bool = False, lane: str = "fetch",
     ) -> None:  # fmt: skip
-        """Have a thread write the bucket, and then count `count` bytes as received."""
+        """Have a thread of this lane write the bucket, and then count `count` bytes as received."""
         self._held.pop(key, None)
         transfer.arriving[key] = None
         self._writers += 1
@@ -396,10 +397,10 @@ class Puller:
             if isinstance(error, ConnectionError):
                 source.tell(transfer.request([key[1]], again=True))
                 return
-            transfer.count(count, False, self._runtime.now())
+            transfer.count(count, is_delta, self._runtime.now())
             self._verify(source, key, found if error is None else repr(error), asked)
 
-        self._runtime.work("fetch", function, written)
+        self._runtime.work(lane, function, written)
 
     def _verify(self, source: ShardServerConnection, key: BucketKey, found: str, asked: Any) -> None:
         pull, (rank, bucket) = self.transfer, key

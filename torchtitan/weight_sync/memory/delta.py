@@ -19,7 +19,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,6 +111,39 @@ def decode_into(target: memoryview, payload: memoryview, size: int) -> None:
     if count and indices[-1] >= len(elements):
         raise ProtocolError("a delta that goes beyond its bucket")
     elements[indices] += (numbers >> 1) ^ -(numbers & 1)
+
+
+Part = tuple[int, str, int, int]
+"""Serial of a snapshot; file and offset of what a bucket is in it; and how many bytes: as many as the bucket has, or
+fewer for a delta against the snapshot before"""
+
+# Limit for an offset in a file; leaves room for the bytes to read from there.
+_LARGEST_OFFSET = 1 << 62
+
+
+def shortest(parts: Any, size: int, held: int | None) -> list[Part]:
+    """Return, in order, those of a bucket's parts that lead to its newest bytes and are the fewest bytes themselves: a
+    whole bucket and the deltas behind it, or only deltas if the bucket is there as of snapshot `held`.
+
+    size: of the bucket. Raises ProtocolError for malformed parts, or if none of them are a way.
+    """
+    try:
+        checked = [(int(serial), str(file), int(offset), int(count)) for serial, file, offset, count in parts]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"{parts!r:.100} are no parts of a bucket") from error
+    if any(not (0 <= part[2] < _LARGEST_OFFSET and 0 <= part[3] <= size) for part in checked):
+        raise ProtocolError(f"{parts!r:.100} lie nowhere in a file")
+    ways = []
+    starts = [(part[0], [part]) for part in checked if part[3] == size]
+    for serial, way in [*starts, *((held, []) for part in checked if part[0] == held)]:
+        later = [part for part in checked if part[0] > serial]
+        deltas = [part for part in later if part[3] < size]
+        # Where there is no delta between two snapshots, no way leads on.
+        if {part[0] for part in deltas} == {part[0] for part in later}:
+            ways.append([*way, *deltas])
+    if not ways:
+        raise ProtocolError(f"{parts!r:.100} lead to no bucket")
+    return min(ways, key=lambda way: sum(part[3] for part in way))
 
 
 class _Key(NamedTuple):

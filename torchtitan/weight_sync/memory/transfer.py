@@ -10,13 +10,16 @@ from typing import Any, Protocol
 
 import xxhash
 
+from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, Sheet, new_digest, sheet_sizes
-from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, field_of
 
 # How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 
 
+# So many threads at most read buckets that references name.
+LANES = 8
 # The number by which a rank's sheet of checksums is asked for, before its buckets.
 SHEET = -1
 
@@ -102,6 +105,16 @@ class Transfer:
         self.received["bytes_relayed" if self.source else "bytes_delta" if is_delta else "bytes_full"] += count
         self.moved_at = now
 
+    def plan(self, key: BucketKey, reference: Any, held: int | None) -> tuple[Any, int, bool, str]:
+        """Return a bucket's reference with only those parts that have to be read, how many bytes they are, whether all
+        are deltas, and the lane to read them in. held: serial of the snapshot that the bucket is there of."""
+        size = self.bucket_bytes(key)
+        if not isinstance(reference, dict) or "parts" not in reference:
+            return reference, size, False, "fetch"
+        parts = shortest(reference["parts"], size, held)
+        count, lane = sum(part[3] for part in parts), field_of(reference, "lane", int) % LANES
+        return {**reference, "parts": parts}, count, all(part[3] < size for part in parts), f"fetch-{lane}"
+
     def figures(self, now: float) -> Message:
         """Return what the registry is told when everything has arrived."""
         received = {name: self.received[name] for name in BYTES}
@@ -145,7 +158,8 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
 
 
 class Engine(Protocol):
-    """Where versions end up. `apply`, `fetch` and `patch` run on threads, at most one call of each at a time."""
+    """Where versions end up. `apply`, `fetch` and `patch` run on threads, at most one call of each at a
+    time, but for references that name different lanes."""
 
     def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
         """Allocate staging memory for the layout in `message`. Returns the needed buckets. Raises LayoutError."""

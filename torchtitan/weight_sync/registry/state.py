@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
@@ -64,7 +65,7 @@ class Settings:
             progress_timeout_s=config.progress_timeout_s,
             apply_timeout_s=apply_timeout(config, version_bytes, drain_s),
             snapshot_timeout_s=config.snapshot_timeout_s,
-            delta=config.delta,
+            delta=config.delta and TRANSPORTS[config.transport].over_channel,
         )
 
 

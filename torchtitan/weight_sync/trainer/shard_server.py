@@ -36,9 +36,10 @@ MAX_WRITE_SECONDS = 600.0
 class ShardServer(BucketServer):
     """Serves one rank's slots. relay: actors relay buckets, which takes digests. refer(slot, start, end): makes
     references, for transports that send no bytes over a channel or link. make_link(channel, actor): makes the link, for
-    transports that send bytes over one. tcp uses neither. persist(slot, version, memory, moved): called on a thread
-    before a snapshot may be published; its result is sent to the registry. It calls moved() whenever it progresses; if
-    it raises OSError, the version is dropped."""
+    transports that send bytes over one. tcp uses neither. persist(slot, serial, version, memory, moved): called on a
+    thread before a snapshot may be published; its result is sent to the registry. It calls moved() whenever it
+    progresses; if it raises OSError, the version is dropped. keep_persisted: the memory of the newest snapshot that was
+    persisted stays as it is until the next one is."""
 
     phase = "send"
 
@@ -57,11 +58,15 @@ class ShardServer(BucketServer):
         relay: bool = False,
         refer: Callable[[int, int, int], Message] | None = None,
         make_link: Callable[[Channel, str], SendingLink] | None = None,
-        persist: Callable[[int, int, memoryview, Callable[[], None]], Message] | None = None,
+        persist: Callable[[int, int, int, memoryview, Callable[[], None]], Message] | None = None,
+        keep_persisted: bool = False,
     ):
         super().__init__(runtime, epoch, ACTOR, token, make_link)
         self.rank, self._slots, self._layout = rank, slots, layout
         self._lease_s, self._refer, self._persist = lease_s, refer, persist
+        self._keep_persisted = keep_persisted
+        self._persisted = -1
+        """Serial of the newest snapshot that was persisted, and is kept"""
         self._bucket_seconds = MAX_BUCKET_SECONDS + MAX_SECONDS_PER_BYTE * layout.bucket_bytes
         self.live = LiveSlots(slots.state_words)
         make = partial(encode, size=element_bytes(layout))
@@ -143,7 +148,7 @@ class ShardServer(BucketServer):
         moved = partial(self._moved, MAX_WRITE_SECONDS)
         moved()
         try:
-            return {**snapped, "file": self._persist(index, version, memory, moved)}, sheet
+            return {**snapped, "file": self._persist(index, serial, version, memory, moved)}, sheet
         except OSError as error:
             logger.error("version %d is dropped: %s", version, error.strerror or error)
             return {"type": "failed", **about, "reason": error.strerror or str(error)}, sheet
@@ -156,6 +161,9 @@ class ShardServer(BucketServer):
         self._snapped[serial] = found
         self.send_more()
         self._tell_snapped(serial)
+        if self._keep_persisted and "file" in found[0] and serial > self._persisted:
+            # What would be let go now is kept, and what was kept is let go.
+            serial, self._persisted = self._persisted, serial
         self.live.let_go(serial)
         self.look()
 
