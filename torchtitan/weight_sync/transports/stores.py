@@ -285,7 +285,7 @@ class Objects(Store):
                 )
             self.put(OWNER, about.encode())
         except OSError as error:
-            raise UserError(f"weight_sync.disk_path: {error.strerror or error}") from error
+            raise UserError(f"weight_sync.disk_path: {self.url}: {error.strerror or error}") from error
 
     def release(self) -> None:
         self.remove([OWNER] if self._text(OWNER) else [])
