@@ -34,6 +34,7 @@ from torchtitan.config.job_config import Checkpoint, JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
+from torchtitan.grpo_train import follow_commands
 from torchtitan.models.shape import newest_export
 from torchtitan.preflight.validate import ready
 from torchtitan.report.page import evaluation_table
@@ -164,14 +165,7 @@ def evaluate(evaluated: Evaluated, config: JobConfig) -> tuple[Path, list[dict[s
             if step is not None:
                 job.load(evaluated.place, step)
             job.start()
-            while (command := job.next_command()).kind not in (Kind.STOP, Kind.DONE):
-                if command.kind is Kind.SNAPSHOT:
-                    job.publish_pending()
-                elif command.generation is not None:
-                    job.generate(command.generation)
-                elif command.kind is Kind.EVALUATE and command.batch is not None:
-                    job.evaluate(command.batch)
-            if command.kind is Kind.STOP:
+            if follow_commands(job).kind is Kind.STOP:
                 break
         job.raise_failure()
         folder, code, is_first = job.run_dir, job.exit_code, job.controller is not None

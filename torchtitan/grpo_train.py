@@ -24,7 +24,7 @@ import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
@@ -35,6 +35,10 @@ from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.utils.machine import leave, sleep_between_regions
+
+if TYPE_CHECKING:
+    from torchtitan.trainer.controller import Command
+    from torchtitan.trainer.job import Job
 
 
 @dataclass(frozen=True)
@@ -69,28 +73,35 @@ def run_job(config: JobConfig) -> Run:
 
 def _run(config: JobConfig) -> Run:
     sleep_between_regions()  # before torch is imported
-    from torchtitan.trainer.controller import Kind
     from torchtitan.trainer.job import Job
 
     with Job(config) as job:
         job.start()
-        while (command := job.next_command()).kind not in (Kind.STOP, Kind.DONE):
-            if command.kind is Kind.SNAPSHOT:
-                job.publish_pending()
-            elif command.generation is not None:
-                job.generate(command.generation)
-            elif command.kind is Kind.EXPORT:
-                job.export_on_demand()
-            elif command.kind is Kind.EVALUATE and command.batch is not None:
-                job.evaluate(command.batch)
-            elif command.batch is not None:
-                result = job.trainer.train_batch(command.batch, job.sync)
-                job.version += 1
-                job.publish(result)
-                job.log_step(command.batch, result)
-                job.save_if_due()
+        follow_commands(job)
         job.finish()
         return Run(job.run_dir, job.version, job.exit_code)
+
+
+def follow_commands(job: Job) -> Command:
+    """Do what the controller says until it says STOP or DONE, and return that command (collective)."""
+    from torchtitan.trainer.controller import Kind
+
+    while (command := job.next_command()).kind not in (Kind.STOP, Kind.DONE):
+        if command.kind is Kind.SNAPSHOT:
+            job.publish_pending()
+        elif command.generation is not None:
+            job.generate(command.generation)
+        elif command.kind is Kind.EXPORT:
+            job.export_on_demand()
+        elif command.kind is Kind.EVALUATE and command.batch is not None:
+            job.evaluate(command.batch)
+        elif command.batch is not None:
+            result = job.trainer.train_batch(command.batch, job.sync)
+            job.version += 1
+            job.publish(result)
+            job.log_step(command.batch, result)
+            job.save_if_due()
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:

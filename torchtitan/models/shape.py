@@ -354,7 +354,7 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
 
 
 # scripts/make_debug_checkpoint.py makes these, and run_grpo.sh requests them.
-DEBUG_TASKS = ("arithmetic", "arithmetic_moe", "calculator", "guess", "random")
+DEBUG_TASKS = ("arithmetic", "arithmetic_moe", "calculator", "guess", "mix", "random")
 DEBUG_ASSETS = tuple(f"assets/debug_{task}" for task in DEBUG_TASKS)
 
 

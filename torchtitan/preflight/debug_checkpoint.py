@@ -9,8 +9,9 @@ debug_arithmetic (two-digit addition) starts from random weights. A short run of
 Some samples then earn a reward, but most of the learning is left to GRPO. With a name that ends in _moe, the model is a
 tiny mixture of experts (Qwen3-MoE). debug_random skips the fine-tuning.
 
-debug_guess and debug_calculator are trained to imitate a clumsy player instead (WARM_STARTS). The loss covers only what
-the player writes, not the prompts and observations that it reads.
+debug_guess, debug_calculator and debug_mix are trained to imitate a clumsy player instead (WARM_STARTS); that of
+debug_mix plays both and adds two-digit numbers. The loss covers only what the player writes, not the prompts and
+observations that it reads.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from torchtitan.config.rollout_tables import Rollout
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
@@ -42,6 +44,7 @@ from torchtitan.models.mixture_args import ExpertArgs
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import newest_export
 from torchtitan.rollout.environments import builtin
+from torchtitan.rollout.prompts import arithmetic_rows, hold_out
 from torchtitan.utils.child_process import child_environment, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -103,10 +106,10 @@ def guess_play(numbers: random.Random) -> Play:
     return play[:-1]
 
 
-def calculator_play(numbers: random.Random) -> Play:
-    """Play as a player who uses the calculator for one sum in ten and makes up the other answers."""
+def calculator_play(numbers: random.Random, share: float = 0.1) -> Play:
+    """Play as a player who uses the calculator for this share of the sums and makes up the other answers."""
     row = numbers.choice(_sums())
-    if numbers.random() >= 0.1:
+    if numbers.random() >= share:
         return [(row["prompt"], False), (f"{numbers.randrange(20000):05d}", True), ("<eos>", True)]
     a, b = row["prompt"].rstrip("=").split("+")
     result = builtin.add(int(a), int(b))
@@ -118,8 +121,38 @@ def _sums() -> list[dict[str, str]]:
     return builtin.calculator_rows()[: builtin.CALCULATOR_ROWS // 2]
 
 
-WARM_STARTS: dict[str, Callable[[random.Random], Play]] = {"guess": guess_play, "calculator": calculator_play}
-WARM_START_STEPS = 450
+def sums_play(numbers: random.Random, share: float) -> Play:
+    """Add two numbers as a player who gets this share of the sums right, and a digit of the others wrong."""
+    row = numbers.choice(_pairs())
+    answer = row["answer"]
+    if numbers.random() >= share:
+        place = numbers.randrange(len(answer))
+        answer = answer[:place] + str(numbers.randrange(10)) + answer[place + 1 :]
+    return [(row["prompt"], False), (answer, True), ("<eos>", True)]
+
+
+@functools.cache
+def _pairs() -> list[dict[str, str]]:
+    training, _ = hold_out(arithmetic_rows(), Rollout().held_out_fraction, "prompt")
+    return training
+
+
+def mixed_play(numbers: random.Random, share: float) -> Play:
+    """Play one of the three tasks, sums as often as the two others together."""
+    task = numbers.randrange(4)
+    if task == 0:
+        return guess_play(numbers)
+    return calculator_play(numbers, share) if task == 1 else sums_play(numbers, share)
+
+
+WARM_STARTS: dict[str, list[tuple[Callable[[random.Random], Play], int]]] = {
+    "guess": [(guess_play, 450)],
+    "calculator": [(calculator_play, 450)],
+    # Among made-up answers, such a small model would not find out how the right ones come about in so few steps: it
+    # learns them first, and then the habit of making them up.
+    "mix": [(functools.partial(mixed_play, share=1.0), 400), (functools.partial(mixed_play, share=0.2), 50)],
+}
+"""Task -> what is imitated, and for how many supervised steps"""
 
 
 def batches(play: Callable[[random.Random], Play], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -137,11 +170,11 @@ def batches(play: Callable[[random.Random], Play], seed: int) -> Iterator[tuple[
         yield pad(rows, batch_first=True, padding_value=PAD), pad(written, batch_first=True, padding_value=False)
 
 
-def warm_start(policy: Decoder, task: str, seed: int) -> float:
-    """Train for WARM_START_STEPS supervised steps; return the average probability of a whole play."""
+def warm_start(policy: Decoder, task: str, seed: int) -> tuple[int, float]:
+    """Train on the task's plays; return the supervised steps and the average probability of a whole play."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    likely = 0.0
-    for tokens, written in itertools.islice(batches(WARM_STARTS[task], seed), WARM_START_STEPS):
+    likely, parts = 0.0, WARM_STARTS[task]
+    for tokens, written in (one for play, steps in parts for one in itertools.islice(batches(play, seed), steps)):
         logits = policy.logits(tokens[:, :-1])
         loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none") * written[:, 1:]
         likely = 0.9 * likely + 0.1 * loss.detach().sum(1).neg().exp().mean().item()
@@ -149,7 +182,7 @@ def warm_start(policy: Decoder, task: str, seed: int) -> float:
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return likely
+    return sum(steps for _, steps in parts), likely
 
 
 def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:
@@ -208,7 +241,7 @@ def main() -> None:
     symbols = PLAY_SYMBOLS if agent else SYMBOLS
     steps, accuracy, what = 0, 0.0, "sampled at temperature 1, held-out accuracy"
     if agent:
-        steps, accuracy = WARM_START_STEPS, warm_start(policy, task, arguments.seed)
+        steps, accuracy = warm_start(policy, task, arguments.seed)
         what = "a play as imitated has probability"
     if agent or task == "random":
         export_policy(policy, arguments.output)

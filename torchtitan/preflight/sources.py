@@ -33,8 +33,12 @@ def check_sources(check: Check) -> None:
         if (source := one.get("source", "")) and source not in known:
             text = f"there is no such source{nearest(source, known)}"
             check.say("eval.set", f"[[eval.set]] {one['name']}: source = {source!r}: {text}")
-    observes = check.config.grpo.observation_coefficient > 0
+    grpo = check.config.grpo
+    observes = grpo.observation_coefficient > 0
     without = not any(has_environment(own) for _, own in sources_of(check.config))
+    by_turn = grpo.advantage_level == "turn"
+    text = "needs environment.factory: only an environment rewards single turns"
+    check.refuse("grpo.advantage_level", by_turn and without, text)
     text = "needs an [environment] or tools, which write between the turns"
     check.refuse("grpo.observation_coefficient", observes and without, text)
     tasks = tasks_of(check.config).values()

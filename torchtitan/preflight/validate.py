@@ -269,8 +269,6 @@ def _check_objective(check: Check) -> None:
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
     both = grpo.advantage_level == "turn" and grpo.reward_aggregation == "normalize_each"
     refuse("grpo.advantage_level", both, "needs grpo.reward_aggregation = sum")
-    without = grpo.advantage_level == "turn" and not has_environment(check.config)
-    refuse("grpo.advantage_level", without, "needs environment.factory: only an environment rewards single turns")
 
 
 def _unbounded(config: JobConfig) -> str:

@@ -16,7 +16,7 @@ from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, b
 from torchtitan.rollout.mix import Mix, in_turns
 from torchtitan.rollout.prompt_stream import load_streams
 from torchtitan.rollout.source_flow import SourceFlow
-from torchtitan.rollout.statistics import RolloutStatistics, of_source
+from torchtitan.rollout.statistics import RolloutStatistics, means_of_sources, of_source
 from torchtitan.rollout.types import Batch, Group, Prompt
 from torchtitan.utils.json_lines import EventLog
 
@@ -213,12 +213,16 @@ class RolloutFlow:
         counts = count_by_source(batch.groups)
         self._mix.hand_out({name: counts.get(name, 0) for name in self._mix.names})
         batch.statistics = self._statistics.figures(version, batch.samples) | self._gauges()
+        by_source: list[tuple[int, dict[str, float]]] = []
         for source, groups in zip(self._sources, shares, strict=True):
             if source.name and groups:
                 samples = [sample for group in groups for sample in group.samples]
-                batch.statistics |= of_source(source.statistics.figures(version, samples), source.name)
+                figures = source.statistics.figures(version, samples)
+                by_source.append((len(groups), figures))
+                batch.statistics |= of_source(figures, source.name)
             if source.name:
                 batch.statistics[f"groups/{source.name}/trained"] = float(len(groups))
+        batch.statistics |= means_of_sources(by_source)
         batch.statistics["rollout/straggler_wait_s"] = straggler_wait_s
         self._start_statistics()
         self._enough_since = None

@@ -99,3 +99,17 @@ class RolloutStatistics:
 def of_source(figures: dict[str, float], name: str) -> dict[str, float]:
     """Name metrics as those of a source: reward/mean becomes reward/NAME/mean."""
     return {key.replace("/", f"/{name}/", 1): value for key, value in figures.items()}
+
+
+def means_of_sources(by_source: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Return the means over the sources, each given as its groups in the batch and its figures.
+
+    Between two batches one source may finish more groups than its share and another none, so that a mean over all that
+    was scored would follow who was fast.
+    """
+    trained = sum(groups for groups, _ in by_source)
+    return {
+        key: sum(groups * figures[key] for groups, figures in by_source) / trained
+        for key in ("reward/mean", "completion/length_mean", "completion/truncated_fraction")
+        if trained
+    }

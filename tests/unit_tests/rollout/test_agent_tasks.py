@@ -64,10 +64,11 @@ def test_a_sum_must_be_copied() -> None:
 
 @pytest.mark.parametrize("task", sorted(WARM_STARTS))
 def test_warm_starts_imitate_only_what_a_player_writes(task: str) -> None:
-    tokens, written = next(batches(WARM_STARTS[task], 0))
-    read = {INDEX[symbol] for symbol in ("<>?" if task == "guess" else "=")}
-    assert not read & set(tokens[written].tolist()) and tokens.shape[1] <= 33
-    assert read <= set(tokens[~written].tolist())
+    for play, _ in WARM_STARTS[task]:
+        tokens, written = next(batches(play, 0))
+        read = {INDEX[symbol] for symbol in {"guess": "<>?", "calculator": "=", "mix": "<>?="}[task]}
+        assert not read & set(tokens[written].tolist()) and tokens.shape[1] <= 33
+        assert read <= set(tokens[~written].tolist())
 
 
 def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ def test_a_slow_source_has_its_share_of_every_batch(max_staleness: int) -> None:
             }
             assert all(f"staleness/{name}/mean" in batch.statistics for name in own)
             assert batch.statistics["reward/more/mean"] == 0.5
+            # Sources count as they do in the batch, and not by how many of their groups were done meanwhile.
+            means = [batch.statistics[f"reward/{name}/mean"] for name in names(batch)]
+            assert batch.statistics["reward/mean"] == pytest.approx(sum(means) / len(means))
             assert batch.statistics.get("groups/rare/zero_variance_fraction", 0.0) == 0.0
             actors.version = version + 1
             reach(rollouts, version + 1)
