@@ -79,6 +79,7 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
         async def group(runtime: str, options: dict[str, Any]) -> list[Trajectory]:
             own = copy.deepcopy(config)
             own.environment.verifiers_runtime, own.environment.verifiers_runtime_args = runtime, options
+            own.environment.isolate = "auto" if runtime == "subprocess" else False
             agents = AgentPool(own, EventLog(run_dir / "events.jsonl"), run_dir / f"{runtime}.log")
             await agents.start()
             try:

@@ -395,10 +395,9 @@ def _check_judge(check: Check) -> None:
 def _check_environment(check: Check) -> None:
     environment = check.config.environment
     _check_isolation(check, "environment", environment)
-    shut_in = environment.isolate is not False and not environment.network
     elsewhere = environment.verifiers and environment.verifiers_runtime != "subprocess"
-    text = f"must be true: environment.verifiers_runtime = {show(environment.verifiers_runtime)} needs the network"
-    check.refuse("environment.network", elsewhere and shut_in, text)
+    text = f"must be false: verifiers_runtime = {show(environment.verifiers_runtime)} needs its server and its keys"
+    check.refuse("environment.isolate", elsewhere and environment.isolate is not False, text)
     named = [("factory", "environment", environment.factory), ("tool_parser", "tool parser", environment.tool_parser)]
     if FUNCTION.fullmatch(environment.agent):
         named.append(("agent", "agent", environment.agent))

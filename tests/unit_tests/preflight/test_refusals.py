@@ -92,6 +92,8 @@ oops | 'oops' does not belong to any
 --environment.gateway_url run.example:80 | environment.gateway_url | must be http:// or https://
 --environment.gateway_url http://run.example/v1 | environment.gateway_url | without /v1
 --environment.verifiers_runtime vm | environment.verifiers_runtime | subprocess
+--environment.verifiers x --environment.verifiers_runtime docker | environment.isolate | must be false
+--rewards.variables NO_SUCH_VARIABLE | rewards.variables | no environment variable NO_SUCH_VARIABLE
 --environment.agent tests.agent_examples:play --environment.tools tests.agent_examples:raises \
     | environment.agent | cannot be combined with
 --eval.reward_function acc | eval.reward_function | "acc"

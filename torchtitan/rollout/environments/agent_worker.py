@@ -107,7 +107,7 @@ async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, An
     environment |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         environment["TMPDIR"] = scratch
-        if not os.access(Path.home(), os.W_OK):  # we are isolated
+        if environment.get("HOME") == tempfile.gettempdir():  # as below
             environment["HOME"] = scratch
         return await _run_in(environment, words, message)
 
@@ -195,4 +195,6 @@ class Taskset:
 
 
 if __name__ == "__main__":
+    if not os.access(Path.home(), os.W_OK):  # we are isolated, and programs keep files of their own there
+        os.environ["HOME"] = tempfile.gettempdir()
     run(lambda setup: (Agents(Taskset(setup).play if "taskset" in setup else find_agent(setup["agent"])), {}))

@@ -90,7 +90,8 @@ class WorkerProcess:
         self._command = [python, "-m", module]
         self._isolation, self._secrets, self._table = isolation, secrets, table
         if isolation is not None:
-            visible = [*visible, *sys.path, Path.cwd(), sys.prefix, sys.base_prefix, Path(python).parent.parent]
+            paths = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            visible = [*visible, *paths, Path.cwd(), sys.prefix, sys.base_prefix, Path(python).parent.parent]
             hidden = [] if run_dir is None else [run_dir]
             self._command = [*isolation.command(visible, hidden), *self._command]
         self.door = door
