@@ -25,6 +25,7 @@ from torchtitan.inference import actor_parts
 from torchtitan.inference.actor import Actor
 from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.engine import Call
+from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.attention import PackedLayout
 from torchtitan.rollout.environments.pool import EnvironmentPool
@@ -89,14 +90,14 @@ def _note_answers(record: Path, backend: str) -> None:
     AgentClient._ask = ask  # type: ignore[method-assign]
 
 
-async def _kill_actors(stand: Stand, kills: int) -> int:
+async def kill_actors(pool: InferencePool, kills: int) -> int:
     """One by one, at work, while all are there; returns how many when it is cancelled."""
     killed = 0
     try:
         while killed < kills:
-            ready = [actor for actor in stand.pool._actors if actor.state.value == "ready"]
+            ready = [actor for actor in pool._actors if actor.state.value == "ready"]
             busy = next((actor for actor in ready if actor.load > 0), None)
-            if len(ready) == len(stand.pool._actors) and busy is not None:
+            if len(ready) == len(pool._actors) and busy is not None:
                 _kill(busy)
                 killed += 1
                 while busy.state.value == "ready":  # noqa: ASYNC110
@@ -149,7 +150,7 @@ async def play(stand: Stand, folder: Path, groups: int, faults: dict[str, int], 
                 await asyncio.sleep(POLL_S)
             await stand.publish()
 
-    killing, publishing = asyncio.create_task(_kill_actors(stand, kills)), asyncio.create_task(versions())
+    killing, publishing = asyncio.create_task(kill_actors(stand.pool, kills)), asyncio.create_task(versions())
     try:
         played = await asyncio.gather(*map(group, prompts))
     finally:

@@ -1,8 +1,9 @@
 """What conversations of many turns cost: prompts that are computed again, and the gateway in front of the engines.
 
     python benchmarks/agents.py --json
-    python benchmarks/agents.py --backend vllm --json             all but the second, of a vLLM
-    python benchmarks/agents.py --backend vllm --faults --json    what the faults say alone
+    python benchmarks/agents.py --episodes 200 --repeats 2 --json     a fifth of the episodes and faults
+    python benchmarks/agents.py --backend vllm --json                 all but the second, of a vLLM
+    python benchmarks/agents.py --backend vllm --faults --json        what the faults say alone
 
 A small random Qwen3 that a trainer in this process publishes, and an actor that a pool starts. Groups of 8 episodes
 with the same beginning, 8 turns each; every turn is a request of its own.
@@ -263,10 +264,12 @@ async def count_stale(stand: Stand, size: Size, versions: int) -> tuple[int, int
     return stale, asked
 
 
-async def measure_faults(backend: str, python: str, conditions: dict[str, Any], quick: bool) -> dict[str, float]:
-    groups, kills, faults = 125, 4, {"raises": 8, "crashes": 5, "hangs": 3}
-    if backend != "embedded":
-        groups, kills, faults = 5, 1, {"raises": 1, "crashes": 1, "hangs": 1}
+async def measure_faults(
+    backend: str, python: str, conditions: dict[str, Any], episodes: int, quick: bool
+) -> dict[str, float]:
+    groups, kills, faults = episodes // GROUP, 4, {"raises": 8, "crashes": 5, "hangs": 3}
+    if groups < 125:
+        kills, faults = 1, {kind: max(1, count * groups // 125) for kind, count in faults.items()}
     if quick:
         groups, kills, faults = 4, 1, {"raises": 1}
     with tempfile.TemporaryDirectory() as name:
@@ -279,19 +282,19 @@ async def measure_faults(backend: str, python: str, conditions: dict[str, Any], 
             played, lost, killed = await agent_faults.play(stand, folder, groups, faults, kills)
         finally:
             await stand.close()
-        episodes = [one for _, group in played for one in group]
-        turns = sum(len(branch.sampled) for one in episodes for branch in one.branches)
+        trajectories = [one for _, group in played for one in group]
+        turns = sum(len(branch.sampled) for one in trajectories for branch in one.branches)
         struck = len(list(folder.glob("mark-*")))  # noqa: ASYNC240
         conditions |= {
             "faults": struck + killed,
-            "episodes": len(episodes),
+            "episodes": len(trajectories),
             "turns": turns,
             "versions": stand.version + 1,
         }
         return {"episodes_lost": float(lost), **agent_faults.check(stand, played, record)}
 
 
-async def measure(backend: str, python: str, quick: bool, conditions: dict[str, Any]) -> dict[str, float]:
+async def measure(backend: str, python: str, quick: bool, repeats: int, conditions: dict[str, Any]) -> dict[str, float]:
     """All but what the faults say."""
     size = Size(1, 4, 128, 8, 16) if quick else Size(2, 8, 256, 32, 32)
     with tempfile.TemporaryDirectory() as folder:
@@ -303,7 +306,7 @@ async def measure(backend: str, python: str, quick: bool, conditions: dict[str, 
             figures = {"prefill_saved": await measure_prefill(stand, size)}
             if backend == "embedded":
                 common.progress("the gateway")
-                sessions, repeats = (8, 1) if quick else (64, 5)
+                sessions, repeats = (8, 1) if quick else (64, repeats)
                 talk = Size(1, 2 if quick else 4, 128, 64, 32)
                 figures["gateway_overhead"] = await measure_gateway(stand, sessions, talk, repeats)
             common.progress("keys of older weights")
@@ -320,15 +323,18 @@ def main() -> None:
     parser.add_argument("--backend", choices=tuple(COUNTERS), default="embedded")
     parser.add_argument("--engine-python", default="", help="as inference.engine_python")
     parser.add_argument("--faults", action="store_true", help="only episodes_lost and what stands beside it")
+    parser.add_argument("--episodes", type=int, help="with faults (1,000, or 40 of a foreign engine)")
+    parser.add_argument("--repeats", type=int, default=5, help="of gateway_overhead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     engine = arguments.backend, arguments.engine_python
+    episodes = arguments.episodes or (1000 if arguments.backend == "embedded" else 40)
     figures: dict[str, float] = {}
     conditions = {"backend": arguments.backend, "quick": arguments.quick, "cpu": common.processor()}
     if not arguments.faults:
-        figures |= asyncio.run(measure(*engine, arguments.quick, conditions))
+        figures |= asyncio.run(measure(*engine, arguments.quick, arguments.repeats, conditions))
     common.progress("faults")
-    figures |= asyncio.run(measure_faults(*engine, conditions, arguments.quick))
+    figures |= asyncio.run(measure_faults(*engine, conditions, episodes, arguments.quick))
     common.report("agents", figures, BARS, conditions, arguments.json)
 
 

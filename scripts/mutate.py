@@ -30,8 +30,6 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-import psutil
-
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -267,6 +265,8 @@ def survives(mutant: Mutant, tests: list[str], again: set[str], seconds: float, 
 
 def end_what_was_started(folder: str) -> None:
     """Of processes with this folder in their path: broken ones may outlive their parent."""
+    import psutil
+
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and folder in process.environ().get("PYTHONPATH", ""):

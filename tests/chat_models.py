@@ -91,14 +91,15 @@ WEATHER = "sunny, 21 °C"
 SAID = ['<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>', "It is sunny."]
 
 
-def make_chat_model(directory: Path, taught: bool = True) -> Path:
-    """A checkpoint of a small random Qwen3; taught, its greedy answers to one conversation are those of SAID."""
+def make_chat_model(directory: Path, taught: bool = True, longest: int = 2048) -> Path:
+    """A checkpoint of a small random Qwen3; taught, its greedy answers to one conversation are those of SAID. longest:
+    tokens of a conversation."""
     from tests.conftest import make_checkpoint
     from torchtitan.rollout.tokenizer import Tokenizer
 
     make_checkpoint(
         directory, "qwen3", False, vocab_size=VOCABULARY, eos_token_id=END, bos_token_id=None,
-        max_position_embeddings=2048,
+        max_position_embeddings=longest,
     )  # fmt: skip
     write_chat_tokenizer(directory)
     if not taught:

@@ -22,7 +22,12 @@ from torchtitan.inference.client import TOKEN_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "scripts" / "install_engine.sh"
 # Engine -> its environment on a machine without GPUs.
-ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "verifiers": "verifiers"}
+ENVIRONMENTS = {
+    "vllm": "vllm-cpu",
+    "sglang": "sglang-cpu",
+    "verifiers": "verifiers",
+    "mini_swe_agent": "mini-swe-agent",
+}
 CANNOT_BE_HAD = 3
 INSTALL_SECONDS = 1500
 
@@ -67,6 +72,12 @@ def sglang_python() -> Path:
 def verifiers_python() -> Path:
     """The Python that has verifiers."""
     return engine_python("verifiers")
+
+
+@pytest.fixture(scope="session")
+def mini_swe_agent_python() -> Path:
+    """The Python that has mini-swe-agent and pytest."""
+    return engine_python("mini_swe_agent")
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,7 @@ def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
     changes = ["--model.hf_assets_path", "checkpoint", "--training.seq_len", "128"]
     changes += ["--distill.teacher", "checkpoint"] if file.stem == "distill_cpu" else []
     changes += ["--rollout.stop_token_ids", "[]"] if file.stem in ("smollm2_cpu", "smollm2_tool_cpu") else []
+    changes += ["--rollout.max_completion_tokens", "64"] if file.stem == "coding_cpu" else []
     load_config(["--job.config_file", str(file), *changes, "--parallelism.expert_parallel_degree", "1"])
 
 
