@@ -172,10 +172,10 @@ class Training:
         self.left = torch.randn(8192, 8192, device=where, dtype=torch.bfloat16)
         self.right = torch.randn(8192, 8192, device=where, dtype=torch.bfloat16)
         self.product = torch.empty_like(self.left)
-        self.products = 1
+        self.products = 4
         for _ in range(2):  # the first time warms up
-            once = on_stream_seconds(lambda: [self.forward_backward() for _ in range(4)]) / 4
-        self.products = max(1, round(seconds / once))
+            once = on_stream_seconds(self.forward_backward)
+        self.products = max(1, round(4 * seconds / once))
 
     def forward_backward(self) -> None:
         for _ in range(self.products):
@@ -331,7 +331,7 @@ def main() -> None:
     arguments = common.child_arguments()
     if arguments is not None:
         receive(arguments)
-        return 0
+        return
     parser = common.parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of one version, in bf16")
     parser.add_argument("--step", type=float, default=0.25, help="seconds of the training step that is stood in for")

@@ -22,3 +22,7 @@ def assert_near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) ->
     assert found.shape == exact.shape
     difference = (found.detach().double().cpu() - exact.detach()).norm()
     assert difference <= ROUNDING[dtype] * exact.norm(), f"{difference / exact.norm():.2e}"
+    # Roundings average out over the elements, and a wrong factor does not.
+    factor = (found.detach().double().cpu() * exact.detach()).sum() / exact.detach().square().sum()
+    allowed = ROUNDING[dtype] * max(2 / exact.numel() ** 0.5, 0.02)
+    assert abs(factor - 1) <= allowed, f"factor {factor:.6f}"

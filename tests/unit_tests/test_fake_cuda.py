@@ -290,9 +290,9 @@ class Work(Peak):
     ("name", "ranks", "options"),
     [
         ("llama3.1_8b_gsm8k_sglang", 8, []),
-        ("llama3.1_8b_gsm8k_sglang", 8, ["--activation_checkpoint.mode", "none"]),
+        ("llama3.1_8b_gsm8k_sglang", 8, ["--activation_checkpoint.mode", "full"]),
         ("qwen2.5_math_7b_colocated", 8, []),
-        ("qwen3_30b_a3b_8gpu", 8, ["--training.enable_cpu_offload", "false"]),
+        ("qwen3_30b_a3b_8gpu", 8, []),
     ],
     ids=lambda one: "_".join(one) if isinstance(one, list) else None,
 )
@@ -314,7 +314,8 @@ def test_the_roofline_counts_what_is_traced(
         "experts": (planned.experts, done["experts"]),
         "elementwise": (planned.elementwise - of_optimizer, done["elementwise"]),
         "overlapped": (planned.overlapped, done["collectives"]),
-        "waited for": (planned.waited_for, done["alltoall"]),
+        # A rank's own rows are among them.
+        "waited for": (planned.waited_for, done["alltoall"] * (1 - 1 / ranks)),
     }
     for part, (formula, traced) in pairs.items():
         print(f"{name} {options} {part}: {formula:.4g} planned, {traced:.4g} traced")

@@ -313,6 +313,7 @@ class Decoder(nn.Module):
         objective: TokenObjective | None = None,
         routes: torch.Tensor | None = None,
         function: HeadFunction | None = None,
+        entropy: bool = True,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T]).
 
@@ -320,6 +321,7 @@ class Decoder(nn.Module):
         objective: see LogProbHead; the result is then (loss [], log-probs [n], entropy [n]).
         routes [T, layers, k]: experts that an engine has chosen, see moe.Routing.
         function: see LogProbHead; not with context parallelism.
+        entropy: False spares its computation, and gives zeros.
 
         With context parallelism, all ranks of the group are given the same arguments, and `rows` must ascend. Each rank
         gets all log-probs, and the loss of its own rows.
@@ -333,7 +335,7 @@ class Decoder(nn.Module):
         context = self.context
         if context is None:
             hidden = self.hidden_states(token_ids, positions, layout, routes)
-            output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows, function)
+            output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows, function, entropy)
             return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
         own = context.part(len(token_ids))
         rows = torch.arange(layout.total, device=token_ids.device) if rows is None else rows
@@ -347,7 +349,7 @@ class Decoder(nn.Module):
             return context.gather(self.lm_head(hidden, row_step=sizes.rows)[places], bounds)
         asked = None if objective is None else functools.partial(_shifted, objective, first)
         kept = None if kept is None else kept.part(slice(first, end))
-        output = self.lm_head(hidden, targets[first:end], temperature, kept, places, asked, sizes.rows)
+        output = self.lm_head(hidden, targets[first:end], temperature, kept, places, asked, sizes.rows, None, entropy)
         return (*output[:-2], *(context.gather(x, bounds) for x in output[-2:]))
 
     def hidden_states(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.families import Rope, Scaling
+from torchtitan.models.logit_tiles import on_gpu
 from torchtitan.models.model_args import ModelArgs
 
 # The elements that torch's vectorised loops take at a time on the widest processors. Elements left over at the end of a
@@ -192,6 +193,12 @@ def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) 
 
 
 def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    if on_gpu(x):
+        # Five passes over memory in place of nine, and one rounding less.
+        turned, half = x * cosine, x.shape[-1] // 2
+        turned[..., :half].addcmul_(x[..., half:], sine[..., :half])
+        turned[..., half:].addcmul_(x[..., :half], sine[..., half:])
+        return turned
     return x.roll(x.shape[-1] // 2, -1).mul_(sine).add_(x * cosine)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.distributed.device import matmul_operand
 from torchtitan.models.logit_tiles import CUT_OFF, GradientSums, Projection, RowStatistics, logit_gradients_, on_gpu
 
 # (log-probs [n], entropy [n], slice of the rows) -> loss of each row [n], differentiable in the first two.
@@ -83,6 +84,8 @@ class TwoPass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, projection: Projection, accumulate: bool, *operands: torch.Tensor) -> Any:
+        if not projection.derive and not projection.cut and (few := _whole_rows(projection)) is not None:
+            return few.score(projection)
         found, kept = statistics(projection)
         projection.release()
         local_maximum = found.maximum.clone() if kept is not None else None
@@ -141,6 +144,31 @@ class WholeRows:
         self._gradients = self._beside.view(dtype)
         self._minus_one = torch.full((rows, 1), -1.0, device=device)
 
+    def take_(
+        self, logits: torch.Tensor, targets: torch.Tensor, log_probs: torch.Tensor, truncated: bool
+    ) -> torch.Tensor:
+        """Write log_probs [r] of targets [r] alone, see normalize_. Returns all of them [r, V] in the second buffer."""
+        beside = self._beside[: logits.numel()].view_as(logits)
+        torch.log_softmax(logits, -1, out=beside)
+        torch.gather(beside, -1, targets[:, None], out=log_probs[:, None])
+        if truncated:
+            log_probs.masked_fill_(log_probs <= CUT_OFF / 2, -torch.inf)
+        return beside
+
+    def score(self, projection: Projection) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [N], entropy [N], or zeros where it is not asked for), without gradients."""
+        log_probs, entropy = torch.zeros(2, len(projection.targets), device=projection.targets.device).unbind()
+        columns, truncated = projection.column_tiles()[0], projection.kept is not None
+        weights = projection.operands(columns)
+        for rows in projection.row_tiles():
+            logits, targets = projection.logits(rows, columns, weights)[0], projection.targets[rows]
+            if projection.entropy:
+                self.normalize_(logits, targets, log_probs[rows], entropy[rows], truncated)
+            else:
+                self.take_(logits, targets, log_probs[rows], truncated)
+        projection.release()
+        return log_probs, entropy
+
     def normalize_(
         self,
         logits: torch.Tensor,
@@ -153,11 +181,7 @@ class WholeRows:
 
         truncated: logits hold CUT_OFF for tokens that were not kept; a target among them has log-prob -inf.
         """
-        beside = self._beside[: logits.numel()].view_as(logits)
-        torch.log_softmax(logits, -1, out=beside)
-        torch.gather(beside, -1, targets[:, None], out=log_probs[:, None])
-        if truncated:
-            log_probs.masked_fill_(log_probs <= CUT_OFF / 2, -torch.inf)
+        beside = self.take_(logits, targets, log_probs, truncated)
         torch.exp(beside, out=logits)
         if entropy is not None:
             torch.special.entr(logits, out=beside)
@@ -200,7 +224,7 @@ class OnePass(torch.autograd.Function):
         else:
             sums = GradientSums(projection, needed, places)
             weights = projection.operands(columns[0])
-            few = _whole_rows(projection, weights)
+            few = _whole_rows(projection)
             sums.begin(columns[0])
             for rows in projection.row_tiles():
                 logits, slope = projection.logits(rows, columns[0], weights)
@@ -250,13 +274,14 @@ class OnePass(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
-def _whole_rows(projection: Projection, operands: list[torch.Tensor]) -> WholeRows | None:
+def _whole_rows(projection: Projection) -> WholeRows | None:
     """Return the operators over whole rows if the tile is on a GPU and this rank holds all columns."""
-    same = len({operand.dtype for operand in operands}) == 1
+    dtypes = {matmul_operand(weight[:0]).dtype for weight in projection.weight}
+    same = len(dtypes) == 1
     if not on_gpu(projection.targets) or projection.group is not None or not same:
         return None
     tiling = projection.tiling
-    return WholeRows(tiling.rows, tiling.columns, operands[0].dtype, projection.targets.device)
+    return WholeRows(tiling.rows, tiling.columns, dtypes.pop(), projection.targets.device)
 
 
 def _ask(

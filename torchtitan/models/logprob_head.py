@@ -246,19 +246,21 @@ class LogProbHead(nn.Module):
         objective: TokenObjective | None = None,
         row_step: int = 1,
         function: HeadFunction | None = None,
+        entropy: bool = True,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32.
 
         rows [n]: the positions of hidden that the targets [n] belong to. With a token-separable objective the result is
         (loss [], log-probs [n], entropy [n]), and only the loss has a gradient; call backward() on it, unscaled.
-        function: the result is what it makes of the operands, in place of log-probs and entropy.
+        function: the result is what it makes of the operands, in place of log-probs and entropy. entropy: False gives
+        zeros in its place (a head that is not fused always computes it).
 
         If the weight already has a gradient, backward() adds to it in place (see fused_log_probs). To get the weight's
         gradient from torch.autograd.grad, call fused_log_probs.
         """
         weight: torch.Tensor = self.weight
         options: HeadOptions = {"temperature": temperature, "kept": kept, "budget_bytes": self.budget_bytes}
-        options |= {"row_step": row_step, "softcap": self.softcap or None}
+        options |= {"row_step": row_step, "softcap": self.softcap or None, "entropy": entropy}
         if self.divisor != 1.0:
             hidden = hidden / self.divisor
         if self.shard is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from torchtitan.distributed.placement import local_copy, local_tensor
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.elementwise import sigmoid, swiglu
+from torchtitan.models.logit_tiles import on_gpu
 from torchtitan.models.mixture_args import MISSING, ExpertArgs
 
 # On a GPU in half precision, the rows of every expert begin at a multiple of 16 bytes.
@@ -121,6 +122,30 @@ def places_of(experts: torch.Tensor, count: int, step: int) -> Places:
     return Places(place.view(experts.shape), token, counts, ends.to(torch.int32))
 
 
+def _sums(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """rows [R, H], place [T, k] -> each token's rows summed [T, H], by weights [T, k] if given.
+
+    On a GPU one kernel reads each row once and adds in fp32; elsewhere the rows are gathered first.
+    """
+    if on_gpu(rows):
+        return F.embedding_bag(place, rows, mode="sum", per_sample_weights=weights)
+    taken = rows.index_select(0, place.flatten()).unflatten(0, place.shape)
+    return (taken if weights is None else taken * weights[..., None]).sum(1)
+
+
+def _products(rows: torch.Tensor, place: torch.Tensor, of_tokens: torch.Tensor) -> torch.Tensor:
+    """rows [R, H], place [T, k], of_tokens [T, H] -> the scalar products of each token's rows with its own [T, k]."""
+    if on_gpu(rows):
+        # The gradient of embedding_bag by its weights.
+        first = torch.arange(0, place.numel(), place.shape[1], device=place.device)
+        token = torch.arange(len(place), device=place.device)[:, None].expand_as(place).flatten()
+        return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            of_tokens.contiguous(), rows, place.flatten(), first, token, 0
+        ).view(place.shape)
+    taken = rows.index_select(0, place.flatten()).unflatten(0, place.shape)
+    return (taken * of_tokens[:, None]).sum(-1)
+
+
 class _Spread(torch.autograd.Function):
     """x [T, H], place [T, k], token [R] -> rows [R, H]: each token at all of its k places, any token elsewhere. Its
     gradient is summed in the order of the places."""
@@ -133,7 +158,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (place,) = ctx.saved_tensors
-        return gradient.index_select(0, place.flatten()).unflatten(0, place.shape).sum(1), None, None
+        return _sums(gradient.contiguous(), place), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -143,17 +168,16 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, place: torch.Tensor, token: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        taken = rows.index_select(0, place.flatten()).unflatten(0, place.shape)
-        ctx.save_for_backward(taken, place, token, weights)
-        return (taken * weights[..., None]).sum(1)
+        ctx.save_for_backward(rows, place, token, weights)
+        return _sums(rows, place, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        taken, place, token, weights = ctx.saved_tensors
+        rows, place, token, weights = ctx.saved_tensors
         # A row without a token gets no gradient: its weight is 0.
         of_row = weights.new_zeros(len(token)).index_copy_(0, place.flatten(), weights.flatten())
         by_rows = gradient.index_select(0, token).mul_(of_row[:, None])
-        return by_rows, None, None, (taken * gradient[:, None]).sum(-1)
+        return by_rows, None, None, _products(rows, place, gradient)
 
 
 # How rows reach experts on other ranks, see parallelize.ExpertExchange: rows [R, H] in the order of all experts and

@@ -76,18 +76,20 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     # residual stream, rotations and norms of heads, and the activation.
     turned = (args.num_attention_heads + args.num_key_value_heads) * args.head_dim
     wide = args.intermediate_size if expert is None else expert.active_size
-    forward = 10 * hidden + (9 if args.qk_norm else 7) * turned + 5 * wide
-    backward = 21 * hidden + (10 if args.qk_norm else 7) * turned + 9 * wide
+    forward = 10 * hidden + (6 if args.qk_norm else 4) * turned + 5 * wide
+    backward = 21 * hidden + (7 if args.qk_norm else 4) * turned + 9 * wide
     exchanged = 0.0
     if expert is not None:
         rows = expert.per_token * hidden
         apart = parallelism.expert_parallel_degree > 1
-        forward, backward = forward + (10 if apart else 6) * rows, backward + (16 if apart else 10) * rows
-        exchanged = 2.0 * rows * apart
+        forward, backward = forward + (6 if apart else 2) * rows, backward + (10 if apart else 6) * rows
+        # A rank's own rows leave it for no other.
+        exchanged = 2.0 * rows * (1 - 1 / parallelism.expert_parallel_degree)
     width = BYTES[training.mixed_precision_param]
     elementwise = share * layers * width * (forward * forwards + backward * trained)
-    # Log-softmax, exponential and entropy of fp32 logits, and their gradient.
-    elementwise += share * args.vocab_size * (28 * (trained + scored) + 6 * trained)
+    # Log-softmax of fp32 logits; to train, their exponential, entropy and gradient as well.
+    of_entropy = 20 * (trained + int(grpo.recompute_old_log_probs and grpo.entropy_top_share < 1))
+    elementwise += share * args.vocab_size * (8 * (trained + scored) + of_entropy + 6 * trained)
     shards, spread = shard_degree(parallelism, ranks) * context, parallelism.expert_parallel_degree
     # What FSDP2 gathers: of the experts, those of this rank, unless it holds them alone.
     stacks = args.module_parameters().get("experts", 0)

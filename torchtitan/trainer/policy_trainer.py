@@ -239,9 +239,11 @@ class PolicyTrainer:
         objective: TokenObjective | None = None,
         function: HeadFunction | None = None,
         observed: bool = False,
+        entropy: bool = True,
     ) -> tuple[torch.Tensor, ...]:
         """(log-probs, entropy) of the active tokens, behind the loss where the head is given an objective; or what
-        another function of the head returns. observed: the observed tokens follow the active ones."""
+        another function of the head returns. observed: the observed tokens follow the active ones. entropy: False
+        spares it."""
         targets, rows = micro_batch.targets, micro_batch.active
         if observed:
             targets = torch.cat((targets, micro_batch.observed_targets))
@@ -258,6 +260,7 @@ class PolicyTrainer:
             # A reference is another policy: its router chooses by itself.
             routes=micro_batch.routes if policy is self.policy else None,
             function=function,
+            entropy=entropy,
         )
         return outputs
 
@@ -266,19 +269,19 @@ class PolicyTrainer:
         """What is computed once, before the batch's first optimizer step: proximal and reference log-probs."""
         grpo = self.config.grpo
         fixed = [[FixedLogProbs() for _ in part] for part in parts]
-        entropies = []
+        entropies, chooses = [], grpo.entropy_top_share < 1
         for part, ours in zip(parts, fixed, strict=True):
             for micro_batch, one in zip(part, ours, strict=True):
                 one.reference = micro_batch.teacher_log_probs if self.teaching is None else None
                 if grpo.recompute_old_log_probs:
                     with without_dropout(self.policy):
-                        one.old, entropy = self._forward(self.policy, micro_batch)
+                        one.old, entropy = self._forward(self.policy, micro_batch, entropy=chooses)
                     entropies.append(entropy)
                     totals.add_mismatch(one.old, micro_batch)
                 if self.reference is not None and self.teaching is None:
                     with self.reference.active():
-                        one.reference, _ = self._forward(self.reference.policy, micro_batch)
-        if grpo.entropy_top_share < 1:
+                        one.reference, _ = self._forward(self.reference.policy, micro_batch, entropy=False)
+        if chooses:
             # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
             values = gather_values(torch.cat(entropies)).sort().values
             place = int((1 - grpo.entropy_top_share) * len(values))

@@ -13,7 +13,7 @@ from tests.unit_tests.models.test_logprob_head import assert_close, make, refere
 from torchtitan.models import fused_head, logit_tiles
 from torchtitan.models.costs import GPU_HEAD_BYTES
 from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_objective
+from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
 
 # An H100: bytes per second, and what of its 989e12 operations per second large products reach.
 BANDWIDTH, PRODUCTS = 3.35e12, 0.65 * 989e12
@@ -95,6 +95,11 @@ def test_the_figures_are_those_of_float64(way: str, dtype: torch.dtype, monkeypa
     loss, log_probs, entropy = fused_objective(leaves[:pairs], leaves[pairs:], case.targets, objective, **options)
     assert_close(log_probs, expected)
     assert_close(entropy, spread)
+    with torch.no_grad():
+        for asked in (True, False):
+            given = fused_log_probs(leaves[:pairs], leaves[pairs:], case.targets, entropy=asked, **options)
+            assert_close(given[0], expected)
+            assert_close(given[1], spread if asked else torch.zeros_like(spread))
     for found, exact, rounding in zip(torch.autograd.grad(loss, leaves), gradients, roundings, strict=True):
         assert found.dtype == dtype
         allowed = 2 * rounding if dtype == torch.float32 else 2 * rounding + exact.abs() * 2.0**-8 + 1e-6

@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.devices import assert_near
 from tests.mixtures import MIXTURES, make_mixture
 from tests.policies import check_named_as_files
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
+from torchtitan.models import elementwise, moe
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.lora import synced_parameters
@@ -164,6 +166,40 @@ def test_grouped_products_against_a_loop(dtype: torch.dtype, step: int) -> None:
     ends = torch.tensor([2, 4, 4, 9], dtype=torch.int32)
     torch.library.opcheck(grouped_linear, (x, weight, ends))
     torch.library.opcheck(grouped_outer, (gradient, x.detach(), ends))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_rows_go_to_experts_and_come_back(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of adding a token's rows, against float64; and the same of turning heads."""
+    for module in (moe, elementwise):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: gpu)
+    generator = torch.Generator().manual_seed(1)
+    experts = torch.rand(50, 6, generator=generator).topk(3).indices
+    x, weights = (torch.randn(size, generator=generator).requires_grad_() for size in ((50, 16), (50, 3)))
+    wide = [one.detach().double().requires_grad_() for one in (x, weights)]
+    places = places_of(experts, 6, 4)
+    rows = moe._Spread.apply(x, places.place, places.token)
+    found = moe._Combine.apply(rows * rows, places.place, places.token, weights)
+    exact = (wide[0].square()[:, None] * wide[1][..., None]).sum(1)
+    along = torch.randn(50, 16, generator=generator)
+    compare(found, exact, [x, weights], wide, along)
+
+    heads = torch.randn(50, 4, 16, generator=generator).requires_grad_()
+    angles = torch.randn(50, 1, 8, generator=generator)
+    cosine, sine = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    wider = heads.detach().double().requires_grad_()
+    turned = wider * cosine.double() + wider.roll(8, -1) * sine.double()
+    compare(elementwise.rotate(heads, cosine, sine), turned, [heads], [wider], along.repeat(1, 4).view(50, 4, 16))
+
+
+def compare(
+    found: torch.Tensor, exact: torch.Tensor, ours: list[torch.Tensor], theirs: list[torch.Tensor], along: torch.Tensor
+) -> None:
+    """Results, and their gradients along a direction."""
+    assert_near(found, exact, torch.float32)
+    got, wanted = torch.autograd.grad(found, ours, along), torch.autograd.grad(exact, theirs, along.double())
+    for one, other in zip(got, wanted, strict=True):
+        assert_near(one, other, torch.float32)
 
 
 def test_a_window_of_qwen3_moe_is_that_of_all_layers(tmp_path: Path) -> None:
