@@ -21,6 +21,7 @@ import torch
 from torchtitan import faults
 from torchtitan.config.derived import (
     has_engines,
+    is_colocated,
     origins_of_adapters,
     sleeps_between_batches,
     trains_on_gpu,
@@ -309,6 +310,8 @@ class Job:
 
     def _build(self) -> None:
         config, given = self.config, copy.deepcopy(self.config)
+        if not is_colocated(config) and config.weight_sync.transport != "ipc":
+            device.grow_segments()
         address = device.init_process_group(config.comm)
         self._closing.callback(device.shutdown)
         rank, ranks = device.rank(), device.world_size()

@@ -114,3 +114,18 @@ def test_the_ranks_of_this_machine_share_its_cores(beside: int, share: int, monk
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     assert device.set_threads(0, beside) == share and asked == [share]
+
+
+@pytest.mark.parametrize(
+    ("where", "variable", "grow"), [("cuda", "", True), ("cuda", "backend:native", False), ("cpu", "", False)]
+)
+def test_segments_grow_on_gpus_unless_the_environment_says_how(
+    where: str, variable: str, grow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setattr(device, "device", lambda: torch.device(where))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", variable)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    device.grow_segments()
+    assert asked == ["expandable_segments:True"] * grow
