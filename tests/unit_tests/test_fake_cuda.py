@@ -35,6 +35,7 @@ from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import estimate_memory
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_head import WholeRows
+from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
 from torchtitan.models.parallelize import ExpertExchange, parallelize
 from torchtitan.models.shape import read_shape
@@ -223,9 +224,9 @@ def test_a_version_goes_into_slots_and_staging_on_the_device() -> None:
     assert publisher.failure == ""
 
 
-@pytest.mark.parametrize("way", ["one pass", "two passes", "softcap", "entropy"])
+@pytest.mark.parametrize("way", ["one pass", "two passes", "softcap", "entropy", "truncated"])
 def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of bfloat16, whole rows at a time, and no wait for the device. (Truncated sampling has to wait.)"""
+    """Products of bfloat16, whole rows at a time, and no wait for the device."""
     made: list[int] = []
     monkeypatch.setattr(fused_head, "WholeRows", lambda rows, *rest: made.append(rows) or WholeRows(rows, *rest))
     tokens, hidden, vocabulary = 4096, 1024, 151936
@@ -236,11 +237,12 @@ def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPat
             weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
             targets = torch.empty(tokens, dtype=torch.int64)
         softcap = 30.0 if way == "softcap" else None
+        kept = KeptTokens.from_rows([[1, 2, 3], []] * (tokens // 2), "cuda") if way == "truncated" else None
         if way == "two passes":
             loss = fused_log_probs(states, weight, targets)[0].sum()
         else:
             loss = fused_objective(
-                states, weight, targets, lambda own, entropy, _: -own - factor * entropy, softcap=softcap
+                states, weight, targets, lambda own, entropy, _: -own - factor * entropy, softcap=softcap, kept=kept
             )[0]
         loss.backward()
         for operand in (states, weight):

@@ -8,6 +8,7 @@ Gimelshein (2018), algorithm 3. If sampling was truncated, log-probs are normali
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,11 +34,13 @@ class KeptTokens:
     Args:
         offsets: [N + 1] int64; row i keeps token_ids[offsets[i]:offsets[i + 1]]; an empty row keeps all.
         token_ids: [sum of rows] int64.
+        bounds: the offsets as numbers; where they are not given, the device is asked for them.
     """
 
-    def __init__(self, offsets: torch.Tensor, token_ids: torch.Tensor):
+    def __init__(self, offsets: torch.Tensor, token_ids: torch.Tensor, bounds: list[int] | None = None):
         self.offsets = offsets
         self.token_ids = token_ids
+        self.bounds: list[int] = offsets.tolist() if bounds is None else bounds
 
     @classmethod
     def from_rows(cls, rows: list[list[int]], device: torch.device | str = "cpu") -> KeptTokens | None:
@@ -45,23 +48,32 @@ class KeptTokens:
         token_ids = [token for row in rows for token in row]
         if not token_ids:
             return None
-        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-        return cls(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device))
+        bounds = [0, *itertools.accumulate(map(len, rows))]
+        offsets = torch.tensor(bounds)
+        return cls(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device), bounds)
 
     def part(self, rows: slice) -> KeptTokens:
         """The kept tokens of some targets."""
-        return KeptTokens(self.offsets[rows.start : rows.stop + 1], self.token_ids)
+        some = slice(rows.start, rows.stop + 1)
+        return KeptTokens(self.offsets[some], self.token_ids, self.bounds[some])
 
     def cut_off_(self, logits: torch.Tensor, rows: slice, first: int = 0) -> torch.Tensor:
         """Set logits [r, c] of tokens that were not kept to CUT_OFF, in place.
 
         The tile holds the targets `rows`, and columns from token id `first` on.
         """
-        offsets = self.offsets[rows.start : rows.stop + 1]
-        counts = offsets.diff()
-        ids = self.token_ids[offsets[0] : offsets[-1]] - first
-        row = torch.arange(len(counts), device=logits.device).repeat_interleave(counts)
-        inside = (ids >= 0) & (ids < logits.shape[-1])
+        counts, width = self.offsets[rows.start : rows.stop + 1].diff(), logits.shape[-1]
+        begin, end = self.bounds[rows.start], self.bounds[rows.stop]
+        ids = self.token_ids[begin:end] - first
+        row = torch.arange(len(counts), device=logits.device).repeat_interleave(counts, output_size=end - begin)
+        inside = (ids >= 0) & (ids < width)
+        if on_gpu(logits):
+            # How many are inside is not asked of the device: the others give CUT_OFF to a place that has no less.
+            place, flat = row * width + ids.clamp(0, width - 1), logits.view(-1)
+            values = torch.where(inside, flat[place], CUT_OFF)
+            logits.masked_fill_((counts > 0)[:, None], CUT_OFF)
+            flat.scatter_reduce_(0, place, values, "amax")
+            return logits
         row, ids = row[inside], ids[inside]
         values = logits[row, ids]
         logits.masked_fill_((counts > 0)[:, None], CUT_OFF)
