@@ -36,7 +36,8 @@ from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 logger = logging.getLogger(__name__)
 
-# NCCL's kernels share the GPU with training or generation; a few blocks saturate a link.
+# NCCL's kernels share the GPU with training or generation: a few blocks saturate a link, and their priority is high, or
+# they would wait for blocks of products to end.
 MAXIMUM_CTAS = 4
 # The pause between two polls: at least this long, and at least this multiple of a poll's duration.
 POLL_SECONDS, POLL_SHARE = 50e-6, 20
@@ -226,11 +227,12 @@ class NcclCommunicator(Communicator):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NO_TIMEOUT
         options.config.blocking = 0  # abort() must not wait for a call that waits for the peer
+        options.is_high_priority_stream = True
         options.config.min_ctas, options.config.max_ctas = 1, MAXIMUM_CTAS
         with _no_async_error_handling():
             self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
         self._group.eager_connect_single_device(where)
-        self.where, self._stream = where, torch.cuda.Stream(where, priority=0)
+        self.where, self._stream = where, torch.cuda.Stream(where, priority=-1)
         self._given_up = threading.Event()
 
     def _wait(self, work: dist.Work, seconds: float) -> None:
