@@ -104,6 +104,8 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
             # The backward still has embedding and head.
             overlapped -= width * micro_batches * trained * head * (1 if args.tie_word_embeddings else 2) / tensor
         elementwise += owned * (2 * width * passes + (width + reduced) * reductions)
+    # The head's gradient is summed in fp32 and rounded, and the embedding's is filled.
+    elementwise += micro_batches * updated * head / tensor * (4 + 2 * width)
     # The gradient's norm and its clipping, and AdamW.
     elementwise += (updated > 0) * args.num_parameters() / (shards * tensor) * 40
     between = 0.0
