@@ -2,8 +2,8 @@
 
     python benchmarks/disk_transport.py [--json]          (needs the extra `remote` and moto[server])
 
-    s3_put_ratio, s3_get_ratio    aiobotocore's put_object and get_object ÷ SlotFiles.write and read_parts, one bucket
-                                  after the other, on moto's S3 server on this machine
+    s3_put_ratio, s3_get_ratio    aiobotocore's put_object and get_object, one bucket after the other, ÷ SlotFiles.write
+                                  and read_parts, with the threads that they have, on moto's server on this machine
     folder_read_ratio             readinto of an open file ÷ read_parts, both with xxh3, from the page cache
     delta_bytes_ratio             bytes that an actor reads of a delta version ÷ what tcp sends of it
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +31,7 @@ import xxhash
 from torchtitan.weight_sync.memory.delta import encode, shortest
 from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.transfer import LANES
 from torchtitan.weight_sync.transports.disk import SlotFiles, read_parts
 from torchtitan.weight_sync.transports.stores import Objects, store_of
 
@@ -76,14 +78,18 @@ class Rank:
 
     def read(self, held: int | None = None) -> int:
         """All buckets, verified as an actor does; how many bytes that were."""
-        read = 0
-        for start in range(0, len(self.staging), BUCKET):
+
+        def bucket(start: int) -> int:
             reference, target = self.files.refer(0, start, start + BUCKET), self.staging[start : start + BUCKET]
             parts = shortest(reference["parts"], BUCKET, held)
             read_parts(self.store, parts, reference["element"], target)
             xxhash.xxh3_128_hexdigest(target)
-            read += sum(part[3] for part in parts)
-        return read
+            return sum(part[3] for part in parts)
+
+        starts = range(0, len(self.staging), BUCKET)
+        # As an actor's threads do.
+        with ThreadPoolExecutor(LANES) as pool:
+            return sum((pool.map if isinstance(self.store, Objects) else map)(bucket, starts))
 
 
 def object_store(buckets: int, repeats: int) -> dict[str, float]:

@@ -75,6 +75,8 @@ class Folder(Store):
     def __init__(self, url: str):
         super().__init__(url)
         self._path = Path(url.removeprefix("file://"))
+        self._opened: tuple[str, Any] = "", None
+        """The file that was read last: who reads a version opens it once, and not once for each bucket"""
 
     def write(self, name: str, pieces: Iterable[Any]) -> list[Place]:
         """Write a file. Returns the place of each piece. Raises OSError, and leaves nothing behind then."""
@@ -95,18 +97,19 @@ class Folder(Store):
 
     def read(self, name: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes at `offset`. Raises OSError if they are not there or do not come in time."""
-        with self._in_time(partial((self._path / name).open, "rb", buffering=0)) as file:
-            done = 0
-            with contextlib.suppress(OSError):  # what is not in memory, or a file system cannot tell, is read below
-                done = os.preadv(file.fileno(), [target], offset, os.RWF_NOWAIT)
-            while done < len(target):
-                count = min(_READ_BYTES, len(target) - done)
-                # Not into `target`: a read that hangs may end when the memory holds another version.
-                piece = self._in_time(partial(os.pread, file.fileno(), count, offset + done), count)
-                if not piece:
-                    raise OSError(f"{name} is truncated")
-                target[done : done + len(piece)] = piece
-                done += len(piece)
+        if self._opened[0] != name:
+            self._opened = name, self._in_time(partial((self._path / name).open, "rb", buffering=0))
+        file, done = self._opened[1], 0
+        with contextlib.suppress(OSError):  # what is not in memory, or a file system cannot tell, is read below
+            done = os.preadv(file.fileno(), [target], offset, os.RWF_NOWAIT)
+        while done < len(target):
+            count = min(_READ_BYTES, len(target) - done)
+            # Not into `target`: a read that hangs may end when the memory holds another version.
+            piece = self._in_time(partial(os.pread, file.fileno(), count, offset + done), count)
+            if not piece:
+                raise OSError(f"{name} is truncated")
+            target[done : done + len(piece)] = piece
+            done += len(piece)
 
     def names(self) -> Iterator[str]:
         """Yield what lies in folders of versions, and then each such folder, with a "/" at its end."""
