@@ -489,6 +489,9 @@ def test_a_damaged_sheet_is_asked_for_again_and_ends_the_pull_in_the_end() -> No
     world.newest(1, 0, keep_sheet=True)
     assert world.puller.corrupted == MAX_CORRUPTIONS and world.registry.last("ended")["outcome"] == "refused"
     assert "bucket -1 of rank 0" in world.registry.last("ended")["reason"] and not world.applied
+    # Each time over a new connection: of the old one, buckets that cannot be verified may follow.
+    assert len(world.server.channels) == MAX_CORRUPTIONS and world.server.count("open") == MAX_CORRUPTIONS
+    assert [channel.closed for channel in world.server.channels] == [True] * (MAX_CORRUPTIONS - 1) + [False]
     world.sheets[1] = good
     world.run(1.5)
     for bucket in range(BUCKETS):
