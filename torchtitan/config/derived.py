@@ -157,6 +157,13 @@ def has_engines(config: JobConfig) -> bool:
     return not config.rollout.replay and (config.job.stage != "sft" or config.sft.sample)
 
 
+def started_actors(config: JobConfig) -> int:
+    """How many actors the run starts as processes of their own."""
+    inference = config.inference
+    starts = has_engines(config) and inference.mode == "server" and inference.launch and not inference.servers
+    return inference.num_actors if starts else 0
+
+
 def learns_from_rewards(config: JobConfig) -> bool:
     """Whether samples have advantages. Demonstrations have none, and a teacher's log-probs do without."""
     return config.job.stage == "grpo" or (config.job.stage == "distill" and config.distill.add_rewards)

@@ -318,7 +318,11 @@ class Inference:
     """Inference actors to start"""
 
     launch: bool = True
-    """Start num_actors actors if servers is empty; false never starts any, so that servers must be set"""
+    """Start num_actors actors if servers is empty; false never starts any, so that servers or discover must be set"""
+
+    discover: bool = False
+    """Take further actors that join the running job by its registry's address (weight_sync.port) and the token in
+    TORCHTITAN_ACTOR_TOKEN, and that leave when they like (docs/engines.md)"""
 
     servers: list[str] = field(default_factory=list)
     """Actors that run already, instead of started ones: URLs, or slurm:NODES:PORT in Slurm's notation of nodes, such as

@@ -101,6 +101,9 @@ class Actor:
         self._requests = self._failed_requests = 0
         self._announced = False
         """An event has said that the actor serves"""
+        self.url = url
+        self.leaves = False
+        """It takes no new requests, and ends when it has answered those that it has"""
         # Times are on time.monotonic(); 0.0 means that it does not apply.
         self._evicted_at = self._ready_at = self._not_serving_since = self._suspect_since = 0.0
         self._memory = ActorMemory(config.inference, self._write)
@@ -113,6 +116,10 @@ class Actor:
     @property
     def gave_up(self) -> bool:
         return self.state is ActorState.GAVE_UP
+
+    @property
+    def absent(self) -> bool:
+        return self.state in ABSENT
 
     def serves(self, min_version: int) -> bool:
         return self.state is ActorState.READY and self.version is not None and self.version >= min_version
@@ -231,6 +238,11 @@ class Actor:
         if self._process is not None:
             await self._process.stop()
 
+    async def part(self) -> None:
+        """The actor has gone for good: what it has not answered is redone elsewhere."""
+        self._interrupt("it has left")
+        await self.close()
+
     # Supervision
 
     async def supervise(self) -> None:
@@ -280,6 +292,9 @@ class Actor:
         health = await self._client.health(self._config.health_timeout_s)
         if health.engine_age_s > self._config.health_timeout_s:
             raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
+        self.leaves = health.leaves
+        if self.leaves and not self.load:
+            await self._client.release(self._config.health_timeout_s)
         if self.state is ActorState.SUSPECT and health.answered_age_s > begun - self._suspect_since:
             # The agent may not know yet that its engine is dead, and more requests would be lost on it.
             return
@@ -291,7 +306,8 @@ class Actor:
         reached = self._memory.reached
         health, matched = await self._memory.match(self._client, health)
         # An actor that is asleep could only refuse weights.
-        health = await self._weights.keep(self._client, health, may_connect=not self._memory.without_weights)
+        may_connect = not self._memory.without_weights and not self.leaves
+        health = await self._weights.keep(self._client, health, may_connect)
         self._failed_requests = 0
         self._memory.may_be_asleep = bool(health.asleep)
         self._apply(health)
@@ -362,6 +378,9 @@ class Actor:
         if self.state in (ActorState.EVICTED, ActorState.GAVE_UP):
             return
         unfinished = self._failed_requests + self._requests
+        if self.leaves and not unfinished:
+            self._set_state(ActorState.EVICTED)
+            return
         phase = "generate" if unfinished else "idle" if self._ready_at else self.state.value
         self.evictions += 1
         self._evicted_at = time.monotonic()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -19,6 +20,8 @@ from torchtitan.inference.engine_server import write_port_file
 from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import raise_descriptor_limit
 from torchtitan.utils.logs import log_to
+from torchtitan.utils.machine import is_loopback
+from torchtitan.weight_sync.wire.runtime import ProtocolError, parse_address
 
 if TYPE_CHECKING:
     from torchtitan.config.job_config import JobConfig
@@ -43,6 +46,12 @@ def actor_parser(module: str, description: str | None, epilog: str | None = None
     parser.add_argument("--activity-file", type=Path, help="bounded file for a note of when the engine worked")
     parser.add_argument("--token-env", help="environment variable that holds the bearer token; else one is generated")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
+    join_help = f"HOST:PORT of a run's registry: join it by itself; {TOKEN_VARIABLE} is the token that the run has, too"
+    parser.add_argument("--join", help=join_help)
+    parser.add_argument("--join-as", help="name in that run; default: this machine's and a random one")
+    parser.add_argument("--join-for", type=float, default=600.0, help="end after so many seconds without a run")
+    leave_help = "seconds after SIGTERM in which what was begun is finished, and answered"
+    parser.add_argument("--leave-within", type=float, default=25.0, help=leave_help)
     return parser
 
 
@@ -55,7 +64,25 @@ def check_shared(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         parser.error("--drain-timeout must be greater than 0")
     if arguments.token_env and not os.environ.get(arguments.token_env):
         parser.error(f"--token-env {arguments.token_env}: this environment variable is not set")
+    if arguments.join:
+        _check_joining(parser, arguments)
     arguments.drain_timeout_s = arguments.drain_timeout if arguments.update_mode == "drain" else 0.0
+
+
+def _check_joining(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    try:
+        registry, _ = parse_address(arguments.join)
+    except ProtocolError as error:
+        parser.error(f"--join: {error}")
+    arguments.token_env = arguments.token_env or TOKEN_VARIABLE
+    if not os.environ.get(arguments.token_env):
+        parser.error(f"--join: set {arguments.token_env} to the token that the run has in {TOKEN_VARIABLE}")
+    if is_loopback(arguments.host) and not is_loopback(registry):
+        parser.error("--join: --host has to be an address of this machine that the trainer reaches, such as 0.0.0.0")
+    if min(arguments.join_for, arguments.leave_within) <= 0:
+        parser.error("--join-for and --leave-within must be greater than 0")
+    arguments.require_version = True
+    arguments.join_as = arguments.join_as or f"{socket.gethostname()[:48]}-{secrets.token_hex(4)}"
 
 
 def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -83,7 +110,7 @@ def announce(arguments: argparse.Namespace, backend: str, listening: str, port: 
     write_port_file(arguments.port_file, port)
     variable = arguments.token_env
     print(f"{listening} (token {f'from {variable}' if variable else token})", flush=True)
-    if arguments.parent_pid:
+    if arguments.parent_pid or arguments.join:
         return
     here = socket.gethostname() if arguments.host in ("0.0.0.0", "::") else arguments.host
     hint = f"for the run: --inference.backend {backend} --inference.servers {base_url(here, port)}"

@@ -20,6 +20,7 @@ from torchtitan.inference.actor_main import shared_command
 from torchtitan.inference.agent.client import AgentClient, agent_command, understanding
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.client import (
+    LEAVING,
     TOKEN_VARIABLE,
     UPDATING,
     ActorClient,
@@ -251,7 +252,7 @@ class WeightConnection:
     def overdue(self, health: ActorHealth) -> str:
         """Return why an actor that serves nothing should be connected again, or "" while its weights may still come."""
         now = time.monotonic()
-        if not self.connected or health.status == "paused":
+        if not self.connected or health.status in ("paused", LEAVING):
             self._waiting_since = 0.0
             return ""
         self._waiting_since = self._waiting_since or now

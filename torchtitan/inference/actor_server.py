@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import functools
 import hmac
 import json
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from aiohttp import web
 from pydantic import Field
 
+from torchtitan.inference.client import LEAVING
 from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.utils.http_site import HttpSite
 from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
@@ -118,6 +120,8 @@ class ActorServer(abc.ABC):
         self._lost: str | None = None
         """Why that connection has to be replaced"""
         self._site: HttpSite | None = None
+        self._leaves = False
+        self._released = asyncio.Event()
 
     # For subclasses to override
 
@@ -145,6 +149,12 @@ class ActorServer(abc.ABC):
         self._site = HttpSite(app, SHUTDOWN_SECONDS)
         return await self._site.start(host, port)
 
+    async def leave(self, timeout_s: float) -> None:
+        """Ask for no more requests, and return when the run has the answers to all, or after `timeout_s`."""
+        self._leaves = True
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._released.wait(), timeout_s)
+
     async def close(self) -> None:
         """Stop pulling and listening."""
         if self._weights is not None:
@@ -161,6 +171,7 @@ class ActorServer(abc.ABC):
             web.post("/sleep", self._sleep),
             web.post("/wake", self._wake),
             web.post("/weights/connect", self._connect),
+            web.post("/release", self._release),
             web.get("/health", self._health),
             web.get("/metrics", self._metrics),
         ]
@@ -188,7 +199,7 @@ class ActorServer(abc.ABC):
 
     def state(self) -> dict[str, Any]:
         """Return what /health reports."""
-        status, reason = self.status()
+        status, reason = (LEAVING, "it ends soon") if self._leaves else self.status()
         weights = None
         if self._weights is not None:
             weights = self._weights.status()
@@ -255,6 +266,12 @@ class ActorServer(abc.ABC):
             self._weights, self._lost = weights, None
             weights.start()
             self.connected(weights)
+
+    async def _release(self, _request: web.Request) -> web.Response:
+        """What a run tells an actor that leaves, once it has all answers."""
+        if self._leaves:
+            self._released.set()
+        return answer(self.state())
 
     async def _health(self, _request: web.Request) -> web.Response:
         return answer(self.state())

@@ -16,10 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.errors import UserError
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, mistakes_of
+from torchtitan.weight_sync.wire import runtime as wire
 
-TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
+TOKEN_VARIABLE = wire.ACTOR_TOKEN_VARIABLE
 # States of an actor's weights while a version is in progress; the registry has deadlines for them.
 UPDATING = ("PULLING", "APPLYING")
+LEAVING = "leaving"
 WRONG_REQUEST = 400
 UNAUTHORIZED = 401
 NOT_READY = 503
@@ -70,6 +72,11 @@ class ActorHealth:
     @property
     def serves(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the actor takes no new requests, and ends when it is released."""
+        return self.status == LEAVING
 
 
 # Keys that only a newer actor knows are ignored.
@@ -196,6 +203,10 @@ class ActorClient(abc.ABC):
         key. Replaces an earlier connection. With `relay`, it also passes them on to other actors."""
         body = {"registry": registry, "actor": actor, "epoch": epoch, "key": key, "relay": relay}
         await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body)
+
+    async def release(self, timeout_s: float) -> None:
+        """Tell an actor that leaves that it gets no more requests, and that the answers to all it had have come."""
+        await self.client.call_object("release", "POST", "/release", timeout_s)
 
     async def sleep(self, level: int, timeout_s: float) -> bool:
         """Have the actor give back its KV cache and its weights. Level 1 may keep the weights elsewhere; level 2 drops

@@ -55,7 +55,8 @@ def probe_tolerance(config: JobConfig) -> float:
     args = read_shape(config)
     layers = USUAL_LAYERS if args is None else args.num_hidden_layers
     # See EXACT_HEAD in the engines' modules; servers that run already were started by others.
-    rounds_logits = config.inference.dtype == "bfloat16" and (bool(config.inference.servers) or not has_gpu())
+    others = bool(config.inference.servers) or config.inference.discover
+    rounds_logits = config.inference.dtype == "bfloat16" and (others or not has_gpu())
     return 0.01 * math.sqrt(layers) + (0.03 if rounds_logits else 0.0)
 
 
@@ -108,19 +109,29 @@ class ParityGuard:
         """Newest version that an actor was found to hold"""
 
     async def run(self, actors: Sequence[Actor]) -> None:
-        """Look at all actors until cancelled, at each by itself: one that never answers hides no other."""
+        """Look at all actors, which may change, until cancelled; at each by itself: one that never answers hides no
+        other."""
         if self._how == "off":
             return
-        watches = [asyncio.ensure_future(self._watch(actor)) for actor in actors]
+        watches: dict[Actor, asyncio.Task[None]] = {}
         try:
-            await asyncio.gather(*watches)
+            while True:
+                for actor in set(watches) - set(actors):
+                    watches.pop(actor).cancel()
+                    self._seen.pop(actor.name, None)
+                for actor in actors:
+                    if actor not in watches:
+                        watches[actor] = asyncio.create_task(self._watch(actor))
+                    elif watches[actor].done():
+                        watches[actor].result()
+                await asyncio.sleep(POLL_S)
         except Exception as error:
             self._events.write("parity_guard_failed", level=logging.ERROR, reason=repr(error))
             raise
         finally:
-            for watch in watches:
+            for watch in watches.values():
                 watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await asyncio.gather(*watches.values(), return_exceptions=True)
 
     async def _watch(self, actor: Actor) -> None:
         """Look at one actor again and again; where that fails for an unforeseen reason each time, it is given up."""

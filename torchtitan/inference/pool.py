@@ -8,11 +8,12 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torchtitan.config.derived import started_actors
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import DISK_ERRORS, UserError
 from torchtitan.inference.actor import Actor, ActorState
@@ -42,7 +43,8 @@ class _Waiter:
 
 
 class InferencePool:
-    """Actors that we started (inference.num_actors) or that run already (inference.servers).
+    """Actors that we started (inference.num_actors), that run already (inference.servers), or that have joined by
+    themselves (inference.discover).
 
     All methods belong to one asyncio loop. `statistics` counts requests that were redone, evictions and restarts.
     """
@@ -63,8 +65,13 @@ class InferencePool:
         self._run_dir, self._events = run_dir, events
         self._make_client = make_client or partial(make_engine_client, config.inference.backend)
         self._actors: list[Actor] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        """All supervisions, and the parity guard"""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The supervision of each actor, by its name, and the parity guard, by an empty one"""
+        self._guests: dict[str, Actor] = {}
+        """Those of the actors that have joined by themselves"""
+        self._registry: str | None = None
+        self._past: Counter[str] = Counter()
+        """Evictions of actors that have left"""
         self._waiting: list[_Waiter] = []
         self._last_of: dict[str, Actor] = {}
         """Name that requests shared -> the actor that had the last one, the latest last"""
@@ -82,7 +89,7 @@ class InferencePool:
     def statistics(self) -> Counter[str]:
         return Counter(
             requests_redone=self._redone,
-            evictions=sum(actor.evictions for actor in self._actors),
+            evictions=self._past["evictions"] + sum(actor.evictions for actor in self._actors),
             restarts=sum(actor.restarts for actor in self._actors),
             probes=self._parity.probes,
             probed_version=self._parity.newest,
@@ -106,31 +113,57 @@ class InferencePool:
             UserError: a server refuses our token (each is asked once, within inference.health_timeout_s).
         """
         servers = self._config.inference.servers
-        for i in range(len(servers) or self._config.inference.num_actors):
-            name = f"actor-{i}"
-            key = role_key(self._token, HTTP, name)
-            if servers:
-                key = os.environ.get(TOKEN_VARIABLE, key)
-            process = None if servers else ActorProcess(name, self._config, key, self._run_dir, i)
-            self._actors.append(
-                Actor(
-                    name,
-                    self._config,
-                    self._epoch,
-                    role_key(self._token, ACTOR, name),
-                    self._events,
-                    make_client=partial(self._client_of, key),
-                    changed=self._dispatch,
-                    process=process,
-                    url=servers[i] if servers else "",
-                )
-            )
+        for i in range(len(servers) or started_actors(self._config)):
+            self._add(f"actor-{i}", i, servers[i] if servers else "")
         if servers:
             await asyncio.gather(*(actor.check_token() for actor in self._actors))
         self._guard = asyncio.create_task(self._parity.run(self._actors))
-        self._tasks = [*(asyncio.create_task(actor.supervise()) for actor in self._actors), self._guard]
-        for task in self._tasks:
-            task.add_done_callback(self._ended)
+        self._watch("", self._guard)
+        for actor in self._actors:
+            self._watch(actor.name, asyncio.create_task(actor.supervise()))
+
+    def _add(self, name: str, number: int, url: str) -> Actor:
+        """Add an actor at `url`, or (empty) one that is started as number `number`."""
+        key = role_key(self._token, HTTP, name)
+        if url:
+            key = os.environ.get(TOKEN_VARIABLE, key)
+        actor = Actor(
+            name,
+            self._config,
+            self._epoch,
+            role_key(self._token, ACTOR, name),
+            self._events,
+            make_client=partial(self._client_of, key),
+            changed=self._dispatch,
+            process=None if url else ActorProcess(name, self._config, key, self._run_dir, number),
+            url=url,
+        )
+        self._actors.append(actor)
+        return actor
+
+    def _watch(self, name: str, task: asyncio.Task[None]) -> None:
+        self._tasks[name] = task
+        task.add_done_callback(self._ended)
+
+    async def meet(self, guests: Mapping[str, str]) -> None:
+        """Have these actors that have joined by themselves, name -> URL, and no others. One that is missing stays while
+        it answers, because its registry may just have been restarted."""
+        for name, actor in list(self._guests.items()):
+            there = guests.get(name)
+            if there == actor.url or (there is None and not (actor.absent or actor.leaves)):
+                continue
+            del self._guests[name]
+            self._actors.remove(actor)
+            self._past["evictions"] += actor.evictions
+            self._tasks.pop(name).cancel()
+            self._events.write("actor_left", actor=name, url=actor.url)
+            await actor.part()
+        for name in guests.keys() - self._guests.keys():
+            actor = self._guests[name] = self._add(name, 0, guests[name])
+            self._events.write("actor_joined", actor=name, url=actor.url)
+            if self._registry is not None:
+                actor.connect(self._registry)
+            self._watch(name, asyncio.create_task(actor.supervise()))
 
     def _client_of(self, key: str, url: str) -> ActorClient:
         return self._make_client(url, key)
@@ -138,6 +171,7 @@ class InferencePool:
     async def connect_weights(self, registry: str) -> None:
         """Have all actors, also those that (re)join later, pull their weights from the trainer with this registry
         (host:port)."""
+        self._registry = registry
         for actor in self._actors:
             actor.connect(registry)
 
@@ -207,9 +241,9 @@ class InferencePool:
 
     async def close(self) -> None:
         """Stop everything; actors that we started are terminated."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        results = await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 logger.error("an actor's supervision had failed: %r", result)
@@ -227,7 +261,7 @@ class InferencePool:
     def _check_tasks(self) -> None:
         """Raises OSError where a full disk has ended a supervision or the guard, whichever was first, and UserError
         where the guard against stale and torn weights has failed otherwise."""
-        ended = [task for task in self._tasks if task.done() and not task.cancelled()]
+        ended = [task for task in self._tasks.values() if task.done() and not task.cancelled()]
         for error in [task.exception() for task in ended]:
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise error
@@ -252,7 +286,8 @@ class InferencePool:
 
     def _dispatch(self) -> None:
         """Give waiting requests, oldest first, to the least loaded actors that may take them."""
-        if self._waiting and self._actors and all(actor.gave_up for actor in self._actors):
+        lost = bool(self._actors) and all(actor.gave_up for actor in self._actors)
+        if self._waiting and lost and not self._config.inference.discover:
             reasons = "; ".join(f"{actor.name}: {actor.last_reason}" for actor in self._actors)
             for waiter in self._waiting:
                 if not waiter.actor.done():

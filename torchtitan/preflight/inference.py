@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import find_python
 from torchtitan.inference.agent.engine import load_engine
+from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import driver_version, has_gpu, is_loopback, wheel_version
 from torchtitan.weight_sync.transports.transport import load_transport
@@ -58,8 +60,11 @@ def check_inference(check: Check) -> None:
 def _check_servers(check: Check) -> None:
     config, servers = check.config, check.config.inference.servers
     key = "inference.servers"
-    none_there = not config.inference.launch and not servers and has_engines(config)
-    check.refuse("inference.launch", none_there, "needs inference.servers, the actors that run already")
+    none_there = not (config.inference.launch or servers or config.inference.discover) and has_engines(config)
+    text = "needs inference.servers, the actors that run already, or inference.discover"
+    check.refuse("inference.launch", none_there, text)
+    if config.inference.discover:
+        _check_discover(check)
     for server in servers:
         text = f"{key}: {show(server)} is not allowed:"
         if server.startswith(SLURM):
@@ -79,6 +84,17 @@ def _check_servers(check: Check) -> None:
             return
     for twice in sorted({server for server in servers if servers.count(server) > 1})[:1]:
         check.say(key, f"{key}: {show(twice)} is not allowed: each server may be named only once")
+
+
+def _check_discover(check: Check) -> None:
+    config, text = check.config, ""
+    if config.inference.mode != "server" or not has_engines(config):
+        text = "needs inference.mode = server, and rollouts"
+    elif config.inference.sleep_level:
+        text = "needs inference.sleep_level = 0: an actor may come while the others sleep"
+    elif not check.planning and not os.environ.get(TOKEN_VARIABLE):
+        text = f"needs {TOKEN_VARIABLE} in the environment, the token that actors join with"
+    check.refuse("inference.discover", bool(text), text)
 
 
 def _check_route(check: Check) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan.config.derived import from_torchrun, has_engines, is_colocated, trains_on_gpu
+from torchtitan.config.derived import from_torchrun, started_actors, trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.costs import estimate_memory, parts_on_host, version_bytes
@@ -32,11 +32,10 @@ def host_bytes(config: JobConfig, args: ModelArgs, ranks: int, at_least: bool = 
     slots = parts.pop("slots", 0)
     training = sum(size for part, size in parts.items() if not (at_least and part in _PASSING))
     needed = {TRAINING: training + local * PROCESS_BYTES, SLOTS: slots, ACTORS: 0}
-    inference = config.inference
-    if has_engines(config) and not inference.servers and not is_colocated(config) and not config.rollout.replay:
+    if actors := started_actors(config):
         # Its weights, and the version that it receives meanwhile.
         weights = 0 if trains_on_gpu() else 2 * version_bytes(config, args)
-        needed[ACTORS] = inference.num_actors * (PROCESS_BYTES + weights)
+        needed[ACTORS] = actors * (PROCESS_BYTES + weights)
     return needed
 
 

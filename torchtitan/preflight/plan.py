@@ -257,6 +257,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
 
 def _actors(config: JobConfig, ranks: int) -> str:
     inference = config.inference
+    joining = ", and those that join by themselves" if inference.discover else ""
     if config.rollout.replay:
         return f"none, rollouts are replayed from {config.rollout.replay}"
     if not has_engines(config):
@@ -266,10 +267,14 @@ def _actors(config: JobConfig, ranks: int) -> str:
         replicas = max(1, ranks // size)
         return f"{replicas} × {inference.backend} (colocate, tensor parallel {size}, {inference.dtype}) on the ranks"
     if inference.servers:
-        return f"{len(inference.servers)} running already: {', '.join(inference.servers)}"
+        return f"{len(inference.servers)} running already: {', '.join(inference.servers)}{joining}"
+    if not inference.launch:
+        return f"none at first{joining}"
     update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"
     where = " on the ranks' GPUs" if shares_devices(config) else ""
-    return f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}){where}, {update}"
+    return (
+        f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}){where}, {update}{joining}"
+    )
 
 
 def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:

@@ -290,6 +290,12 @@ class DeliveryBook:
         elif attempt is not None:
             self._fail(attempt, record, _ENDS[outcome], "PULLING" if attempt.applying_at is None else "APPLYING")
 
+    def _on_left(self, record: Record) -> None:
+        actor = record["actor"]
+        self._live.discard(actor)
+        self._fail(self._attempt(actor), record, Outcome.ABORTED, "", "the actor has left")
+        self._end(actor, max(self._open.get(actor, ()), default=-1))
+
     def _on_poisoned(self, record: Record) -> None:
         self._fail(self._attempt(record["actor"], record.get("version")), record, Outcome.POISONED, "APPLYING")
 
@@ -343,6 +349,9 @@ class Sums:
         means = {name: sum(values) / len(values) for name, values in self._values.items()}
         longest = {"pause_s/max": max(self._values["pause_s"])} if "pause_s" in self._values else {}
         return {**self._totals, **means, **longest, **dict(sorted(self._evicted_in.items()))}
+
+
+NOTHING = {f"weight_sync/{name}": value for name, value in Sums().figures().items()}
 
 
 class SyncMetrics:
@@ -403,7 +412,7 @@ class SyncMetrics:
         if self._file is None:
             return {}
         self._asked.append((row, snapshots))
-        found = {f"weight_sync/{name}": value for name, value in Sums().figures().items()}
+        found = NOTHING
         if self._behind is not None:
             if not self._behind.done():
                 return found

@@ -391,6 +391,8 @@ class Controller:
         """Watch for lost actors during a training step, when prompts go out but no command is requested."""
         while True:
             await self._note_evictions(self.weights.actors())
+            if self.config.inference.discover and self.actors is not None and self.sync is not None:
+                await self.actors.meet(self.sync.guests())
             await asyncio.sleep(EVICTION_LOOK_S)
 
     async def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:

@@ -341,7 +341,7 @@ class Job:
             plan = self.run_dir / "weight_sync" / f"faults-{epoch}.txt"
             faults.switch_on(injection.seed, injection.faults, plan, write=rank == 0)
         elsewhere = not has_engines(config) or config.inference.servers or config.inference.mode == "colocate"
-        actors = 0 if elsewhere else config.inference.num_actors
+        actors = 0 if elsewhere or not config.inference.launch else config.inference.num_actors
         device.set_threads(config.training.threads, beside=actors)
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)

@@ -13,6 +13,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.replica import ColocatedWeights, Replica
+from torchtitan.inference.guest import demands
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
 from torchtitan.weight_sync.facade import ActorStatus, WeightSync
@@ -87,6 +88,7 @@ def open_weight_path(
             registry=registry,
             dtype=config.inference.dtype,
             drain_s=drain_seconds(config),
+            guests=demands(config) if config.inference.discover and rank == 0 else None,
         )
     except UserError:
         if rank == 0:

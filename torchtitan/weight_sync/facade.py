@@ -58,6 +58,7 @@ class Watcher:
         self._registry = RegistryClient(self._runtime, registry, identity, fields, self._send_pin, self._on_message)
         self._changed = threading.Condition()
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "evictions": 0, "failure": ""}
+        self._status["guests"] = {}
         self._status |= tally(())
         self._looks = 0
         """How many status messages had the details of all actors"""
@@ -109,8 +110,10 @@ class Watcher:
         if message["type"] == "status":
             known = {} if message["whole"] else self._status["actors"]
             known = {name: actor for name, actor in known.items() if name not in message["forgotten"]}
+            guests = {**({} if message["whole"] else self._status["guests"]), **message["guests"]}
+            guests = {name: url for name, url in guests.items() if url}
             with self._changed:
-                self._status = {**message, "actors": {**known, **message["actors"]}}
+                self._status = {**message, "actors": {**known, **message["actors"]}, "guests": guests}
                 self._looks += message["whole"]
                 self._changed.notify_all()
 
@@ -156,6 +159,7 @@ class WeightSync:
         registry: rank 0's `registry_address`; None on rank 0, which starts the registry.
         dtype: the type in which actors hold weights ([inference] dtype).
         drain_s: how long an apply may wait for requests to end.
+        guests: what a server has to offer that joins by itself (see Settings); empty: none may.
 
     Other ranks listen on the address that reaches rank 0's machine. Raises UserError if a parameter's placement cannot
     be sent shard by shard, an address cannot be used, or another job writes to the folder.
@@ -175,6 +179,7 @@ class WeightSync:
         registry: str | None = None,
         dtype: str = "float32",
         drain_s: float = 0.0,
+        guests: Message | None = None,
     ):
         if (rank == 0) != (registry is None):
             raise ValueError("rank 0 starts the registry, every other rank is given its address")
@@ -198,7 +203,7 @@ class WeightSync:
         self.boundary = Boundary(self.publisher)
         self.registry: servers.RegistryServer | None = None
         self.watcher: Watcher | None = None
-        settings = Settings.of(config, world_size, version_bytes, drain_s)
+        settings = Settings.of(config, world_size, version_bytes, drain_s, guests)
         if registry is None:
             where = host, config.port, config.max_restarts
             self.registry = servers.RegistryServer(epoch, token, settings, folder, where, transport)
@@ -273,6 +278,10 @@ class WeightSync:
 
     def _actors(self) -> dict[str, Message]:
         return {} if self.watcher is None else self.watcher.status()["actors"]
+
+    def guests(self) -> dict[str, str]:
+        """Return the name and URL of every server that has joined by itself and has not left. Never waits."""
+        return {} if self.watcher is None else self.watcher.status()["guests"]
 
     def wait_until_applied(
         self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True

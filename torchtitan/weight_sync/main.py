@@ -12,7 +12,6 @@ import resource
 import socket
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.transport import Transport, load_transport
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
-from torchtitan.weight_sync.wire.runtime import Budget, Runtime
+from torchtitan.weight_sync.wire.runtime import Budget
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 # At most this many lines wait for a slow disk; further ones are lost, and counted.
@@ -35,6 +34,8 @@ LINES_AT_ONCE, LINES_PER_SECOND = 1000.0, 20.0
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
 PARENT_CHECK_SECONDS = 0.5
+# Lines that come within this time are written together: of a thousand actors, each wakes the thread otherwise.
+GATHER_SECONDS = 0.02
 # How long the process waits at its end for journal lines that are not on the disk yet.
 JOURNAL_SECONDS = 1.0
 
@@ -43,12 +44,13 @@ class Journal:
     """Appends to `path`. write() never waits: a full disk, or an actor that causes too many lines, costs lines, but
     does not stop the synchronisation."""
 
-    def __init__(self, runtime: Runtime, path: Path, term: int):
+    def __init__(self, runtime: SocketRuntime, path: Path, term: int):
         self._runtime, self._term = runtime, term
         self._file = path.open("a", buffering=1)
         self._lines: list[str] = []
         """What no thread writes yet"""
         self._waiting = self._lost = 0
+        self._closing = False
         self._budgets: dict[str, Budget] = {}
         """What each actor may still cause"""
 
@@ -69,14 +71,25 @@ class Journal:
     def _write_lines(self) -> None:
         lines, self._lines = self._lines, []
 
+        def write() -> None:
+            self._file.write("".join(lines))
+            time.sleep(GATHER_SECONDS)
+
         def written(_result: Any, error: BaseException | None) -> None:
             self._waiting -= len(lines)
             if error is not None:
                 logger.error("the journal lacks %d lines: %s", len(lines), error)
-            if self._lines:
+            if self._lines and not self._closing:
                 self._write_lines()
 
-        self._runtime.work("journal", partial(self._file.write, "".join(lines)), written)
+        self._runtime.work("journal", write, written)
+
+    def close(self, deadline: float) -> None:
+        """After the runtime's end: write what is left, unless the disk hangs until `deadline` (time.monotonic())."""
+        self._closing = True
+        self._runtime.finish_work("journal", deadline)
+        if self._waiting == len(self._lines):
+            self._file.write("".join(self._lines))
 
 
 def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
@@ -86,11 +99,12 @@ def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) 
     settings = Settings(**arguments["settings"])
     epoch, term = arguments["epoch"], arguments["term"]
     catalogue = _transport(arguments).catalogue(runtime, epoch)
-    registry = Registry(runtime, settings, epoch, term, token, journal.write, words.beat, catalogue)
+    guests = os.environ.get(wire.ACTOR_TOKEN_VARIABLE, "")
+    registry = Registry(runtime, settings, epoch, term, token, journal.write, words.beat, catalogue, guests)
     journal.write("start", {"pid": os.getpid(), "epoch": epoch})
     registry.start(socket.socket(fileno=arguments["listen_fd"]))
     runtime.run()
-    runtime.finish_work("journal", time.monotonic() + JOURNAL_SECONDS)
+    journal.close(time.monotonic() + JOURNAL_SECONDS)
 
 
 def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:

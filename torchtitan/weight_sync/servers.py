@@ -152,7 +152,10 @@ class ServerProcess(Supervised):
         super().__init__(f"weight {log_file.stem.replace('-', ' ')}", where, pulse)
         descriptors = {**descriptors, "listen_fd": self._listener.fileno()}
         self._told = {"part": part, "parent_pid": os.getpid(), "address": self.address, **arguments, **descriptors}
-        self._descriptors, self._token, self._log_file = list(descriptors.values()), token, log_file
+        self._descriptors, self._log_file = list(descriptors.values()), log_file
+        self._keys = {wire.TOKEN_VARIABLE: token}
+        if self._told.get("settings", {}).get("guests") and wire.ACTOR_TOKEN_VARIABLE in os.environ:
+            self._keys[wire.ACTOR_TOKEN_VARIABLE] = os.environ[wire.ACTOR_TOKEN_VARIABLE]
         self.supervise()
 
     def _begin(self) -> None:
@@ -165,7 +168,7 @@ class ServerProcess(Supervised):
                 env=child_environment(
                     1,
                     secrets=() if self._told["transport"] in ("tcp", "ipc", "nccl") else True,
-                    **{wire.TOKEN_VARIABLE: self._token},
+                    **self._keys,
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

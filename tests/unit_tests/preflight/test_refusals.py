@@ -67,6 +67,8 @@ oops | 'oops' does not belong to any
 --inference.backend vllm --inference.engine_args.tp 2 | tp = 2 | inference.tensor_parallel_size
 --inference.backend vllm --inference.engine_args.=2 | an option's name
 --inference.backend vllm --inference.launch false | launch = false | inference.servers
+--inference.discover | discover = true | TORCHTITAN_ACTOR_TOKEN
+--inference.backend vllm --inference.mode colocate --inference.discover | discover = true | mode = server
 --inference.backend vllm --inference.mode colocate --inference.servers http://127.0.0.1:1 \
     | inference.servers | must be empty
 --inference.backend vllm --inference.mode colocate --weight_sync.route direct \

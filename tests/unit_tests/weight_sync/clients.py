@@ -6,8 +6,10 @@ from typing import Any
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import TOKEN
-from torchtitan.weight_sync.wire.handshake import Dialer, Identity
+from torchtitan.weight_sync.wire.handshake import GUEST, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import Channel, Message
+
+GUEST_TOKEN = "what guests know"
 
 
 class Client:
@@ -18,7 +20,7 @@ class Client:
         self.heard: list[Message] = []
         self.process = Process(machine, f"{role} {name}")
         self.channel: Channel | None = None
-        identity = Identity.of(TOKEN, role, name)
+        identity = Identity.of(GUEST_TOKEN if role == GUEST else TOKEN, role, name)
         Dialer(self.process.runtime, server, identity, {"epoch": "e1", **fields}, self._ready, self._closed)
         self._beats = beats
         machine.run(machine.now + 0.1)

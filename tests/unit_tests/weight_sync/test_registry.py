@@ -8,7 +8,7 @@ import pytest
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import REGISTRY, TOKEN, rank_layout
-from tests.unit_tests.weight_sync.clients import Client
+from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.registry import registry as registry_module
 from torchtitan.weight_sync.registry.registry import MAX_LOST_LANES, STATUS_ACTORS, Registry
@@ -29,7 +29,8 @@ class World:
         self.beats = 0
         process = Process(self.machine, REGISTRY)
         write = lambda event, fields: self.journal.append((event, fields))  # noqa: E731
-        self.registry = Registry(process.runtime, Settings(2, **settings), "e1", 7, TOKEN, write, self._beat)
+        facts = Settings(2, **settings), "e1", 7, TOKEN
+        self.registry = Registry(process.runtime, *facts, write, self._beat, guest_token=GUEST_TOKEN)
         self.registry.start(REGISTRY)
 
     def _beat(self) -> None:

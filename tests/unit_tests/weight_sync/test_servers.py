@@ -159,7 +159,7 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: 
     runtime.post(partial(journal.write, "line", {"number": 10}))
     runtime.stop()
     thread.join(PATIENCE_S)
-    runtime.finish_work("journal", time.monotonic() + PATIENCE_S)
+    journal.close(time.monotonic() + PATIENCE_S)
     records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     assert [record["number"] for record in records if record["event"] == "line"] == [0, 1, 2, 3, 10]
     assert [record["number"] for record in records if record.get("lost_lines") == 6] == [10]

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine, load_engine
@@ -97,7 +98,7 @@ async def serve(arguments: argparse.Namespace, folder: Path) -> int:
     engine = load_engine(arguments.engine)
     options = make_options(arguments, engine, token_env, folder)
     agent = RunningAgent(arguments, engine, options, os.environ[token_env])
-    ended = asyncio.ensure_future(stopped.wait())
+    ended: asyncio.Future[Any] = asyncio.ensure_future(stopped.wait())
     try:
         starting = asyncio.ensure_future(agent.start(time.monotonic() + arguments.startup_timeout_s))
         await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,11 +111,14 @@ async def serve(arguments: argparse.Namespace, folder: Path) -> int:
         listening = f"agent of {engine.name} at {agent.engine_url} listening on port {port}"
         announce(arguments, engine.name, listening, port, os.environ[token_env])
         failure = asyncio.ensure_future(agent.engine_ended())
+        if arguments.join:
+            ended = asyncio.ensure_future(agent.stay_in_run(stopped, port))
         await asyncio.wait({failure, ended}, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
             print(f"error: {failure.result()}", file=sys.stderr, flush=True)
             return 1
         failure.cancel()
+        ended.result()
         return 0
     finally:
         ended.cancel()

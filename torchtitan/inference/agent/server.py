@@ -27,6 +27,7 @@ from torchtitan.inference.agent.engine import (
     WeightLoader,
 )
 from torchtitan.inference.client import base_url
+from torchtitan.inference.guest import Guest
 from torchtitan.inference.types import TAGS
 from torchtitan.inference.versions import BaseWeights
 from torchtitan.utils.child_process import ChildProcess, child_environment
@@ -257,6 +258,11 @@ class RunningAgent:
         place = {"url": self.engine_url, "capabilities": capabilities, "token_env": token_env}
         self._server = AgentServer(place, control, loader, applier, self._token, options.host, options.update_timeout_s)
         return await self._server.start(options.host, arguments.port)
+
+    async def stay_in_run(self, stopped: asyncio.Event, port: int) -> None:
+        """Join a run at this port; see Guest.stay."""
+        assert self._server is not None
+        await Guest(self._arguments, self._engine.name, port, self._token).stay(stopped, self._server)
 
     async def engine_ended(self) -> str:
         """Return how the engine that we started has ended, or that it fails to end. Never returns for an engine that

@@ -47,6 +47,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
 
     from torchtitan.inference.embedded.engine import Engine
     from torchtitan.inference.embedded.server import EngineServer
+    from torchtitan.inference.guest import Guest
     from torchtitan.models.batch_invariance import size_message
     from torchtitan.models.hf_checkpoint import load_policy
 
@@ -70,8 +71,13 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     port = await server.start(arguments.host, arguments.port)
     listening = f"embedded engine listening on {base_url(arguments.host, port)}"
     announce(arguments, "embedded", listening, port, token)
-    await server.stopped.wait()
-    await server.close()
+    try:
+        if arguments.join:
+            await Guest(arguments, "embedded", port, token).stay(server.stopped, server)
+        else:
+            await server.stopped.wait()
+    finally:
+        await server.close()
     return 0 if server.loop.failure is None else 1
 
 

@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
+from torchtitan.weight_sync.registry.guests import PONG, Guests
 from torchtitan.weight_sync.registry.state import (
     KEPT,
     MAX_NAMED,
     Actor,
     IncompleteVersion,
     Lanes,
-    Rank,
+    Peer,
     Settings,
     relay_sources,
     tally,
@@ -26,7 +27,7 @@ from torchtitan.weight_sync.registry.state import (
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
-from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER, Acceptor, Identity
+from torchtitan.weight_sync.wire.handshake import ACTOR, GUEST, RANK, TRAINER, Acceptor, Identity
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime, Shared
 
 logger = logging.getLogger("torchtitan.weight_sync.registry.registry")
@@ -44,14 +45,13 @@ MAX_LOST_LANES = 3
 # An actor says three things per version here, of which there may be dozens per second in small runs; a fleet of hostile
 # actors must not take the registry's only thread.
 ACTOR_SHARE = 0.3
-PONG = Shared({"type": "pong"})
 # An actor that has been away this long is no longer listed.
 FORGET_SECONDS = 300.0
 
 
 class Registry:
     """write(event, fields) writes a line of the journal. beat() is the sign of life for the parent. catalogue: of the
-    disk transport's folder."""
+    disk transport's folder. guest_token: the keys of guests are derived from it."""
 
     def __init__(
         self,
@@ -63,18 +63,19 @@ class Registry:
         write: Callable[[str, Message], None],
         beat: Callable[[], None],
         catalogue: Catalogue | None = None,
+        guest_token: str = "",
     ):
         self._catalogue = catalogue
         self._versions: dict[int, int] = {}
         """For the catalogue: serial -> version of each live snapshot"""
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
-        self._acceptor = Acceptor(
-            runtime, frozenset((RANK, ACTOR, TRAINER)), token, self._admit, self._enter, ACTOR_SHARE
-        )
+        roles = frozenset((RANK, ACTOR, TRAINER, *([GUEST] if settings.guests and guest_token else [])))
+        self._acceptor = Acceptor(runtime, roles, token, self._admit, self._enter, ACTOR_SHARE, guest_token)
         self._token = token
         self.lanes = Lanes(settings)
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, Peer] = {}
+        self.guests = Guests(runtime, settings, write, self._guest_leaves, self._tell_trainer_soon)
         self.actors: dict[str, Actor] = {}
         self._trainer: Channel | None = None
         self._layouts: dict[int, Message] = {}
@@ -106,6 +107,9 @@ class Registry:
     # Peers
 
     def _admit(self, identity: Identity, fields: Message) -> Message:
+        if identity.role == GUEST:
+            self.guests.check(identity.name, fields)
+            return {"term": self.term}
         if fields.get("epoch") != self.epoch:
             raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
         if identity.role == RANK and identity.name not in map(str, range(self.settings.world_size)):
@@ -125,6 +129,8 @@ class Registry:
             self._rank_entered(channel, int(identity.name), fields)
         elif identity.role == ACTOR:
             self._actor_entered(channel, identity.name, fields)
+        elif identity.role == GUEST:
+            self.guests.enter(channel, identity.name, fields["url"])
         else:
             if self._trainer is not None:
                 self._trainer.close("replaced")
@@ -138,7 +144,7 @@ class Registry:
         self._beat()
         now = self._runtime.now()
         # The loop reads sockets before it runs timers: after a pause of this process, waiting messages have been read.
-        for server in list(self._ranks.values()):
+        for server in [*self._ranks.values(), *self.guests.there.values()]:
             if now - server.heard_at > SILENCE_SECONDS:
                 server.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
         for name, actor in list(self.actors.items()):
@@ -167,7 +173,7 @@ class Registry:
     def _rank_entered(self, channel: Channel, rank: int, fields: Message) -> None:
         if rank in self._ranks:
             self._ranks[rank].channel.close("replaced")
-        self._ranks[rank] = Rank(channel, fields["address"], self._runtime.now())
+        self._ranks[rank] = Peer(channel, fields["address"], self._runtime.now())
         channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
         channel.send(self._live())
 
@@ -323,6 +329,10 @@ class Registry:
 
     # Actors
 
+    def _guest_leaves(self, name: str) -> None:
+        if name in self.actors:
+            self.actors[name].leaves = True
+
     def _actor_entered(self, channel: Channel, name: str, fields: Message) -> None:
         actor, instance, address = self.actors.get(name), str(fields.get("instance")), str(fields.get("address", ""))
         if actor is not None and actor.channel is not None:
@@ -345,6 +355,12 @@ class Registry:
     def _on_actor_lost(self, name: str, _channel: Channel, reason: str) -> None:
         actor = self.actors[name]
         actor.channel = actor.applies_since = None
+        if actor.leaves:
+            del self.actors[name]
+            self.lanes.forget(name)
+            self._write("left", {"actor": name, "version": actor.version})
+            self._changed(name)
+            return
         phase = actor.state
         if phase != "GIVEN_UP":
             actor.state, actor.reason = "LOST", f"{reason} (it was {phase})"
@@ -473,10 +489,12 @@ class Registry:
             "failure": self._failure,
             "actors": {name: self.actors[name].status() for name in named if name in self.actors},
             "forgotten": [name for name in named if name not in self.actors],
+            "guests": self.guests.news(whole=names is None),
         }
 
     def close(self) -> None:
         """Close every connection."""
         self._acceptor.close()
-        for channel in [*self._channels(), *filter(None, [self._trainer])]:
+        guests = [guest.channel for guest in self.guests.there.values()]
+        for channel in [*self._channels(), *guests, *filter(None, [self._trainer])]:
             channel.close("the registry ends")

@@ -45,6 +45,17 @@ class Settings:
     snapshot_timeout_s: float = 60.0
     delta: bool = False
     """Whether to keep a snapshot as the base of deltas, which takes one more slot"""
+    guests: Message = field(default_factory=dict)
+    """What a guest has to offer: a text is what it has to be, a number what it has to be at least. Empty: none may
+    come"""
+
+    def lacks(self, offers: Message) -> str:
+        """Return what keeps a guest out that offers this, as a sentence; empty: nothing."""
+        for key, wanted in self.guests.items():
+            given, exact = offers.get(key), isinstance(wanted, str)
+            if type(given) not in ((str,) if exact else (int, float)) or (given != wanted if exact else given < wanted):
+                return f"its {key} is {given}, and this job needs {wanted}{'' if exact else ' or more'}"
+        return ""
 
     @property
     def take_timeout_s(self) -> float:
@@ -52,13 +63,21 @@ class Settings:
         return self.lease_s + self.apply_timeout_s
 
     @classmethod
-    def of(cls, config: WeightSync, world_size: int, version_bytes: int, drain_s: float = 0.0) -> Settings:
+    def of(
+        cls,
+        config: WeightSync,
+        world_size: int,
+        version_bytes: int,
+        drain_s: float = 0.0,
+        guests: Message | None = None,
+    ) -> Settings:
         """Derive the settings from the configuration. drain_s: how long an apply may wait for requests to end."""
         # Imported here because the registry and shard server processes run without pydantic.
         from torchtitan.config.derived import apply_timeout, lease
 
         return cls(
             world_size=world_size,
+            guests=guests or {},
             lanes=config.num_slots - 2,
             lease_s=lease(config, version_bytes),
             relay_fanout=config.relay_fanout if config.relay else 0,
@@ -70,8 +89,8 @@ class Settings:
 
 
 @dataclass
-class Rank:
-    """A shard server's connection."""
+class Peer:
+    """The connection of a shard server, or of a guest, whose address is its URL."""
 
     channel: Channel
     address: str
@@ -108,6 +127,8 @@ class Actor:
     disputes: bool = False
     """Whether it says of another actor, or another one of it, that what was relayed is not what the trainer sent. One
     of the two is wrong, so both pull from the trainer, and neither relays."""
+    leaves: bool = False
+    """It has finished its requests and ends: that is no eviction"""
     late: str = ""
     """Which deadline it has missed; empty again once it has taken a version. A new process of this name inherits it."""
 

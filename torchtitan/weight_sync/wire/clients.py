@@ -86,6 +86,8 @@ class RegistryClient(ServerConnection):
     `failure` is set and dialling stops. beat(): called every HEARTBEAT_SECONDS; returns the fields of the ping.
     One without any is left out while other messages come and go."""
 
+    retry_s = RETRY_SECONDS
+
     def __init__(
         self,
         runtime: Runtime,
@@ -138,7 +140,7 @@ class RegistryClient(ServerConnection):
         else:
             # No call was made, and retry_for_s bounds only the registry's absence.
             self._heard_at = self._runtime.now()
-            self._try_in(RETRY_SECONDS)
+            self._try_in(self.retry_s)
 
     def _opened(self, channel: Channel, fields: Message) -> None:
         term = fields.get("term")
@@ -159,7 +161,7 @@ class RegistryClient(ServerConnection):
             logger.error("%s gives up: %s", self._identity.name, self.failure)
             return
         logger.info("%s: registry out of reach: %s", self._identity.name, reason)
-        self._try_in(RETRY_SECONDS)
+        self._try_in(self.retry_s)
 
     def _on_message(self, _channel: Channel, message: Message) -> None:
         self._heard_at = self._runtime.now()

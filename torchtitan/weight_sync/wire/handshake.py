@@ -28,6 +28,8 @@ TRAINER, RANK, ACTOR = "trainer", "rank", "actor"
 PEER = "peer"
 # The run's key to an actor's HTTP server, under the actor's name. It opens no port of the weight synchronisation.
 HTTP = "http"
+# A server that offers to be an actor of the job, under its own name. Its key is derived from the token of such servers.
+GUEST = "guest"
 # A part of an actor. Its name is its number; its key is derived from the actor's.
 WORKER = "worker"
 
@@ -64,7 +66,8 @@ class Acceptor:
 
     roles: allowed roles; secret: their keys are derived from it (role_key). admit(identity, fields) returns what the
     peer is told, or raises ProtocolError to refuse it. enter(channel, identity, fields) takes over the channel, and
-    must set its callbacks. share: of wire.MESSAGES_AT_ONCE and MESSAGES_PER_SECOND that an actor has here.
+    must set its callbacks. share: of wire.MESSAGES_AT_ONCE and MESSAGES_PER_SECOND that an actor has here. guests: the
+    secret from which the keys of guests are derived.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class Acceptor:
         admit: Callable[[Identity, Message], Message],
         enter: Callable[[Channel, Identity, Message], None],
         share: float = 1.0,
+        guests: str = "",
     ):
         self._runtime, self._roles, self._secret, self._share = runtime, roles, secret, share
+        self._guests = guests
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
         self._budgets: dict[Identity, Budget] = {}
@@ -118,12 +123,13 @@ class Acceptor:
         if message["role"] not in self._roles:
             channel.send({"type": "refuse", "reason": f"no {message['role']} is expected here"})
             raise ProtocolError(f"a {message['role']!r} has come to the wrong port")
-        identity = Identity.of(self._secret, message["role"], message["name"])
+        secret = self._guests if message["role"] == GUEST else self._secret
+        identity = Identity.of(secret, message["role"], message["name"])
         if not identity.is_proof(message["proof"], "client", nonce, message["nonce"]):
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         budget = None
-        if identity.role in (ACTOR, PEER):
+        if identity.role in (ACTOR, PEER, GUEST):
             budget = channel.budget = self._budgets.setdefault(identity, self._new_budget())
             channel.trust(wire.MAXIMUM_ACTOR_BYTES)
         else:

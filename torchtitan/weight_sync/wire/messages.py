@@ -82,6 +82,13 @@ def figures(value: Any) -> dict[str, Any]:
     return {name(key, 64): (name if key == "source" else number)(one) for key, one in value.items()}
 
 
+def facts(value: Any) -> dict[str, Any]:
+    """Numbers and short texts by name."""
+    if len(anything(value)) > MAX_FIGURES:
+        raise ValueError(f"more than {MAX_FIGURES} facts")
+    return {name(key, 64): (name if type(one) is str else number)(one) for key, one in value.items()}
+
+
 Fields = dict[str, Callable[[Any], Any]]
 
 
@@ -99,7 +106,10 @@ def read(kind: str, fields: Fields, message: Any) -> Message:
 
 
 # What a client and a server say of themselves in their handshake.
-_ABOUT: Fields = {"epoch?": name, "address?": name, "instance?": name, "rank?": integer, "term?": integer}
+_ABOUT: Fields = {
+    "epoch?": name, "address?": name, "instance?": name, "rank?": integer, "term?": integer, "url?": name,
+    "offers?": facts,
+}  # fmt: skip
 
 
 def _about(value: Any) -> Message:
@@ -145,6 +155,8 @@ SCHEMA: dict[str, Fields] = {
     "poisoned": {"version": integer, "reason": prose},
     # Actor -> registry: a bucket that the actor `source` relayed is not what the trainer sent
     "forged": {"version": integer, "source": name},
+    # Guest -> registry: it has finished its requests and ends
+    "leave": {},
     # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, in which -1 stands for its sheet; base:
     # the snapshot that deltas may be taken against; again: an earlier copy was damaged or lost, and the bytes
     # themselves are wanted
@@ -163,12 +175,13 @@ SCHEMA: dict[str, Fields] = {
     # Leader -> worker: apply the version that all have staged
     "apply": {"version": integer},
     # Trainer (rank 0) <-> registry. status: how many actors are in which state and serve which version (see
-    # state.tally), and details of those that have changed, or, if `whole`, as after a look, of all
+    # state.tally), and details of those that have changed, or, if `whole`, as after a look, of all. guests: where the
+    # guests are that have changed or, if `whole`, all; empty: it is gone
     "pin": {"version?": maybe(integer)},
     "look": {},
     "status": {
-        "whole": boolean, "states": anything, "serving": listed, "awaited": listed, "actors": anything,
-        "forgotten": listed, "newest": maybe(integer), "dropped": listed, "pinned?": maybe(integer),
+        "whole": boolean, "guests": anything, "states": anything, "serving": listed, "awaited": listed,
+        "actors": anything, "forgotten": listed, "newest": maybe(integer), "dropped": listed, "pinned?": maybe(integer),
         "evictions": integer, "failure": prose,
     },
 }  # fmt: skip

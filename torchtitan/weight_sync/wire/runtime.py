@@ -27,6 +27,8 @@ MAXIMUM_ACTOR_BYTES = 4 * 1024 * 1024
 # many bytes. A connection costs as much as so many messages. Later ones wait, in the end at their sender.
 MESSAGES_AT_ONCE, MESSAGES_PER_SECOND, BYTES_PER_MESSAGE, MESSAGES_PER_CONNECTION = 2000.0, 500.0, 1024, 10
 TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
+# Of actors that the run does not start.
+ACTOR_TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
 
 # How often servers check for peers that are silent, late or idle, and how often clients send a sign of life.
 TICK_SECONDS, HEARTBEAT_SECONDS = 0.2, 0.5

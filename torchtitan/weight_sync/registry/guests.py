@@ -1,0 +1,77 @@
+"""The registry's door for servers that offer to be actors of the job (inference.discover): who may come, and where each
+is, for the trainer to hear."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from torchtitan.weight_sync.registry.state import Peer, Settings
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, Runtime, Shared
+
+PONG = Shared({"type": "pong"})
+# Guests have one key for all, so their number is bounded here. Actors that the run starts are called actor-N.
+MAX_GUESTS, NAME = 4096, re.compile(r"(?!actor-)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+URL = re.compile(r"http://([^\s/:@]+|\[[\da-fA-F:]+\]):\d{1,5}")
+
+
+class Guests:
+    """Those that are there. write(event, fields) writes a line of the journal; leaves(name): one has finished its
+    requests and ends; changed(): the trainer has to hear of it."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: Settings,
+        write: Callable[[str, Message], None],
+        leaves: Callable[[str], None],
+        changed: Callable[[], None],
+    ):
+        self._runtime, self._settings, self._write, self._leaves = runtime, settings, write, leaves
+        self._tell = changed
+        self.there: dict[str, Peer] = {}
+        self._changed: dict[str, None] = {}
+        """Of these the trainer has not been told the latest"""
+
+    def check(self, name: str, fields: Message) -> None:
+        """Raise ProtocolError unless this one may come."""
+        if not NAME.fullmatch(name) or not URL.fullmatch(fields.get("url", "")):
+            raise ProtocolError("a guest needs a name of letters and digits that is not actor-…, and a URL")
+        if lacks := self._settings.lacks(fields.get("offers", {})):
+            raise ProtocolError(lacks)
+        if len(self.there) >= MAX_GUESTS and name not in self.there:
+            raise ProtocolError(f"{MAX_GUESTS} guests are here")
+
+    def enter(self, channel: Channel, name: str, url: str) -> None:
+        """Let one in that has been checked."""
+        if name in self.there:
+            self.there[name].channel.close("replaced by a newer connection")
+        self.there[name] = Peer(channel, url, self._runtime.now())
+        channel.on_message, channel.on_close = partial(self._on_message, name), partial(self._on_lost, name)
+        self._note("guest", {"actor": name, "url": url})
+
+    def news(self, whole: bool) -> dict[str, str]:
+        """Return the URL of each guest that has changed since the last call (empty: it is gone), or of all."""
+        names, self._changed = list(self.there if whole else self._changed), {}
+        return {name: self.there[name].address if name in self.there else "" for name in names}
+
+    def _on_message(self, name: str, channel: Channel, message: Message) -> None:
+        self.there[name].heard_at = self._runtime.now()
+        if message["type"] == "ping":
+            channel.send(PONG)
+        elif message["type"] == "leave":
+            self._leaves(name)
+            # This is the answer: its actor's connection may end now.
+            channel.close("it leaves")
+        else:
+            raise ProtocolError(f"a guest does not send {message['type']!r}")
+
+    def _on_lost(self, name: str, _channel: Channel, reason: str) -> None:
+        del self.there[name]
+        self._note("guest_gone", {"actor": name, "reason": reason})
+
+    def _note(self, event: str, fields: Message) -> None:
+        self._write(event, fields)
+        self._changed[fields["actor"]] = None
+        self._tell()
