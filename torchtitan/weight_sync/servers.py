@@ -167,7 +167,7 @@ class ServerProcess(Supervised):
                 # Only files may lie in a bucket, to which the user's keys let in.
                 env=child_environment(
                     1,
-                    secrets=() if self._told["transport"] in ("tcp", "ipc", "nccl") else True,
+                    secrets=() if self._told.get("transport", "tcp") in ("tcp", "ipc", "nccl") else True,
                     **self._keys,
                 ),
                 stdin=subprocess.DEVNULL,
