@@ -89,7 +89,7 @@ def make_smollm2(directory: Path) -> None:
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=8192,
-        rope_theta=100000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,

@@ -164,8 +164,8 @@ class Ours:
 
     def in_float64(self) -> tuple[float, torch.Tensor]:
         """Loss, and its gradients by log-probs and by entropies."""
-        leaves = [self.rows(self.batch[name]).clone().requires_grad_() for name in ("now", "entropy")]
-        loss = self.loss_of(self.exact, torch.float64)(*leaves, slice(0, len(leaves[0]))).sum()
+        leaves = now, entropy = [self.rows(self.batch[name]).clone().requires_grad_() for name in ("now", "entropy")]
+        loss = self.loss_of(self.exact, torch.float64)(now, entropy, slice(0, len(now))).sum()
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         whole = [torch.zeros_like(leaves[0]) if gradient is None else gradient for gradient in gradients]
         return loss.item(), torch.cat([self.padded(gradient) for gradient in whole])

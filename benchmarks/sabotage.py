@@ -42,6 +42,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks import common, saboteur  # noqa: E402
 from tests.engines import adapter_trainer, job  # noqa: E402
 from tests.engines.models import VOCABULARY, make_model  # noqa: E402
+from tests.journals import journal_of  # noqa: E402
 from tests.processes import Processes  # noqa: E402
 from torchtitan.config.job_config import JobConfig  # noqa: E402
 from torchtitan.errors import UserError  # noqa: E402
@@ -118,7 +119,7 @@ class Watch:
 
 
 def _journal(folder: Path) -> list[dict[str, Any]]:
-    return [line for event in ("poisoned", "ended") for line in job.journal_of(folder, event, 0)]
+    return [line for event in ("poisoned", "ended") for line in journal_of(folder, event, 0)]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from benchmarks.saboteur import NO_LOAD, asked, spoiled
 from torchtitan.inference.vllm import backend, extension, loading
 
-_load_weights, _repack = backend.load_weights, loading.repack_tied_heads
+_load_weights, _repack = loading.load_weights, loading.repack_tied_heads
 
 
 def load_weights(model: torch.nn.Module, config: Any, weights: Mapping[str, torch.Tensor], notes: Any) -> None:
@@ -23,7 +23,7 @@ def load_weights(model: torch.nn.Module, config: Any, weights: Mapping[str, torc
     _load_weights(model, config, spoiled(kind, weights.items()) if kind not in ("", "tied_head") else weights, notes)
 
 
-backend.load_weights = load_weights  # type: ignore[assignment]
+backend.load_weights = load_weights  # type: ignore[attr-defined]
 
 
 class WorkerExtension(extension.WorkerExtension):

@@ -42,7 +42,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import common  # noqa: E402
 from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
-from torchtitan import faults  # noqa: E402
+from tests import faults  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync import servers  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
@@ -210,7 +210,8 @@ class Run:
     # Faults
 
     def _plan_faults(self, texts: list[str]) -> None:
-        faults.switch_on(0, [*self.always, *texts], self.plan, write=True)
+        faults.write_plan([*self.always, *texts], self.plan)
+        os.environ.update(faults.variables(f"@{self.plan}"))
 
     def _strikes(self, text: str) -> int:
         folder = self.plan.with_name(self.plan.name + ".struck")
@@ -231,7 +232,7 @@ class Run:
         return struck
 
     @property
-    def _supervised(self) -> dict[str, servers.ServerProcess]:
+    def _supervised(self) -> dict[str, Any]:
         assert self.sync.registry is not None
         return {"server": self.sync.shard_server, "registry": self.sync.registry}
 

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from torchtitan import faults
+from tests import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.weight_sync.actor.actor import Actor

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -95,7 +96,7 @@ def plan_seconds(count: int, mesh: tuple[int, int]) -> dict[str, float]:
     views = [rank_view(parameters, rank, mesh) for rank in range(mesh[0] * mesh[1])]
     parts = dict.fromkeys(("ranks", "to_registry", "merge", "to_actor"), 0.0)
 
-    def part(name: str, work: Callable[[], object]) -> object:
+    def part(name: str, work: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
         result = work()
         parts[name] += time.perf_counter() - begun

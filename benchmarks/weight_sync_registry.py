@@ -53,9 +53,10 @@ from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.facade import Watcher, WeightSync
 from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Sheet
+from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
-from torchtitan.weight_sync.transports.bucket_server import SHEET, BucketServer, Reader
+from torchtitan.weight_sync.transports.bucket_server import BucketServer, Reader
 from torchtitan.weight_sync.transports.transport import load_transport
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -246,9 +247,9 @@ class Member(asyncio.Protocol):
         elif begin.startswith(b'{"type":"welcome"'):
             self.beat()
         elif begin.startswith(b'{"type":"newest"'):
-            about = re.search(rb'"version":(\d+).*?"digest":"(\w+)"', begin + end)
-            if about is not None:
-                self.take(int(about[1]), about[2].decode())
+            found = re.search(rb'"version":(\d+).*?"digest":"(\w+)"', begin + end)
+            if found is not None:
+                self.take(int(found[1]), found[2].decode())
 
     def take(self, version: int, digest: str) -> None:
         """Pretend to pull it and to apply it."""

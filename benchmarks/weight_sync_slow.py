@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from torchtitan import faults
+from tests import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor.actor import Actor
 from torchtitan.weight_sync.facade import WeightSync

@@ -138,15 +138,18 @@ def no_process_group_stays() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out the real engines and what is marked slow")
+    parser.addoption("--benchmarks", action="store_true", help="run every benchmark in little, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def fast(item: pytest.Item) -> bool:
-        return ENGINES_FOLDER not in item.path.parents and item.get_closest_marker("slow") is None
+    def wanted(item: pytest.Item) -> bool:
+        slow = ENGINES_FOLDER in item.path.parents or item.get_closest_marker("slow") is not None
+        if slow and config.getoption("--fast"):
+            return False
+        return item.get_closest_marker("benchmark") is None or bool(config.getoption("--benchmarks"))
 
-    if config.getoption("--fast"):
-        config.hook.pytest_deselected(items=[item for item in items if not fast(item)])
-        items[:] = [item for item in items if fast(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = [item for item in items if wanted(item)]
 
 
 @pytest.hookimpl(optionalhook=True)

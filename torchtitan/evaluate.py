@@ -48,7 +48,7 @@ FIXED: dict[str, str] = {
     "checkpoint.enable": "false", "checkpoint.resume": "", "checkpoint.load_step": "-1", "rollout.replay": "",
     "eval.enable": "true", "eval.stop_at": "0", "eval.timeout_s": "3600", "sft.epochs": "0", "grpo.kl_coefficient": "0",
     "metrics.enable_tensorboard": "false", "metrics.enable_wandb": "false", "metrics.live_port": "0",
-    "profiling.enable_profiling": "false", "fault_injection.enable": "false",
+    "profiling.enable_profiling": "false",
 }  # fmt: skip
 # Of a directory with whole weights: an export has the adapters merged.
 OF_A_DIRECTORY = {

@@ -15,7 +15,7 @@ from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.engine_server import FOLDER_PREFIX
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
-STEPS = 40
+STEPS = 6
 # In a batch of that configuration.
 SAMPLES = 512
 SAME_SAMPLES = ("reward/mean", "reward/std", "completion/length_mean")
@@ -33,20 +33,22 @@ def start(
 def one_rank(
     vllm_python: Path, debug_checkpoint: Path, module_processes: Processes, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    options = ["--training.steps", str(STEPS), "--eval.interval", str(STEPS), "--eval.num_prompts", "300"]
+    options = ["--training.steps", str(STEPS), "--eval.interval", str(STEPS), "--eval.num_prompts", "32"]
     dump = tmp_path_factory.mktemp("one-rank")
     run = start(module_processes, vllm_python, debug_checkpoint, dump, *options, "--eval.greedy", "false")
     run.end()
     return run
 
 
-def test_reward_rises(one_rank: Run) -> None:
-    one_rank.check_learned(STEPS)
-
-
 def test_every_batch_is_of_the_newest_version(one_rank: Run) -> None:
-    """What the engine says of its tokens is what the trainer computes: the two never part."""
+    """What the engine says of its tokens is what the trainer computes: the two never part. So it learns as a run with
+    the embedded engine does, whose rewards test_python_door.py looks at."""
+    assert [row["step"] for row in one_rank.steps()] == list(range(1, STEPS + 1))
+    evaluations = [row for row in one_rank.rows() if "eval/version" in row]
+    assert [row["eval/version"] for row in evaluations] == [0, STEPS]
+    assert all(row["eval/redone"] == 0 for row in evaluations)
     for row in one_rank.steps():
+        assert row["grad_norm"] > 0
         assert row["staleness/max"] == 0
         assert row["mismatch_kl/same_version"] < 1e-9
         assert row["weight_sync/versions_published"] == row["step"] + 1
@@ -64,7 +66,7 @@ def test_two_ranks_share_one_engine_save_when_asked_to_stop_and_leave_nothing(
     options = ["--inference.tensor_parallel_size", "2", "--eval.enable", "false", "--training.steps", "1000"]
     # The environment says one.
     options += ["--training.threads", "2"]
-    alone = one_rank.steps()[:6]
+    alone = one_rank.steps()
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         run = start(processes, vllm_python, debug_checkpoint, tmp_path, *options, ranks=2, TMPDIR=temporary)
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from tests import faults
 from tests.engines.job import (
     APPLIED_SECONDS,
     CALL_SECONDS,
@@ -33,7 +34,6 @@ from tests.engines.models import FP32_TOLERANCE
 from tests.engines.two_ranks import check_two_ranks
 from tests.patience import PATIENCE_S
 from tests.processes import Processes, started_by
-from torchtitan import faults
 from torchtitan.inference.agent.engine import AdminClient
 from torchtitan.inference.engine_server import FOLDER_PREFIX
 from torchtitan.inference.types import Completion

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration_tests.test_benchmarks import CORES, run_quickly
 
-pytestmark = pytest.mark.skipif(CORES < 2, reason="needs two cores")
+pytestmark = [pytest.mark.benchmark, pytest.mark.skipif(CORES < 2, reason="needs two cores")]
 
 
 def test_one_version_against_vllms_own_trainer(vllm_python: Path) -> None:

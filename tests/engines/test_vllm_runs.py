@@ -18,7 +18,7 @@ from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
-STEPS, KILL_AT = 7, 2
+STEPS, KILL_AT = 5, 1
 
 
 def check_same_weights(steps: list[dict[str, Any]]) -> None:

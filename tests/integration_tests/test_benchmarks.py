@@ -1,4 +1,5 @@
-"""The benchmarks run, and say what they promise. What they measure here means nothing."""
+"""What benchmarks show of the product, in little. The others run with `--benchmarks` and say what they promise; what
+they measure here means nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_a_run_goes_on_by_itself_where_ranks_are_killed_and_told_to_go(debug_che
     assert figures["most_steps_again"] <= 4 and figures["steps_again_of_sigterm"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_a_curriculum_is_compared_with_dropped_groups(debug_checkpoint: Path) -> None:
     keys = {"groups_ratio", "seconds_ratio"}
@@ -102,7 +103,7 @@ def test_each_hostile_actor_is_refused_for_what_it_does(debug_checkpoint: Path) 
     assert figures["kinds_refused"] == 8 and figures["steps"] == figures["steps_without"] == 25
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.parametrize("name", KEYS)
 def test_benchmark_ends_with_its_figures(name: str) -> None:
     isolated = name == "weight_sync_overlap"

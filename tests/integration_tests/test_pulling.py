@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.faults import variables
 from tests.integration_tests import pulling_actor
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
 from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
-from torchtitan.faults import variables
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.weight_files import read_weights

@@ -17,11 +17,11 @@ import psutil
 import pytest
 import torch
 
+from tests.faults import variables
 from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start, wait_for
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, free_ports, has_ended, status_of
-from torchtitan.faults import variables
 from torchtitan.weight_sync.actor.actor import Actor
 from torchtitan.weight_sync.memory import device_slots
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests import faults
 from tests.integration_tests import weight_sync_worker
 from tests.integration_tests.test_pulling import EPOCH, Job, wait_for
 from tests.integration_tests.weight_sync_worker import WORKERS
 from tests.patience import PATIENCE_S
 from tests.processes import fork
-from torchtitan import faults
 from torchtitan.weight_sync.actor import puller
 from torchtitan.weight_sync.actor.actor import Actor, Worker
 from torchtitan.weight_sync.actor.puller import Served

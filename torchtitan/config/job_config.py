@@ -1,5 +1,5 @@
 """The configuration of a job: one attribute per TOML table. The tables of the run itself are here (its name, where it
-writes, what it logs and keeps, faults for tests), the others in training_tables.py and rollout_tables.py.
+writes, what it logs and keeps), the others in training_tables.py and rollout_tables.py.
 
 Names follow torchtitan 0.2 where it has them. Keep the configuration free of heavy imports: its errors must be quick.
 The string under a field is its documentation.
@@ -47,7 +47,7 @@ MAX_SAVE_DEADLINE_S = 600
 
 __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
-    "FaultInjection", "Inference", "Job", "JobConfig", "Judge", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
+    "Inference", "Job", "JobConfig", "Judge", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
     "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
     "known_keys", "table_types",
 ]  # fmt: skip
@@ -141,18 +141,6 @@ class Checkpoint:
     """After SIGTERM, SIGINT or SIGHUP, the run saves and exits within this time"""
 
 
-@dataclass(config=TABLE)
-class FaultInjection:
-    enable: bool = False
-    """Inject faults into the weight sync, for tests; the log says so"""
-
-    seed: CountOrZero = 0
-    """Seed of the faults that strike with a probability"""
-
-    faults: list[str] = field(default_factory=list)
-    """Faults as action:key=value,...; see docs/reliability.md"""
-
-
 @dataclasses.dataclass
 class JobConfig:
     """Everything one run needs to know."""
@@ -180,7 +168,6 @@ class JobConfig:
     environment: Environment = field(default_factory=Environment)
     inference: Inference = field(default_factory=Inference)
     weight_sync: WeightSync = field(default_factory=WeightSync)
-    fault_injection: FaultInjection = field(default_factory=FaultInjection)
     eval: Eval = field(default_factory=Eval)
     source: list[Source] = field(default_factory=list)
     """[[source]]: the tasks of a run that has several; see sources_of()"""

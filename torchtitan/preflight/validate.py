@@ -42,7 +42,6 @@ from torchtitan.config.rollout_tables import TOOL_FORMATS, Environment, Rewards
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
-from torchtitan.faults import Fault, FaultError
 from torchtitan.models.compute_type import choose_types
 from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
 from torchtitan.preflight.check import Check, name_problem, reward_problem
@@ -170,7 +169,7 @@ def _validate_source(
     check = Check(config, world_size(), planning, wrong)
     for rules in only or (
         check_stage, _check_parallelism, _check_batch, _check_optimizer, _check_lengths, _check_objective, check_lora,
-        _check_rollout, _check_rewards, _check_environment, check_inference, _check_weight_sync, _check_faults,
+        _check_rollout, _check_rewards, _check_environment, check_inference, _check_weight_sync,
         _check_evaluation, _check_files, check_model,
     ):  # fmt: skip
         rules(check)
@@ -465,30 +464,6 @@ def _check_weight_sync(check: Check) -> None:
         # The remaining quarter is for the next command.
         longest = config.inference.sleep_timeout_s + max(sync.blocking_timeout_s, drain_s)
         refuse("inference.sleep_timeout_s", longest >= 0.75 * limit, text)
-
-
-def _check_faults(check: Check) -> None:
-    config, key = check.config, "fault_injection.faults"
-    without = config.fault_injection.enable and not config.fault_injection.faults
-    check.refuse(key, without, "must name at least one fault if fault_injection.enable = true")
-    actors = [f"actor-{number}" for number in range(len(config.inference.servers) or config.inference.num_actors)]
-    for text in config.fault_injection.faults:
-        try:
-            fault = Fault.parse(text)
-        except FaultError as error:
-            check.say(key, f"{key}: {error}")
-            continue
-        for when, problem in (
-            (fault.actor not in (None, *actors), f"there is no such actor, only {', '.join(actors)}"),
-            (fault.rank not in (None, *range(check.ranks)), f"there is no such rank: the run has {check.ranks}"),
-            (
-                fault.phase == "write" and config.weight_sync.transport != "disk",
-                "phase write needs weight_sync.transport = disk",
-            ),
-            (fault.phase == "relay" and not config.weight_sync.relay, "phase relay needs weight_sync.relay = true"),
-        ):
-            if when:
-                check.say(key, f"{key}: {fault.text!r}: {problem}")
 
 
 def _check_evaluation(check: Check) -> None:

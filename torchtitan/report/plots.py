@@ -45,7 +45,7 @@ _TINTS = ("#b7d3f2", "#d6e6f7")
 # Weight synchronisation incidents and run events that are drawn, with their markers.
 _SHAPES = {
     "late": "<", "forged": "P", "lost a lane": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d",
-    "actor_restarting": "^", "shard server lost": "s", "registry restarted": "s", "fault injected": "*",
+    "actor_restarting": "^", "shard server lost": "s", "registry restarted": "s",
 }  # fmt: skip
 _THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
 

@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.report.metrics import run_folder
-from torchtitan.report.sync_metrics import FOLDER as SYNC_FOLDER
 from torchtitan.report.sync_metrics import Attempt, Delivery, Incident, Outcome, Publication, read_journal
 from torchtitan.utils.json_lines import TIMELINE, read_json_lines, write_whole
 
 TRAINER, SYNC = "trainer", "weight sync"
 # Suffix of a rank's second track, which is otherwise named like its first.
 SNAPSHOTS = " snapshots"
-# Only the newest are read: entries of the journal, events and fault files (each); bytes of the journal.
+# Only the newest are read: entries of the journal and events (each); bytes of the journal.
 MAX_RECORDS = 50_000
 JOURNAL_BYTES = 32 * 2**20
-# Files of the run folder that record injected faults (weight_sync/faults.py).
-FAULT_FILES = "*.struck/*.json"
 TRACE_FILE = "trace.json"
 LAST_MINUTES = 15.0
 # Trace viewers can open a few hundred megabytes; this many events are about fifty.
@@ -121,7 +118,7 @@ def read_timeline(run_dir: Path) -> Timeline:
         spans = (span for one in deliveries if one.actor == actor for span in _delivery(one))
         tracks.append(Track(actor, "weights", nested(spans)))
         tracks.append(Track(actor, "generation", nested(_activity(notes.get(actor, [])))))
-    moments = [*_incidents(incidents), *_events(run_dir), *_faults(run_dir)]
+    moments = [*_incidents(incidents), *_events(run_dir)]
     return Timeline([track for track in tracks if track.spans], sorted(moments, key=lambda one: one.time))
 
 
@@ -200,18 +197,6 @@ def _events(run_dir: Path) -> Iterator[Moment]:
         yield Moment(event.get("time", 0.0), str(event.get("kind")), str(event.get("actor") or TRAINER), details)
 
 
-def _faults(run_dir: Path) -> Iterator[Moment]:
-    """Yield the faults that were injected into the weight synchronisation and recorded in files."""
-    for path in sorted((run_dir / SYNC_FOLDER).glob(FAULT_FILES))[-MAX_RECORDS:]:
-        try:
-            strike = json.loads(path.read_text())
-        except ValueError:
-            continue  # the file is being written
-        phase, version, actor, *_ = strike["where"]
-        details = {"fault": strike["fault"], "phase": phase, "version": version}
-        yield Moment(strike["time"], "fault injected", actor or SYNC, details)
-
-
 def write_trace(run_dir: str | Path, minutes: float = LAST_MINUTES) -> Path:
     """Write the last `minutes` of the run to RUN_DIR/trace.json atomically and return its path.
 
@@ -229,8 +214,8 @@ def write_trace(run_dir: str | Path, minutes: float = LAST_MINUTES) -> Path:
 def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events: int = MAX_EVENTS) -> dict[str, Any]:
     """Return the last `minutes` of a timeline in the trace event format, with at most `most_events` spans.
 
-    Spans are complete events (ph X) on one thread per track. Evictions, restarts and injected faults are instant events
-    (ph i). Metadata events (ph M) name and order processes and threads. Times are in microseconds from the first event.
+    Spans are complete events (ph X) on one thread per track. Evictions and restarts are instant events (ph i).
+    Metadata events (ph M) name and order processes and threads. Times are in microseconds from the first event.
     https://ui.perfetto.dev and chrome://tracing open it.
     """
     whole = sum(len(track.spans) for track in timeline.tracks)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from torchtitan import faults
 from torchtitan.config.derived import (
     has_engines,
     is_colocated,
@@ -335,11 +334,6 @@ class Job:
                 logger.info("rank %d meets the others at %s", number, place.decode())
         self._recorder = StepRecorder(self.run_dir, rank)
         self._closing.callback(self._recorder.close)
-        injection = config.fault_injection
-        if injection.enable:
-            # Before anything is started: every process inherits it.
-            plan = self.run_dir / "weight_sync" / f"faults-{epoch}.txt"
-            faults.switch_on(injection.seed, injection.faults, plan, write=rank == 0)
         elsewhere = not has_engines(config) or config.inference.servers or config.inference.mode == "colocate"
         actors = 0 if elsewhere or not config.inference.launch else config.inference.num_actors
         device.set_threads(config.training.threads, beside=actors)
@@ -352,8 +346,6 @@ class Job:
             self._closing.callback(journal.close)
             if start.load_step is None:
                 self._record_start(events)  # a resume may still be refused, which leaves the folder as it was
-            if active := faults.active():
-                events.write("fault_injection_is_on", level=logging.WARNING, faults=injection.faults or active)
             if config.metrics.live_port:
                 # Before anything that takes minutes: the port may be taken.
                 self._closing.callback(LivePage(self.run_dir, config.metrics.live_port).close)

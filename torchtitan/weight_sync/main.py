@@ -22,7 +22,6 @@ from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.transport import Transport, load_transport
-from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.runtime import Budget
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
@@ -146,8 +145,6 @@ PARTS = {"registry": run_registry, "shard server": run_shard_server}
 def main() -> int:
     """Entry point. The argument is one JSON object; the token is in the environment."""
     log_to()
-    if (outside := hook.module()) is not None:
-        outside.active()
     # Allow as many descriptors as possible, so that a flood of connections does not use up those that the job needs.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

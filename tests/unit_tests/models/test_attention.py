@@ -226,8 +226,7 @@ def _check_tree(
     for offset, length, parent in zip(layout.cumulative.tolist(), lengths, parents, strict=False):
         own = torch.arange(offset, offset + length)
         paths.append(own if parent < 0 else torch.cat((paths[parent], own)))
-    rows = torch.cat(paths)
-    apart = plain_attention(layer, [len(path) for path in paths], *(x[rows] for x in operands))
+    apart = torch.cat([plain_attention(layer, [len(path)], *(x[path] for x in operands)) for path in paths])
     parts = zip(apart.split([len(path) for path in paths]), lengths, strict=True)
     expected = torch.cat([part[len(part) - length :] for part, length in parts])
     positions = [place for path, length in zip(paths, lengths, strict=True) for place in range(len(path))[-length:]]
@@ -257,9 +256,9 @@ def _losses(policy: Decoder, packs: list[list[int]]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_twelve_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without checkpoints: no breaks, no limit of recompilations, and the gradients of the plain model."""
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_nine_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without checkpoints: no breaks, no limit of recompilations (8), and the gradients of the plain model."""
     import torch._dynamo
 
     config = JobConfig()
@@ -267,7 +266,7 @@ def test_twelve_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch)
     config.model.name, config.model.flavor = "qwen3", "debug"
     args = find_flavor("qwen3", "debug")
     monkeypatch.setattr(
-        "torchtitan.models.parallelize.find_flavor", lambda *_: _with(args, num_hidden_layers=12, vocab_size=256)
+        "torchtitan.models.parallelize.find_flavor", lambda *_: _with(args, num_hidden_layers=9, vocab_size=256)
     )
     dims = ParallelDims(1, 1, 1, world_size=1)
     packs = [[30, 17, 2], [9] * 4, [64], [5, 80, 41, 33, 2, 7]]

@@ -55,11 +55,6 @@ def make_run(run_dir: Path, ranks: int = 2, steps: int = 4, begin: float = 1000.
     journal.pull(1, "actor-10")
     journal.end(1, "actor-10", reason="late")
     journal.evict("actor-10", "PULLING")
-    struck = run_dir / "weight_sync" / "faults-e1.txt.struck"
-    struck.mkdir()
-    where = ["send", 1, "actor-10", 0, 0]
-    (struck / "x-1.json").write_text(json.dumps({"fault": "drop:version=1", "where": where, "pid": 1, "time": begin}))
-    (struck / "x-2.json").write_text('{"fault": "dr')
     (run_dir / "events.jsonl").write_text(json.dumps({"time": begin + 1, "kind": "actor_evicted", "actor": "actor-10"}))
     return run_dir
 
@@ -82,7 +77,7 @@ def test_a_run_in_the_published_format(tmp_path: Path) -> None:
     assert kinds(events, "actor-0", "generation") == {"generate", "pause"}
     assert kinds(events, "actor-10", "weights") == {"aborted"}
     instants = {(e["name"], e["pid"]) for e in events if e["ph"] == "i"}
-    assert instants == {("evicted", 4), ("fault injected", 4), ("actor_evicted", 4)}
+    assert instants == {("evicted", 4), ("actor_evicted", 4)}
     (transfer,) = [e for e in events if e.get("cat") == "transfer" and e["args"]["version"] == 2]
     assert transfer["args"]["source"] == "actor-3"
     # Of the versions' publications only those after their snapshot are drawn from it on.

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 
+from tests import faults
 from tests.patience import PATIENCE_S
-from torchtitan import faults
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet

@@ -1,6 +1,6 @@
 """Where a module from outside of this package takes part in the synchronisation, at named phases: fault injection.
 
-TORCHTITAN_WEIGHT_SYNC_HOOK names the module (`torchtitan.faults`). Without it, every function here does nothing.
+TORCHTITAN_WEIGHT_SYNC_HOOK names the module (`tests.faults`). Without it, every function here does nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fault injection: breaks the weight synchronisation on purpose, at named phases. Off by default; logged when on.
 
-    export TORCHTITAN_WEIGHT_SYNC_HOOK=torchtitan.faults
+    export TORCHTITAN_WEIGHT_SYNC_HOOK=tests.faults PYTHONPATH=.
     TORCHTITAN_WEIGHT_SYNC_FAULTS="seed=3;corrupt:version=3,times=2;kill:phase=apply,actor=actor-1,version=60-"
     TORCHTITAN_WEIGHT_SYNC_FAULTS="@/run/weight_sync/faults.txt"
 
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import UserError
 from torchtitan.weight_sync.wire import hook
 
 VARIABLE = "TORCHTITAN_WEIGHT_SYNC_FAULTS"
@@ -76,7 +75,7 @@ Place = tuple[str, int | None, str | None, int | None, int | None]
 """Phase, version, actor, rank and bucket, as far as the phase has them"""
 
 
-class FaultError(UserError):
+class FaultError(Exception):
     """A fault that does not exist or could never strike. The message says what is allowed."""
 
 
@@ -247,29 +246,17 @@ def _plan(source: str) -> _Plan:
         return _plans[source]
 
 
-def active() -> str:
-    """Return the variable's value, empty if fault injection is off. Logs that it is on. Raises FaultError."""
-    source = os.environ.get(VARIABLE, "")
-    if source and os.environ.get(hook.VARIABLE) != __name__:
-        raise FaultError(f"{VARIABLE} is set, so {hook.VARIABLE}={__name__} must be, too")
-    if source:
-        _plan(source)
-    return source
-
-
 def variables(source: str) -> dict[str, str]:
     """Return the environment variables that turn fault injection on. source: the faults with `;` between, or @file."""
     return {hook.VARIABLE: __name__, VARIABLE: source}
 
 
-def switch_on(seed: int, texts: Iterable[str], file: Path, write: bool) -> None:
-    """Turn fault injection on in this process and all that it starts later. write: whether it also writes the file."""
-    if write:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(file.name + ".tmp")
-        temporary.write_text("\n".join([f"seed={seed}", *texts]) + "\n")
-        os.replace(temporary, file)
-    os.environ.update(variables(f"@{file}"))
+def write_plan(texts: Iterable[str], file: Path) -> None:
+    """Write the file of a variable `@file`, as a whole, while other processes read it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text("\n".join(texts) + "\n")
+    os.replace(temporary, file)
 
 
 def _striking(throttles: bool, phase: str, where: dict[str, Any]) -> list[Fault]:
