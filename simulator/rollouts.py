@@ -141,7 +141,7 @@ class Rollouts:
         self.trained_tokens = self.stale_tokens = self.unusable_tokens = self.redone_groups = 0
         self.ready: dict[int, Group] = {}
         self._machine, self._scenario, self._changed = machine, scenario, changed
-        self._budget = StalenessBudget(scenario.groups_per_batch, scenario.max_staleness, scenario.max_groups_in_flight)
+        self._budget = StalenessBudget(scenario.groups_per_batch, scenario.max_staleness)
         self._numbers = itertools.count()
         self._in_flight: dict[int, Group] = {}
         self._redo: list[int] = []

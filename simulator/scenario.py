@@ -102,8 +102,6 @@ class Scenario:
     """longest completion"""
     max_staleness: CountOrZero = Rollout.max_staleness
     """as [rollout] max_staleness"""
-    max_groups_in_flight: CountOrZero = Rollout.max_groups_in_flight
-    """as [rollout] max_groups_in_flight"""
     usable_share: ShareAboveZero = 1.0
     """share of groups that can be trained on (rewards that differ)"""
 

@@ -75,10 +75,7 @@ class Job:
 @dataclass(config=TABLE)
 class Profiling:
     enable_profiling: bool = False
-    """Record torch profiler traces"""
-
-    save_traces_folder: FolderName = "profile_traces"
-    """Folder for the traces, inside the run folder"""
+    """Record torch profiler traces, in profile_traces/ of the run folder"""
 
     profile_freq: Annotated[int, Range(2)] = 10
     """Steps between two traces"""
@@ -93,10 +90,7 @@ class Metrics:
     """A live display (rich), or one line per step (plain); auto chooses rich on a terminal"""
 
     enable_tensorboard: bool = True
-    """Write TensorBoard event files"""
-
-    save_tb_folder: FolderName = "tb"
-    """Folder for TensorBoard event files, inside the run folder"""
+    """Write TensorBoard event files, in tb/ of the run folder"""
 
     enable_wandb: bool = False
     """Log to Weights & Biases (needs the `wandb` extra; WANDB_MODE=offline works)"""

@@ -79,9 +79,6 @@ class Rollout:
     max_staleness: Annotated[int, Range(0, 8)] = 2
     """A sample is admitted if the trainer's version minus the version of its oldest token is at most this"""
 
-    max_groups_in_flight: CountOrZero = 0
-    """Groups being generated or waiting for the trainer; 0 derives it from the batch and max_staleness"""
-
     data_timeout_s: Positive = 600.0
     """The run stops with a message if no completion arrives for this long"""
 
@@ -171,9 +168,6 @@ class Judge:
 
     max_retries: CountOrZero = 2
     """How often a judgement is asked for again after a failure; then there is no reward"""
-
-    cache_size: CountOrZero = 10_000
-    """Judgements that are remembered, so that the same answers are not judged again"""
 
     agreement_share: Share = 0.0
     """Share of the groups that are judged twice, a ranking the second time in the reverse order, to measure
@@ -470,9 +464,6 @@ class WeightSync:
 
     blocking_timeout_s: Positive = 60.0
     """With grpo.async_weight_update = false: longest wait for all live actors"""
-
-    snapshot_timeout_s: Positive = 60.0
-    """A version is dropped if some rank has not taken its snapshot within this time"""
 
     max_restarts: CountOrZero = 5
     """How often in a row the registry or a shard server is restarted after it died or froze"""

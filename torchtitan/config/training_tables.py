@@ -266,9 +266,6 @@ class Distill:
     teacher_backend: Literal["vllm", "sglang", "embedded"] = "vllm"
     """Engine of that server"""
 
-    teacher_timeout_s: Positive = 120.0
-    """Deadline of one request to the server; a request is tried three times"""
-
     divergence: Annotated[str, Names(("sampled", *TEACHER_DIVERGENCES))] = "sampled"
     """What brings the policy closer to the teacher: sampled (reverse KL, estimated from the sampled token alone), or
     over the whole vocabulary forward_kl, reverse_kl or jsd (generalised Jensen-Shannon)"""

@@ -213,10 +213,6 @@ def _check_batch(check: Check) -> None:
     elif groups % grpo.num_minibatches:
         text = f"must divide the {groups} groups of a batch ({what} / grpo.group_size = {per_row})"
         check.refuse("grpo.num_minibatches", True, text)
-    else:
-        text = f"must be 0, or at least the {groups} groups of one batch"
-        few = 0 < check.config.rollout.max_groups_in_flight < groups
-        check.refuse("rollout.max_groups_in_flight", few, text)
 
 
 def _check_optimizer(check: Check) -> None:

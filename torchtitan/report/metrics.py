@@ -29,6 +29,7 @@ from torchtitan.utils.logs import SafeFormatter, log_to
 if TYPE_CHECKING:
     from torchtitan.rollout.tokenizer import Tokenizer
 
+TENSORBOARD_FOLDER = "tb"
 logger = logging.getLogger("torchtitan.metrics")
 
 METRICS_FILE = "metrics.jsonl"
@@ -83,7 +84,7 @@ class MetricsLogger:
             self._closing.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = without_tensorboard
             purge = None if resumed_step is None else resumed_step + 1
-            board = SummaryWriter(str(self.run_dir / config.metrics.save_tb_folder), purge_step=purge)
+            board = SummaryWriter(str(self.run_dir / TENSORBOARD_FOLDER), purge_step=purge)
             self._closing.callback(board.close)
 
             def add_scalars(figures: Mapping[str, Figure], step: int) -> None:

@@ -24,6 +24,7 @@ from torchtitan.rollout.types import Prompt, Sample, Trajectory
 TOKEN_VARIABLE = "TORCHTITAN_TEACHER_TOKEN"
 ATTEMPTS = 3
 PAUSE_S = 1.0
+ATTEMPT_TIMEOUT_S = 120.0
 # Concurrent requests: a server processes a prompt as a whole, so further requests would only queue there.
 CONCURRENT = 32
 # So much of a reference answer goes with each sample to other ranks and into the journal: it may be a whole test suite.
@@ -240,7 +241,7 @@ class Teacher:
             await asyncio.sleep(attempt * PAUSE_S)
             try:
                 async with self._free:
-                    answer = await self._client.call("score", "POST", path, self._config.teacher_timeout_s, body)
+                    answer = await self._client.call("score", "POST", path, ATTEMPT_TIMEOUT_S, body)
                 log_probs, likeliest = _read_answer(self._config.teacher_backend, token_ids, top, answer)
                 if len(log_probs) == len(token_ids) - 1:
                     return log_probs, likeliest

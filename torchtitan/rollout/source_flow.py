@@ -68,10 +68,7 @@ class SourceFlow:
         # Actors that sleep during training cannot work ahead, and should have nothing unfinished when it begins.
         ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
         share = mix.share(name)
-        self.budget = StalenessBudget(
-            mix.groups * share, ahead, int(config.rollout.max_groups_in_flight * share),
-            quotas=lambda batches: mix.upcoming(name, batches),
-        )  # fmt: skip
+        self.budget = StalenessBudget(mix.groups * share, ahead, quotas=lambda batches: mix.upcoming(name, batches))
         self.seconds_without_group = 0.0
         """For so long the trainer has waited since a group could be trained on"""
         self._without_reward = 0

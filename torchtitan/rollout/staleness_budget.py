@@ -30,8 +30,6 @@ class StalenessBudget:
     groups_per_batch: float
     """The mean over batches"""
     max_staleness: int
-    max_groups: int = 0
-    """Maximum number of groups in flight or ready, 0 for no limit; one batch is always allowed"""
     version: int = 0
     handed_out: bool = False
     """The batch of `version` has been handed to the trainer"""
@@ -55,8 +53,7 @@ class StalenessBudget:
 
     def wanted(self) -> int:
         """Return how many usable groups may be in flight or ready now."""
-        counts = self.upcoming(self.max_staleness + 1 - self.handed_out)
-        return min(sum(counts), max(self.max_groups, *counts[:1])) if counts and self.max_groups > 0 else sum(counts)
+        return sum(self.upcoming(self.max_staleness + 1 - self.handed_out))
 
     def add(self, index: int, sampled_at: int, usable: bool) -> None:
         """Take in a finished group, by prompt index; sampled_at: the version of its oldest token."""

@@ -432,14 +432,14 @@ class Job:
 
 @contextlib.contextmanager
 def profile(config: Profiling, run_dir: Path, rank: int, version: int) -> Iterator[torch.profiler.profile | None]:
-    """Every profile_freq steps behind `version`, record one (after one to warm up) into {folder}/step-N/rank-R.json.
+    """Every profile_freq steps behind `version`, record one, after one to warm up: profile_traces/step-N/rank-R.json.
 
     None where nothing is recorded. The files open in Perfetto and chrome://tracing.
     """
     if not config.enable_profiling:
         yield None
         return
-    folder = run_dir / config.save_traces_folder
+    folder = run_dir / "profile_traces"
 
     def save(profiler: torch.profiler.profile) -> None:
         target = folder / f"step-{version + profiler.step_num}"

@@ -369,16 +369,6 @@ def test_a_failure_of_the_actors_reaches_the_trainer() -> None:
         take(rollouts, 0)
 
 
-def test_groups_in_flight_can_be_bounded() -> None:
-    actors = FakeActors(delay=lambda request: 0.01)
-    with running(make_config(4, max_groups_in_flight=5), actors) as rollouts:
-        for version in range(3):
-            actors.version = version
-            take(rollouts, version)
-            reach(rollouts, version + 1)
-    assert actors.most_running <= 5
-
-
 def test_held_out_prompts_are_never_trained_on() -> None:
     config = make_config(0)
     config.rollout.stop_token_ids = [10]
@@ -424,7 +414,7 @@ def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
 def test_pace_never_asks_for_a_version_that_does_not_exist_or_is_too_old(
     batch: int, max_staleness: int, version: int, handed_out: bool, data: st.DataObject
 ) -> None:
-    budget = StalenessBudget(batch, max_staleness, 0, version, handed_out)
+    budget = StalenessBudget(batch, max_staleness, version, handed_out)
     if budget.wanted() == 0:
         assert max_staleness == 0 and handed_out
         return

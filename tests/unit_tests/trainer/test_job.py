@@ -25,7 +25,7 @@ from torchtitan.utils.json_lines import EventLog, JsonLines, read_json_lines
 
 @pytest.mark.parametrize(("every", "resumed", "recorded"), [(3, 0, [3, 6]), (2, 20, [22, 24])])
 def test_every_so_many_steps_one_is_recorded(every: int, resumed: int, recorded: list[int], tmp_path: Path) -> None:
-    config = Profiling(enable_profiling=True, profile_freq=every, save_traces_folder="traces")
+    config = Profiling(enable_profiling=True, profile_freq=every)
     with profile(config, tmp_path, 1, resumed) as profiler:
         assert profiler is not None
         for step in range(resumed + 1, recorded[-1] + 1):
@@ -33,7 +33,7 @@ def test_every_so_many_steps_one_is_recorded(every: int, resumed: int, recorded:
                 torch.ones(step).sum()
             profiler.step()
     for step in recorded:
-        trace = json.loads((tmp_path / f"traces/step-{step}/rank-1.json").read_text())
+        trace = json.loads((tmp_path / f"profile_traces/step-{step}/rank-1.json").read_text())
         names = {str(event.get("name")) for event in trace["traceEvents"]}
         assert "aten::sum" in names and {name for name in names if name.startswith("own ")} == {f"own {step}"}
     assert len(list(tmp_path.rglob("*.json"))) == 2

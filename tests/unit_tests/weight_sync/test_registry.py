@@ -484,7 +484,7 @@ def test_who_passes_versions_on() -> None:
 
 @pytest.mark.parametrize("relay", [False, True])
 def test_settings_follow_from_the_configuration(relay: bool) -> None:
-    config = WeightSync(num_slots=5, relay=relay, relay_fanout=7, progress_timeout_s=2.0, snapshot_timeout_s=3.0)
+    config = WeightSync(num_slots=5, relay=relay, relay_fanout=7, progress_timeout_s=2.0)
     # Of 2 GB: 60 s and 4 s per GB for a lane; 10 s, 2 s per GB and the draining for an apply.
-    expected = {"lease_s": 68.0, "apply_timeout_s": 15.0, "progress_timeout_s": 2.0, "snapshot_timeout_s": 3.0}
+    expected = {"lease_s": 68.0, "apply_timeout_s": 15.0, "progress_timeout_s": 2.0}
     assert Settings.of(config, 4, 2 * 10**9, 1.0) == Settings(4, lanes=3, relay_fanout=7 * relay, **expected)

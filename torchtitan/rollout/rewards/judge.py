@@ -31,6 +31,8 @@ FIRST_PAUSE_S = 0.2
 # Statuses other than these say that the request is wrong, which no repetition mends.
 WORTH_REPEATING = (408, 409, 425, 429)
 REASON_CHARACTERS = 500
+# Judgements that are remembered, so that the same answers are not judged again.
+REMEMBERED = 10_000
 
 
 class Refused(Exception):
@@ -134,7 +136,7 @@ class Judge:
             print(f"no judgement from {settings.url}: {error!r}"[:REASON_CHARACTERS], file=sys.stderr, flush=True)
             return None
         self._said[key] = judged
-        while len(self._said) > settings.cache_size:
+        while len(self._said) > REMEMBERED:
             self._said.popitem(last=False)
         return judged
 

@@ -83,7 +83,6 @@ class Settings:
             relay_fanout=config.relay_fanout if config.relay else 0,
             progress_timeout_s=config.progress_timeout_s,
             apply_timeout_s=apply_timeout(config, version_bytes, drain_s),
-            snapshot_timeout_s=config.snapshot_timeout_s,
             delta=config.delta and TRANSPORTS[config.transport].over_channel,
         )
 
