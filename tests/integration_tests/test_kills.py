@@ -85,8 +85,8 @@ def test_what_is_killed_is_replaced_and_nothing_outlives_the_launcher(
 
 @pytest.mark.parametrize(
     "moment",
-    [lambda run: only(run, RANK), lambda run: run.folder, lambda run: only(run, ACTOR)],
-    ids=["import", "folder", "actors"],
+    [lambda run: only(run, RANK), lambda run: only(run, ACTOR)],
+    ids=["import", "actors"],
 )
 def test_a_launcher_that_is_killed_early_leaves_nothing(
     debug_checkpoint: Path, processes: Processes, tmp_path: Path, moment: Callable[[Run], object]

@@ -1,4 +1,5 @@
-"""The same recorded rollouts on one rank, FSDP2, TP, CP and pairs of them: the same losses and gradient norms."""
+"""The same recorded rollouts on one rank, and with CP, FSDP2 with TP and with CP: the same losses and gradient norms.
+Steps of more layouts are compared in tests/unit_tests/distributed/test_parallel.py."""
 
 from __future__ import annotations
 
@@ -119,8 +120,8 @@ def references(recorded: dict[str, Any]) -> list[list[list[float]]]:
 @pytest.mark.parametrize(
     # The modes differ in the loss alone: all of them where a layout has its own way with it.
     ("ranks", "tp", "cp", "modes"),
-    [(2, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 2), (2, 1, 2, 3), (4, 1, 2, 1), (4, 2, 2, 1)],
-    ids=["fsdp", "tp", "fsdp x tp", "cp", "fsdp x cp", "cp x tp"],
+    [(4, 2, 1, 2), (2, 1, 2, 3), (4, 1, 2, 1)],
+    ids=["fsdp x tp", "cp", "fsdp x cp"],
 )
 def test_layouts_agree(
     ranks: int, tp: int, cp: int, modes: int, recorded: dict[str, Any], references: list[list[list[float]]]

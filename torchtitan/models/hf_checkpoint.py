@@ -39,6 +39,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.shape import FINGERPRINTED, INDEX_FILE, is_redundant, open_tensors, tensor_files
+from torchtitan.utils.dtypes import DTYPES
 
 # Size of one file of an export; further parameters go to the next file.
 MAX_FILE_BYTES = 4 * 1024**3
@@ -49,7 +50,6 @@ ASSET_FILES = (
 )
 # How safetensors names the types whose values are the weights; those of quantised ones mean nothing without scales.
 FLOATS = ("BF16", "F16", "F32", "F64")
-EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -136,7 +136,7 @@ def _some(names: list[str]) -> str:
 def checkpoint_dtype(policy: Decoder) -> torch.dtype | None:
     """Return the type of the policy's source checkpoint; None if its config.json names none that can be exported."""
     config = json.loads(policy.args.source or "{}")
-    return EXPORT_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
+    return DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
 
 
 def export_policy(
@@ -231,7 +231,7 @@ def _stage(
         for name in ASSET_FILES:
             if (Path(assets_from) / name).is_file():
                 shutil.copyfile(Path(assets_from) / name, staging / name)
-    names = {dtype: name for name, dtype in EXPORT_DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     config = policy.args.to_hf_config(names[next(iter(types.values()))])
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(plan) > 1:

@@ -45,6 +45,7 @@ from torchtitan.models.lora import add_adapters, copy_start_, initialize_adapter
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
 from torchtitan.models.shape import ForeignArgs, find_flavor, read_args
+from torchtitan.utils.dtypes import DTYPES
 
 
 def mixtures(policy: Decoder) -> list[MoE]:
@@ -180,9 +181,6 @@ def shard_experts(policy: Decoder, dims: ParallelDims, reshard: bool, options: d
             shard_placement_fn=lambda _: where,
             **{**options, "mesh": dims.expert_mesh[names]},
         )
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:

@@ -347,29 +347,24 @@ class LiveServer:
         return web.json_response(about)
 
     async def _lines(self, request: web.Request) -> web.Response:
-        """Return whole lines of a file: those after offset `after`, or the last ones before offset `before` (-1: EOF).
+        """Return whole lines of a file: those after offset `after`, or without it the last ones.
 
         The answer is {"file": inode, "begin": offset, "end": offset, "lines": [...]}. If the inode differs from the
-        given `file` (a resumed run has truncated and replaced it), the offsets in the request no longer apply: `after`
-        is then taken as the start of the file, `before` as its end.
+        given `file` (a resumed run has truncated and replaced it), `after` is taken as the start of the file.
         """
         path = self.run_dir / FILES.get(request.match_info["name"], "")
         try:
-            known, after, before = (int(request.query.get(name, -1)) for name in ("file", "after", "before"))
+            known, after = (int(request.query.get(name, -1)) for name in ("file", "after"))
         except ValueError:
-            raise web.HTTPBadRequest(text="file, after and before are whole numbers\n") from None
+            raise web.HTTPBadRequest(text="file and after are whole numbers\n") from None
         if request.match_info["name"] not in FILES or not path.is_file():
             return web.json_response({"file": 0, "begin": 0, "end": 0, "lines": []})
         status = path.stat()
         if after >= 0:
             begin = after if known == status.st_ino and after <= status.st_size else 0
-            lines, end = read_lines(path, begin)
         else:
-            before = min(before, status.st_size) if before >= 0 and known == status.st_ino else status.st_size
-            size = CHUNK_BYTES
-            while (begin := line_start(path, before - size)) >= before > size:
-                size *= 2  # the last line before `before` is longer than `size`
-            lines, end = read_lines(path, begin, before - begin) if begin < before else ([], before)
+            begin = line_start(path, status.st_size - CHUNK_BYTES)
+        lines, end = read_lines(path, begin)
         return web.json_response({"file": status.st_ino, "begin": begin, "end": end, "lines": lines})
 
     async def _completions(self, request: web.Request) -> web.Response:

@@ -47,6 +47,7 @@ from torchtitan.trainer.run_dir import (
     whole_steps,
     write_file,
 )
+from torchtitan.utils.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -349,11 +350,11 @@ class Checkpointer:
 
         Low-rank adapters are merged there, and by themselves in `adapter/step-N`, in PEFT's format.
         """
-        from torchtitan.models.hf_checkpoint import EXPORT_DTYPES, checkpoint_dtype, export_policy, save_adapter
+        from torchtitan.models.hf_checkpoint import checkpoint_dtype, export_policy, save_adapter
 
         directory = self.folder.parent / "hf" / f"step-{step}"
         policy: Any = self.policy
-        dtype = EXPORT_DTYPES.get(self.config.export_dtype) or checkpoint_dtype(policy)
+        dtype = DTYPES.get(self.config.export_dtype) or checkpoint_dtype(policy)
         export_policy(policy, directory, assets_from=assets_from, dtype=dtype)
         logger.info("exported the policy after step %d to %s", step, directory)
         if getattr(self.policy, "lora", None) is not None:

@@ -16,8 +16,8 @@ from torchtitan.inference.colocated.replica import ColocatedWeights, Replica
 from torchtitan.inference.guest import demands
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
+from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.facade import ActorStatus, WeightSync
-from torchtitan.weight_sync.memory.staging import TORCH_DTYPES
 
 
 class WeightPath(Protocol):
@@ -69,7 +69,7 @@ def open_weight_path(
         return
     if replica is not None:
         replicas = ranks // config.inference.tensor_parallel_size
-        yield ColocatedWeights(policy, replica, replicas, epoch, TORCH_DTYPES[config.inference.dtype])
+        yield ColocatedWeights(policy, replica, replicas, epoch, DTYPES[config.inference.dtype])
         return
     # Rank 0 starts the registry, so it goes first; the others join at the address that it broadcasts.
     registry = None if rank == 0 else broadcast_bytes(None).decode()

@@ -45,6 +45,8 @@ def test_log_probs_are_the_trainers_to_the_last_bit(checkpoint: Path) -> None:
             assert completion.log_probs == _trainers(trainer, prompt, completion)
 
 
+# Experts change nothing in what is kept of a sequence.
+@pytest.mark.parametrize("checkpoint", ["qwen3_5_text", "qwen3_next"], indirect=True)
 def test_turns_continue_from_where_a_sequence_ended(checkpoint: Path) -> None:
     trainer, engine = load_policy(checkpoint), Engine(load_policy(checkpoint), 4, 512, ())
     first = [_asked("a", PROMPTS[3], 30), _asked("b", PROMPTS[4], 61)]
@@ -64,6 +66,7 @@ def test_turns_continue_from_where_a_sequence_ended(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("checkpoint", ["qwen3_5_text", "qwen3_next"], indirect=True)
 def test_states_of_older_weights_are_kept_or_computed_anew(checkpoint: Path, kept: bool) -> None:
     trainer = load_policy(checkpoint)
     engine = Engine(load_policy(checkpoint), 4, 256, (), in_flight_kv="keep" if kept else "recompute")

@@ -25,10 +25,11 @@ from torchtitan.models import attention, fused_head, logit_tiles, logprob_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import estimate_memory
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.parallelize import DTYPES, ExpertExchange, parallelize
+from torchtitan.models.parallelize import ExpertExchange, parallelize
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.validate import load_config
 from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.utils.dtypes import DTYPES
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 

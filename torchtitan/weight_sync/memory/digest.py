@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from torchtitan.distributed.device import in_background
+from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.memory.manifest import Layout, checksum_function, reads_devices
-from torchtitan.weight_sync.memory.staging import TORCH_DTYPES, ExpectedChecksums
+from torchtitan.weight_sync.memory.staging import ExpectedChecksums
 
 # The most names in a message.
 MAX_NAMES = 3
@@ -62,7 +63,7 @@ def check_types(layout: Layout, live: Mapping[str, torch.Tensor]) -> None:
         tensor = live.get(entry.name)
         if tensor is None or tuple(tensor.shape) != entry.shape:
             raise Unverifiable(f"the engine has no {entry.name} of shape {list(entry.shape)}")
-        if tensor.dtype not in (TORCH_DTYPES[entry.dtype], torch.float32):
+        if tensor.dtype not in (DTYPES[entry.dtype], torch.float32):
             raise Unverifiable(f"{entry.name} is sent as {entry.dtype} and rounded to {tensor.dtype} by the engine")
 
 
@@ -101,7 +102,7 @@ def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iter
         box = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.shape, strict=True))
         tensor = live[entry.name].detach()[box]
         with in_background(tensor.device):
-            yield tensor.to(TORCH_DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
+            yield tensor.to(DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
 
 
 def _names_in_bucket(layout: Layout, rank: int, bucket: int) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry
 from torchtitan.weight_sync.memory.manifest import Layout, Sheet
 from torchtitan.weight_sync.memory.manifest import WeightsRefused as WeightsRefused
@@ -23,7 +24,6 @@ from torchtitan.weight_sync.memory.manifest import WeightsRefused as WeightsRefu
 Area = memoryview | torch.Tensor
 """Bytes: in host memory, or a one-dimensional uint8 tensor on a device"""
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 logger = logging.getLogger(__name__)
 aten: Any = torch.ops.aten
@@ -83,13 +83,13 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         """Return a tensor for code that narrows it and copies the result; it is not assembled (PiecedTensor)."""
         entry, pieces = self._pieces[name]
         if not pieces:
-            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         return pieces[0][1] if len(pieces) == 1 else PiecedTensor(Box((0,) * len(entry.shape), entry.shape), pieces)
 
     def outlines(self) -> dict[str, torch.Tensor]:
         """Return the shapes and dtypes as meta tensors."""
         return {
-            name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+            name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
             for name, (entry, _) in self._pieces.items()
         }
 
@@ -119,7 +119,7 @@ class Staging:
             slot = tensor[start : start + rank.slot_bytes]
             for shard in rank:
                 entry, held = pieces[names[shard.parameter]]
-                data = slot[shard.byte_offset : shard.byte_end].view(TORCH_DTYPES[entry.dtype])
+                data = slot[shard.byte_offset : shard.byte_end].view(DTYPES[entry.dtype])
                 held.append((Box(shard.offset, shard.shape), data.view(shard.shape)))
         self.tensors = StagedTensors(pieces)
 

@@ -24,11 +24,11 @@ import torch
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
 from torchtitan.distributed.placement import StackPart
+from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.memory.layout_tables import ShardEntry
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.slots import SlotWriter
-from torchtitan.weight_sync.memory.staging import TORCH_DTYPES
 from torchtitan.weight_sync.trainer.plan import LocalTensors, placed_parameters, plan_rank, unique_parameters
 from torchtitan.weight_sync.wire import hook
 
@@ -87,7 +87,7 @@ class ScratchFiller:
         self._parts = self._cut(shards, dtype)
 
     def _cut(self, shards: Iterable[ShardEntry], dtype: str) -> list[_Part]:
-        size, limit = TORCH_DTYPES[dtype].itemsize, len(self._scratch)
+        size, limit = DTYPES[dtype].itemsize, len(self._scratch)
         parts: list[_Part] = []
         position = 0
         for number, shard in enumerate(shards):
@@ -133,7 +133,7 @@ def cut_rows(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Index, tuple[
 
 
 def _view(memory: torch.Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    kind = TORCH_DTYPES[dtype]
+    kind = DTYPES[dtype]
     return memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
