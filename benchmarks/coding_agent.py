@@ -71,8 +71,8 @@ def turns_for(row: dict[str, Any], number: int) -> list[str]:
     process behind."""
     path = f"{row['package']}/__init__.py"
     right = ast.unparse(ast.parse(tasks.code_of(row["package"]).read_text())) + "\n"
-    lines = [text.splitlines(keepends=True) for text in (tasks.repository(row)[path], right)]
-    patch = "".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}", n=1))
+    before, after = (text.splitlines(keepends=True) for text in (tasks.repository(row)[path], right))
+    patch = "".join(difflib.unified_diff(before, after, f"a/{path}", f"b/{path}", n=1))
     disturbance = ([turn("I wait.", f"echo begun; {ASLEEP}")], [turn("I go on.", f"setsid {ASLEEP} >/dev/null 2>&1 &")])
     return [
         turn("I look around.", "git log --oneline; ls; python -m pytest -q 2>&1 | tail -n 1"),
