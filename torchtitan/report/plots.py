@@ -30,6 +30,7 @@ TIMES = (
 )
 # More points than this only make the page larger.
 _MAX_POINTS = 800
+SOURCE = "{source}"
 STEPS = 12
 MAX_RANKS = 2
 MAX_ACTORS = 6
@@ -56,7 +57,8 @@ class Plot:
 
     title: str
     keys: tuple[tuple[str, str], ...]
-    """(key, label) of each line; a key that ends in * stands for all keys with that prefix"""
+    """(key, label) of each line; one with * stands for all keys of this form, and one with SOURCE for those of all
+    sources, whose names are the labels"""
     spread: str = ""
     """Key of the standard deviation around the first line"""
     log: bool = False
@@ -66,6 +68,8 @@ class Plot:
 
 PLOTS = (
     Plot("Reward", (("reward/mean", "mean"),), spread="reward/std"),
+    Plot("Reward by source", ((f"reward/{SOURCE}/mean", ""),)),
+    Plot("Completion length by source (tokens)", ((f"completion/{SOURCE}/length_mean", ""),)),
     Plot("Evaluation on held-out prompts", (("eval/pass@*", ""), ("eval/*/pass@1", ""), ("eval/greedy", "greedy"))),
     Plot("Loss", (("loss", "training"), ("eval/loss", "held out"))),
     Plot("KL to the teacher", (("teacher_kl", ""),), log=True),
@@ -162,7 +166,11 @@ def _curve(axes: Axes, x: Sequence[float], y: Sequence[float], color: str, label
 def _lines(rows: list[Row], plot: Plot) -> Figure | None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = []
+    sources = [name[len("groups/") : -len("/trained")] for name in names if fnmatchcase(name, "groups/*/trained")]
     for key, label in plot.keys:
+        if SOURCE in key:
+            lines += [(name, one, _with_figure(rows, name)) for one in sources for name in [key.replace(SOURCE, one)]]
+            continue
         found = [name for name in names if fnmatchcase(name, key)] if "*" in key else [key]
         lines += [(name, label or name.removeprefix("eval/"), _with_figure(rows, name)) for name in found]
     lines = [line for line in lines if line[2]]
@@ -182,7 +190,7 @@ def _lines(rows: list[Row], plot: Plot) -> Figure | None:
         low, high = ([row[mean] + sign * row[plot.spread] for row in both] for sign in (-1, 1))
         x = [row["step"] for row in both]
         axes.fill_between(x, low, high, color=COLORS[0], alpha=0.13, linewidth=0, label="± std")
-    if len(plot.keys) > 1 or plot.spread:
+    if len(lines) > 1 or plot.spread:
         axes.legend(frameon=False, fontsize=8)
     if evaluation:
         axes.set_ylim(-0.03, 1.03)

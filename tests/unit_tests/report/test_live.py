@@ -126,7 +126,7 @@ def test_whole_lines_as_the_files_grow_and_are_cut(tmp_path: Path) -> None:
                 answer = await client.get(f"/lines/{name}", headers=BEARER)
                 assert answer.status == 404 or (await answer.json())["lines"] == []
             about = await (await client.get("/run", headers=BEARER)).json()
-            assert about["actors"] == {} and len(about["plots"]) == 11
+            assert about["actors"] == {} and len(about["plots"]) == 13
             (run_dir / ACTORS_FILE).write_text('{"step": 4, "actors": {"actor-0": "READY v3"}}')
             assert (await (await client.get("/run", headers=BEARER)).json())["actors"] == {"actor-0": "READY v3"}
 
@@ -302,9 +302,16 @@ def test_a_browser_draws_what_comes_and_runs_none_of_it(tmp_path: Path) -> None:
             assert first == second and third.removesuffix(")") != first
             # It goes on as the files do; a line that is not whole yet waits.
             rows = read_json_lines(run_dir / "metrics.jsonl")
-            append(run_dir / "metrics.jsonl", "\n" + json.dumps(rows[-2] | {"step": 31, "reward/mean": 77}) + '\n{"st')
+            of_sources = {"step": 31, "reward/mean": 77, "reward/sums/mean": 80, "reward/right/mean": 80}
+            of_sources |= {"groups/sums/trained": 3, "groups/game/trained": 1, "reward/game/mean": 68}
+            append(run_dir / "metrics.jsonl", "\n" + json.dumps(rows[-2] | of_sources) + '\n{"st')
             append(run_dir / "completions.jsonl", json.dumps(sample(31, prompt="newest")) + "\n")
             await browser.wait("at('cards').innerText.includes('77') && at('prompt').textContent === 'newest'")
+            by_source = (
+                "[...document.querySelectorAll('#plots .plot')].find(one => one.innerText.includes('by source'))"
+            )
+            drawn = await browser.evaluate(f"{by_source}.innerText")
+            assert "sums" in drawn and "game" in drawn and "right" not in drawn
             assert "1 to 4 of 4" in await browser.evaluate("at('place').textContent")
             # The reader picks one, and it stays while others come; a search for what only one has finds that one.
             await browser.evaluate("at('list').rows[3].click()")

@@ -18,6 +18,7 @@ from torchtitan.report import page
 from torchtitan.report.__main__ import main
 from torchtitan.report.metrics import REQUIRED_KEYS
 from torchtitan.report.page import write_report
+from torchtitan.report.plots import run_plots
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (
@@ -153,6 +154,16 @@ def test_little_or_nothing_logged(tmp_path: Path, rows: list[dict]) -> None:
     (tmp_path / "metrics.jsonl").unlink()
     text, _ = check(write_report(tmp_path))
     assert "No step has been logged yet" in text
+
+
+def test_sources_have_curves_of_their_own() -> None:
+    one = {"reward/mean": 0.4, "reward/right/mean": 0.3, "groups/trained": 4.0}
+    of_sources = {f"groups/{name}/trained": 2.0 for name in ("sums", "game")}
+    of_sources |= {"reward/sums/mean": 0.3, "reward/game/mean": 0.5, "completion/game/length_mean": 7.0}
+    alone, both = ("".join(run_plots([{"step": step} | row for step in (1, 2)])) for row in (one, one | of_sources))
+    texts = set(ElementTree.fromstring(f"<all>{both}</all>").itertext())
+    assert {"Reward by source", "Completion length by source (tokens)", "sums", "game"} <= texts
+    assert "right" not in texts and "by source" not in alone
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
