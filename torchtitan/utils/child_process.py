@@ -42,11 +42,20 @@ LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHER"
 # Which rank was lost, for those that are started again because of it.
 LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"
 # Environment variables that hold keys, by their names or as an address with a password.
-SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL)S?(_|$)|(^|_)(PASS|AUTH|PAT)(_|$)", re.I)
-SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
+SECRET_NAME = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL)S?(_|$)"
+    r"|(^|_)(PASS|AUTH|PAT|DSN)(_|$)|_PWD(_|$)|CONNECTION_STRING",
+    re.I,
+)
+SECRET_VALUE = re.compile(r"://[^/\s@]+@")
 PARENT_CHECK_SECONDS = 1.0
 # After SIGTERM the process ends by itself within this time, or is ended.
 EXIT_SECONDS = 5.0
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return whether an environment variable looks like a key."""
+    return bool(SECRET_NAME.search(name) or SECRET_VALUE.search(value))
 
 
 def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] = (), **extra: str) -> dict[str, str]:
@@ -58,7 +67,7 @@ def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] 
     """
 
     def needed(name: str, value: str) -> bool:
-        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value):
+        if not is_secret(name, value):
             return True
         return not name.startswith("TORCHTITAN_") if secrets is True else name in secrets
 

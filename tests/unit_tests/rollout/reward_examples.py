@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,12 @@ def seen(**kwargs: Any) -> list[float]:
     log_extra("why", ["short", {"of": 2}])
     log_metric("steps_left", state.max_steps - state.global_step)
     return [float(kwargs == expected)] * 2
+
+
+def leaves_a_folder(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+    """Leaves a temporary folder behind, and tells where."""
+    log_extra("where", [tempfile.mkdtemp() for _ in completions])
+    return [1.0] * len(completions)
 
 
 not_a_function = 3

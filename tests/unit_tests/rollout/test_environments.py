@@ -214,6 +214,22 @@ def test_functions_alone_are_tools(tmp_path: Path) -> None:
     assert run(tmp_path, work, tools=("weather",)) == ([message], None)
 
 
+@pytest.mark.parametrize("isolate", ["auto", False])
+def test_a_tool_that_lacks_a_key_says_so_to_people_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: Any
+) -> None:
+    monkeypatch.setenv("WEATHER_KEY", "secret")
+
+    async def work(pool: EnvironmentPool) -> Any:
+        async with await pool.episode() as episode:
+            await episode.reset({})
+            return (await episode.act(call("forecast", city="Rome"))).messages[0]["content"]
+
+    assert run(tmp_path, work, tools=("forecast",), isolate=isolate) == json.dumps({"error": "'WEATHER_KEY'"})
+    (event,) = events(tmp_path, "environment_failed")
+    assert 'environment.variables = ["WEATHER_KEY"]' in event["reason"] and "secret" not in event["reason"]
+
+
 @pytest.mark.parametrize("ends", ["itself", "with its limit", "with its worker"])
 def test_nothing_outlives_the_command_that_started_it(tmp_path: Path, ends: str) -> None:
     """Its reward is there when it has ended, though what it leaves behind holds its output open."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -112,6 +113,17 @@ def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="rewards.isolate.*bwrap is not installed; unshare is not installed"):
         ready(draft_of({}, {"rewards.isolate": True}))
     assert isolation.find_isolation("auto", False)[1].startswith("not isolated: this system cannot")
+
+
+def test_what_a_worker_leaves_behind_ends_with_it() -> None:
+    completions = completions_of("a")
+
+    async def run(pool: RewardPool) -> bool:
+        await pool.score(PROMPT, completions)
+        return await asyncio.to_thread(Path(completions[0].extra["where"]).is_dir)
+
+    assert in_pool(make_config("leaves_a_folder", isolate=False), run)
+    assert not Path(completions[0].extra["where"]).parent.exists()
 
 
 DIE = ("crash", "segfault", "interrupt")

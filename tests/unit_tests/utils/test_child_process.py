@@ -140,15 +140,18 @@ def test_children_do_not_see_torchruns_rendezvous(monkeypatch: pytest.MonkeyPatc
 
 
 def test_children_get_the_keys_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "MY_AUTH", "PROXY", "TORCHTITAN_ACTOR_TOKEN"}
+    keys = {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "MYSQL_PWD", "MY_AUTH", "PROXY", "INDEX"}
+    keys.add("TORCHTITAN_ACTOR_TOKEN")
+    addresses = {"PROXY": "http://me:word@host", "INDEX": "https://word@host/simple"}
     for name in keys:
-        monkeypatch.setenv(name, "http://me:word@host" if name == "PROXY" else "x")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+        monkeypatch.setenv(name, addresses.get(name, "x"))
+    for name, value in {"TOKENIZERS_PARALLELISM": "false", "OLDPWD": "/", "PLAIN": "https://host/a"}.items():
+        monkeypatch.setenv(name, value)
 
     def given(**options: Any) -> set[str]:
         return keys & set(child_environment(1, **options))
 
-    assert given() == set() and "TOKENIZERS_PARALLELISM" in child_environment(1)
+    assert given() == set() and {"TOKENIZERS_PARALLELISM", "OLDPWD", "PLAIN"} <= set(child_environment(1))
     assert given(secrets=["HF_TOKEN"]) == {"HF_TOKEN"}
     assert given(secrets=True) == keys - {"TORCHTITAN_ACTOR_TOKEN"}
     assert given(TORCHTITAN_ACTOR_TOKEN="y") == {"TORCHTITAN_ACTOR_TOKEN"}

@@ -365,5 +365,7 @@ def test_no_way_leads_over_a_gap() -> None:
     assert shortest(parts, size, None) == [tuple(whole), *map(tuple, deltas[3:])]
     assert shortest(parts, size, 3) == list(map(tuple, deltas[1:]))
     assert shortest(parts, size, 9) == shortest(parts, size, 2) == shortest(parts, size, None)
+    # Version 3 is a part as it is: from version 2, no delta leads to it.
+    assert shortest([[1, "w", 0, 100], [2, "d", 0, 9], [3, "r", 0, 100], [4, "d", 0, 9]], size, 2)[0][0] == 3
     with pytest.raises(ProtocolError, match="no parts"):
         shortest("parts", size, None)

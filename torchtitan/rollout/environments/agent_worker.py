@@ -196,5 +196,6 @@ class Taskset:
 
 if __name__ == "__main__":
     if not os.access(Path.home(), os.W_OK):  # we are isolated, and programs keep files of their own there
+        os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))  # can be read, not written
         os.environ["HOME"] = tempfile.gettempdir()
     run(lambda setup: (Agents(Taskset(setup).play if "taskset" in setup else find_agent(setup["agent"])), {}))

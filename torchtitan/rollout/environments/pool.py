@@ -91,7 +91,7 @@ class EnvironmentPool(WorkerPool):
     async def start(self) -> None:
         """Start all workers. Raises UserError if one cannot start, or if its program is not an environment."""
         await super().start()
-        self.tools = self._workers[0].about.get("tools", [])
+        self.tools = self.about.get("tools", [])
 
     async def _stop(self, worker: WorkerProcess) -> None:
         """Stop a worker, after closing its instances within a deadline."""
@@ -121,6 +121,15 @@ class EnvironmentPool(WorkerPool):
             if failure.kind == "crash":
                 self._ended.add(worker)
             raise
+
+    def look_at_errors(self, worker: WorkerProcess, texts: list[str]) -> None:
+        """Report the first errors of tools that may come from what the worker lacks: the policy alone reads them."""
+        for text in texts:
+            if self._told < FAILURE_EVENTS and (explained := worker.explained(text)) != text:
+                self._told += 1
+                self._events.write(
+                    "environment_failed", level=logging.WARNING, what="tool", **{"in": "act"}, reason=explained
+                )
 
     async def release(self, worker: WorkerProcess, episode: int, finished: bool) -> None:
         """End an episode; the environment is reused if the episode finished properly."""
@@ -157,6 +166,8 @@ class Episode:
         reply = Reply(**await self._call(self._pool.step_timeout_s, do="act", text=text))
         self._pool.statistics["tool_calls"] += len(reply.calls)
         self._pool.statistics["tool_errors"] += reply.errors
+        if reply.errors:
+            self._pool.look_at_errors(self._worker, [str(message["content"]) for message in reply.messages])
         return reply
 
     async def finish(self) -> Outcome:

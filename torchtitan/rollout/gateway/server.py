@@ -41,7 +41,7 @@ from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import find_format
 from torchtitan.utils.child_process import end_with_parent
-from torchtitan.utils.http_site import HttpSite
+from torchtitan.utils.http_site import HttpSite, raise_descriptor_limit
 from torchtitan.utils.logs import log_to
 
 logger = logging.getLogger(__name__)
@@ -391,6 +391,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--parent-pid", type=int, required=True)
     arguments = parser.parse_args(argv)
     log_to()
+    raise_descriptor_limit()
     end_with_parent(arguments.parent_pid)
     asyncio.run(serve(arguments.host, arguments.port_file, os.environ[arguments.token_env], arguments.port))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import time
 from collections import Counter, defaultdict
@@ -16,7 +15,6 @@ from typing import Any
 from torchtitan.config.derived import environment_name, reward_weights
 from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
-from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.workers.pool import WorkerPool
 from torchtitan.rollout.workers.process import CallFailed
@@ -47,14 +45,13 @@ class RewardPool:
     def __init__(self, config: JobConfig, log_file: Path | None = None, run_dir: Path | None = None):
         """run_dir: the run's folder, which isolated functions do not see.
 
-        Raises UserError for an unknown function, or if rewards.isolate = true is not possible here."""
+        Raises UserError if rewards.isolate = true is not possible here."""
         rewards = config.rewards
         self._sources = tasks_of(config)
         named = [name for own in self._sources.values() for name in own.rewards.functions]
         named += [own.eval.reward_function for own in self._sources.values()]
         owns = {environment_name(own) for own in self._sources.values()}
         self._all_functions = [name for name in dict.fromkeys(named) if name and name not in owns]
-        self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
         judge = config.judge
 
@@ -68,7 +65,10 @@ class RewardPool:
             )  # fmt: skip
 
         self._alone = new_pool(self._all_functions, False)
-        self._shared = new_pool(sorted(self._async), True) if self._async else None
+        self._async: list[str] = []
+        """The coroutine functions. Only a worker that has imported them can tell: here, they would run unisolated"""
+        self._shared: WorkerPool | None = None
+        self._new_pool = new_pool
         self._places = asyncio.Semaphore(rewards.num_workers)
         self._turns = asyncio.Semaphore(rewards.async_calls)
         self._state = {"global_step": 0, "max_steps": config.training.steps}
@@ -81,9 +81,11 @@ class RewardPool:
         self.statistics["worker_restarts"] += 1
 
     async def start(self) -> None:
-        """Start all workers. Raises UserError if they cannot start."""
+        """Start all workers. Raises UserError if they cannot start, or for an unknown function."""
         await self._alone.start()
-        if self._shared is not None:
+        self._async = self._alone.about["coroutines"]
+        if self._async:
+            self._shared = self._new_pool(self._async, True)
             await self._shared.start()
 
     async def close(self) -> None:

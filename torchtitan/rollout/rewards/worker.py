@@ -144,7 +144,8 @@ def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bo
         from torchtitan.rollout.rewards import judge
 
         judge.configure(setup["judge"])
-    return (functions, setup["side_by_side"]), {}
+    coroutines = [name for name, function in functions.items() if inspect.iscoroutinefunction(function)]
+    return (functions, setup["side_by_side"]), {"coroutines": coroutines}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import socket
 CONNECT_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 10.0
 BACKLOG = 1024
-# Connections at a time; further ones wait in the backlog's place until they time out.
+# Connections at a time; further ones are closed.
 MAX_CONNECTIONS = 4096
 CHUNK_BYTES = 1 << 16
 
@@ -43,7 +43,7 @@ class Door:
         _, files, _, _ = socket.recv_fds(self._ours, 1, 1)
         if not files:
             raise ConnectionError("the worker has handed over no socket")
-        self._server = await asyncio.start_server(self._accept, sock=socket.socket(fileno=files[0]))
+        self._server = await asyncio.start_server(self._accept, sock=socket.socket(fileno=files[0]), backlog=BACKLOG)
 
     async def close(self) -> None:
         """Close all connections."""

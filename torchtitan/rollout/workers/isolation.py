@@ -30,9 +30,13 @@ SCRATCH_BYTES = 1 << 30
 PROBE_TIMEOUT_S = 20.0
 # Where programs keep credentials, in the home folder.
 CREDENTIALS = (
-    ".aws", ".azure", ".cache/huggingface/stored_tokens", ".cache/huggingface/token", ".config/gcloud", ".config/gh",
-    ".docker", ".git-credentials", ".gnupg", ".kube", ".modal.toml", ".netrc", ".npmrc", ".pypirc", ".ssh",
+    ".aws", ".azure", ".cache/huggingface/stored_tokens", ".cache/huggingface/token", ".cargo/credentials.toml",
+    ".config/gcloud", ".config/gh", ".config/git/credentials", ".config/pip", ".config/rclone", ".docker",
+    ".git-credentials", ".gnupg", ".huggingface", ".kaggle", ".kube", ".modal.toml", ".netrc", ".npmrc", ".pypirc",
+    ".ssh",
 )  # fmt: skip
+# Variables that name a file with credentials, or with several.
+CREDENTIAL_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "KUBECONFIG", "NETRC")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 NAMES = {"bwrap": "bubblewrap", "unshare": "user namespaces"}
 # From linux/fcntl.h, linux/mount.h and linux/sockios.h; the number of the system call is the same on all machines.
@@ -80,20 +84,24 @@ class Isolation:
 
 def _mounts(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[Mount]:
     """Return what is mounted over the read-only files, outer folders first."""
-    home = Path.home()
-    empty = [Path("/run"), *(path.resolve() for path in (*hidden, *(home / name for name in CREDENTIALS)))]
+    home, hub = os.path.expanduser("~"), os.environ.get("HF_HOME", "")
+    secret = [os.path.join(home, name) for name in CREDENTIALS]
+    secret += [os.path.join(hub, name) for name in ("token", "stored_tokens") if hub]
+    secret += [one for name in CREDENTIAL_FILES for one in os.environ.get(name, "").split(os.pathsep) if one]
+    empty = [Path("/run"), *(Path(os.path.realpath(path)) for path in (*hidden, *secret))]
     covered = [Path(one) for one in SCRATCH] + empty
     # For the kernel, root of a user namespace may be root: then all but the folders of processes could be written to.
     of_kernel = [one for one in Path("/proc").iterdir() if not one.name.isdigit() and not one.is_symlink()]
     of_kernel = [one for one in of_kernel if one.is_dir() or one.stat().st_mode & 0o222]
     mounts: list[Mount] = [("show", str(one), str(one)) for one in of_kernel]
     mounts += [("scratch", "", one) for one in SCRATCH]
-    mounts += [("null", "/dev/null", str(one)) for one in empty if one.is_file()]
-    mounts += [("empty", "", str(one)) for one in empty if one.is_dir()]
-    for path in {Path(os.path.abspath(Path(one).expanduser())) for one in visible if str(one)}:
-        for target in {path, path.resolve()}:
-            if path.exists() and any(one in target.parents for one in covered):
-                mounts.append(("show", str(path.resolve()), str(target)))
+    # Unlike Path's, these functions take a path that may not be looked at, or is none at all, for a missing one.
+    mounts += [("null", "/dev/null", str(one)) for one in empty if os.path.isfile(one)]
+    mounts += [("empty", "", str(one)) for one in empty if os.path.isdir(one)]
+    for path in {os.path.abspath(os.path.expanduser(one)) for one in visible if str(one)}:
+        for target in {path, os.path.realpath(path)}:
+            if os.path.exists(path) and any(one in Path(target).parents for one in covered):
+                mounts.append(("show", os.path.realpath(path), target))
     return sorted(mounts, key=lambda one: (len(Path(one[2]).parts), one))
 
 

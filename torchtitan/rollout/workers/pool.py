@@ -13,6 +13,7 @@ from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.rollout.workers.door import Door
 from torchtitan.rollout.workers.isolation import find_isolation
 from torchtitan.rollout.workers.process import WorkerProcess
+from torchtitan.utils.http_site import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,18 @@ class WorkerPool:
     async def start(self) -> None:
         """Start all workers. Raises the first one's UserError only once no start is in progress, so that close() may
         then stop them."""
+        if self._needs_gateway:
+            raise_descriptor_limit()  # every connection with the gateway may pass through this process
         self._workers = [self._new_worker() for _ in range(self._count)]
         for outcome in await asyncio.gather(*(one.start() for one in self._workers), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
         logger.info("%s is %s", self._what, self._shut_in)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The workers' reply to the set-up, once they have been started."""
+        return self._workers[0].about
 
     async def close(self) -> None:
         """Stop all workers."""

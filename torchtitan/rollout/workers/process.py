@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torchtitan.errors import UserError
 from torchtitan.rollout.workers.door import Door
 from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES
 from torchtitan.rollout.workers.isolation import SCRATCH, Isolation
-from torchtitan.utils.child_process import ChildProcess, child_environment
+from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
 from torchtitan.utils.machine import host_memory
 
 logger = logging.getLogger(__name__)
@@ -28,16 +29,18 @@ MAX_START_ATTEMPTS = 3
 STOP_TIMEOUT_S = 2.0
 # The number of bytes of a process's output that are kept.
 LOGGED_BYTES = 1 << 20
-# A process and what it starts are killed when there are more of them (RLIMIT_NPROC does not hold for root), or when all
-# together have more than this share of the memory.
+# A process and what it starts are killed when there are more of them (RLIMIT_NPROC does not hold for root), where each
+# further call allows more, or when all together have more than this share of the memory.
 MAX_PROCESSES = 512
+PROCESSES_PER_CALL = 64
 MEMORY_SHARE = 0.5
 WATCH_INTERVAL_S = 0.5
 # What errors say that come from the isolation, and the key that helps.
 CAUSES = {
+    "isolate = false": ("Read-only file system", "No space left on device", "docker.sock", "NVIDIA driver", "CUDA",
+                "No such file or directory: '/run/", "No such file or directory: '/tmp/"),
     "network = true": ("Network is unreachable", "name resolution", "Name or service not known", "Connect call failed",
-                "Connection refused", "Cannot connect", "Connection error"),
-    "isolate = false": ("Read-only file system", "No space left on device"),
+                "Connection refused", "Cannot connect", "Connection error", "couldn't connect", "local cache"),
 }  # fmt: skip
 
 
@@ -103,6 +106,8 @@ class WorkerProcess:
         self.users = 0
         self.broken = False
         """Whether a call hangs in it, or it has ended"""
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._withheld: list[str] = []
         self.about: dict[str, Any] = {}
         """Its reply to the set-up"""
 
@@ -113,12 +118,13 @@ class WorkerProcess:
     async def start(self) -> None:
         """(Re)start the process. Raises UserError after MAX_START_ATTEMPTS, or if it cannot load its code."""
         environment = child_environment(threads=1, secrets=self._secrets)
-        if self._isolation is not None:
-            environment["TMPDIR"] = SCRATCH[0]
+        here = os.environ.items()
+        self._withheld = [name for name, value in here if is_secret(name, value) and name not in environment]
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             await self.stop()
             self._reason = ""
+            environment["TMPDIR"] = self._new_scratch()
             with contextlib.ExitStack() as files:
                 setup, inherited = dict(self._setup), []
                 if self.door is not None:
@@ -136,10 +142,13 @@ class WorkerProcess:
             except (OSError, asyncio.IncompleteReadError):
                 await self.stop()
                 reason = self._describe_end()
+            except asyncio.CancelledError:
+                await self.stop()  # nobody would read its replies
+                raise
             else:
                 if "error" in reply:
                     await self.stop()
-                    raise UserError(f"{self._what} could not load its code: {self._explained(reply['error'])}")
+                    raise UserError(f"{self._what} could not load its code: {self.explained(reply['error'])}")
                 self.about = reply
                 self._tasks += [asyncio.create_task(self._read_replies()), asyncio.create_task(self._watch())]
                 return
@@ -163,7 +172,7 @@ class WorkerProcess:
         finally:
             self._calls.pop(number, None)
         if "error" in reply:
-            raise CallFailed("exception", self._explained(reply["error"]))
+            raise CallFailed("exception", self.explained(reply["error"]))
         return reply
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -174,6 +183,9 @@ class WorkerProcess:
     async def stop(self) -> None:
         """Kill the process and its children; none of them has state to save. Never takes long."""
         await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.cleanup)
+            self._scratch = None
         if self.door is not None:
             await self.door.close()
         for task in self._tasks:
@@ -221,12 +233,14 @@ class WorkerProcess:
         limit = int(MEMORY_SHARE * host_memory().limit)
         while self.alive and self._process.pid is not None:
             processes = _processes(self._process.pid)
-            excess = f"more than {MAX_PROCESSES} processes" if len(processes) > MAX_PROCESSES else ""
+            allowed = MAX_PROCESSES + PROCESSES_PER_CALL * max(0, self.users - 1)
+            excess = f"more than {allowed} processes" if len(processes) > allowed else ""
             # Counting what is shared once takes longer.
             if sum(map(_own_bytes, processes)) > limit and sum(map(_proportional_bytes, processes)) > limit:
                 excess = f"more than {limit >> 20} MiB of memory"
             if excess:
-                self._reason = f"{self._what} was stopped: its processes were, or had, {excess}"
+                more = f"; {self._table}.num_workers spreads calls over more workers" if self.users > 1 else ""
+                self._reason = f"{self._what} was stopped: its processes were, or had, {excess}{more}"
                 await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -240,8 +254,17 @@ class WorkerProcess:
     def _describe_end(self) -> str:
         return self._reason or self._process.describe_end(wrapped=self._isolation is not None)
 
-    def _explained(self, error: str) -> str:
-        """Return an error of the user's code, with the key that helps if the isolation may have caused it."""
+    def _new_scratch(self) -> str:
+        """Return the folder for its temporary files, which ends with it."""
+        if self._isolation is not None:
+            return SCRATCH[0]
+        self._scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        return self._scratch.name
+
+    def explained(self, error: str) -> str:
+        """Return an error of the user's code, with the key that helps if what the process lacks may have caused it."""
+        if missing := [name for name in self._withheld if name in error]:
+            return f"{error} (keys are withheld: {self._table}.variables = {json.dumps(missing)} would change that)"
         if self._isolation is None:
             return error
         for setting, causes in CAUSES.items():
