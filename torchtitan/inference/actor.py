@@ -122,7 +122,8 @@ class Actor:
         return self.state in ABSENT
 
     def serves(self, min_version: int) -> bool:
-        return self.state is ActorState.READY and self.version is not None and self.version >= min_version
+        ready = self.state is ActorState.READY and not self.leaves
+        return ready and self.version is not None and self.version >= min_version
 
     def connect(self, registry: str) -> None:
         """From now on, pull weights from the trainer with this registry (host:port)."""

@@ -21,6 +21,7 @@ from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import raise_descriptor_limit
 from torchtitan.utils.logs import log_to
 from torchtitan.utils.machine import is_loopback
+from torchtitan.weight_sync.registry.guests import NAME
 from torchtitan.weight_sync.wire.runtime import ProtocolError, parse_address
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def _check_joining(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     if min(arguments.join_for, arguments.leave_within) <= 0:
         parser.error("--join-for and --leave-within must be greater than 0")
     arguments.require_version = True
-    arguments.join_as = arguments.join_as or f"{socket.gethostname()[:48]}-{secrets.token_hex(4)}"
+    arguments.join_as = arguments.join_as or f"guest-{socket.gethostname()[:48]}-{secrets.token_hex(4)}"
+    if not NAME.fullmatch(arguments.join_as):
+        parser.error("--join-as: up to 64 letters, digits, `_`, `.` and `-`, which do not begin with actor-")
 
 
 def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, int]]) -> int:

@@ -147,10 +147,10 @@ class InferencePool:
 
     async def meet(self, guests: Mapping[str, str]) -> None:
         """Have these actors that have joined by themselves, name -> URL, and no others. One that is missing stays while
-        it answers, because its registry may just have been restarted."""
+        it answers, because its registry may just have been restarted, and while it still has requests if it leaves."""
         for name, actor in list(self._guests.items()):
             there = guests.get(name)
-            if there == actor.url or (there is None and not (actor.absent or actor.leaves)):
+            if there == actor.url or (there is None and not (actor.absent or (actor.leaves and not actor.load))):
                 continue
             del self._guests[name]
             self._actors.remove(actor)

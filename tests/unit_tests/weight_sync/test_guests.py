@@ -152,6 +152,19 @@ def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:
     assert trainer.last("status")["evictions"] == 2
 
 
+def test_guest_that_leaves_may_connect_again_before_its_connection_has_ended() -> None:
+    world = Door()
+    trainer, ranks = world.trainer(), world.ranks()
+    world.publish(ranks, 1, 0)
+    guest, actor = world.guest(), world.actor("spot")
+    guest.say("leave")
+    again = world.actor("spot")
+    assert actor.over and not again.over
+    again.say("serving", version=0, digest=world.digest, figures={})
+    world.run(0.2)
+    assert not again.over and dict(trainer.last("status")["serving"]) == {0: 1}
+
+
 def test_guest_that_says_anything_else_is_cut_off() -> None:
     world = Door()
     guest = world.guest()

@@ -334,9 +334,10 @@ class Registry:
             self.actors[name].leaves = True
 
     def _actor_entered(self, channel: Channel, name: str, fields: Message) -> None:
-        actor, instance, address = self.actors.get(name), str(fields.get("instance")), str(fields.get("address", ""))
-        if actor is not None and actor.channel is not None:
-            actor.channel.close("replaced by a newer connection")
+        instance, address = str(fields.get("instance")), str(fields.get("address", ""))
+        if (before := self.actors.get(name)) is not None and before.channel is not None:
+            before.channel.close("replaced by a newer connection")
+        actor = self.actors.get(name)  # one that leaves is gone with its connection
         if actor is None or actor.instance != instance:
             kept = {} if actor is None else {what: getattr(actor, what) for what in KEPT}
             actor = self.actors[name] = Actor(None, instance, address, 0.0, **kept)

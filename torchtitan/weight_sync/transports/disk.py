@@ -48,8 +48,7 @@ class _Base(NamedTuple):
     serial: int
     memory: memoryview
     parts: list[list[Part]]
-    deltas: int
-    """How many were written since the last whole version"""
+    version: int
 
 
 class SlotFiles:
@@ -90,17 +89,17 @@ class SlotFiles:
                 # By its serial, because a version that another rank failed to write is written again.
                 found, _ = put(f"{folder}/rank-{self._rank:05d}-{serial:08d}.delta", deltas)
                 parts = [[*before, part] for before, part in zip(base.parts, found, strict=True)]
-        count = 0 if base is None else base.deltas + 1
-        if base is None or count >= self._whole_every:
+        # By the version's number, so that all ranks write the same versions whole, whatever one of them has missed.
+        if base is None or version // self._whole_every != base.version // self._whole_every:
             name = weight_files.file_name(self._rank, self._ranks)
             meta = {"epoch": self._epoch, "version": str(version), "rank": str(self._rank), "ranks": str(self._ranks)}
             header = weight_files.file_header(self._layout, meta)
             found, checksum = put(f"{folder}/{name}", buckets, header)
             parts = [[*_since_whole(row, part[3]), part] for row, part in zip(parts, found, strict=True)]
-            about, count = {"file": name, "bytes": len(header) + len(memory), "xxh3_128": checksum}, 0
+            about = {"file": name, "bytes": len(header) + len(memory), "xxh3_128": checksum}
         self._written[slot] = parts
         if self._whole_every > 1 and (self._base is None or self._base.serial < serial):
-            self._base = _Base(serial, memory, parts, count)
+            self._base = _Base(serial, memory, parts, version)
         needs = {"/".join(file.split("/")[:3]) for row in parts for _, file, _, _ in row}
         return {**about, "needs": sorted(needs)}
 
@@ -212,7 +211,7 @@ class Catalogue:
         nothing else that may be in the user's store."""
         latest, gone = self._store.newest(), []
         for name in self._store.names():
-            epoch, folder, file = name.split("/")[:3]
+            epoch, folder, file, *_ = (*name.split("/"), "", "")
             version = weight_files.version_of(Path(epoch, folder))
             if version is None or f"{epoch}/{folder}" == latest:
                 continue
