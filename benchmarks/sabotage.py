@@ -56,6 +56,7 @@ BARS = {"missed": ("<=", 0), "false_alarms": ("<=", 0)}
 WHOLE = ("flip", "flip_low", "stale", "missing", "swap", "torn")
 KINDS = {"embedded": WHOLE, "vllm": (*WHOLE, "one_of_two", "tied_head"), "sglang": (*WHOLE, "one_of_two")}
 SECONDS = 90.0
+JOURNAL_SECONDS = 0.2
 LOOKS = 2
 
 
@@ -87,19 +88,29 @@ class Watch:
         begun, version, trainer = time.time(), self._trainer.version, self._trainer
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            said = [line for line in _journal(trainer.folder) if line["time"] > begun - SECONDS]
-            bad = {"poisoned": "poisoned", "ended": "refused"}
-            for line in said:
-                if line["event"] in bad and line["version"] == version and line.get("outcome") in (None, "refused"):
-                    return f"{bad[line['event']]}: {line['reason'][:200]}"
+            if found := self._said(version, begun):
+                return found
             known = trainer.sync.actors().get("actor-0")
             if known is not None and known.serves and known.version == version:
                 if not self._digest:
                     return self._probe()
                 if self._whole() == {str(version)}:
-                    return ""
+                    # It may have refused the version first, and the journal's lines take a moment.
+                    time.sleep(JOURNAL_SECONDS)
+                    return self._said(version, begun)
             time.sleep(0.02)
         raise AssertionError(f"version {version} was neither served nor refused:\n{trainer.journal_tail()}")
+
+    def _said(self, version: int, begun: float) -> str:
+        bad = {"poisoned": "poisoned", "ended": "refused"}
+        for line in _journal(self._trainer.folder):
+            if (
+                line["time"] > begun - SECONDS
+                and line["version"] == version
+                and line.get("outcome") in (None, "refused")
+            ):
+                return f"{bad[line['event']]}: {line['reason'][:200]}"
+        return ""
 
     def _whole(self) -> set[str]:
         """The versions that were last found whole, by all that hold weights."""

@@ -43,11 +43,11 @@ def _connected(family: int, address: Any, kind: int = socket.SOCK_STREAM) -> boo
     return False
 
 
-def _signalled(pid: int) -> bool:
+def _signalled(about: About) -> bool:
     with contextlib.suppress(OSError):
-        os.kill(pid, 0)
+        os.kill(about["pid"], 0)
         # In the process's own namespace the number may be one of its own.
-        return "pytest" in Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{about['pid']}/cmdline").read_text() == about["command"]
     return False
 
 
@@ -85,8 +85,8 @@ def _has_device() -> bool:
         return any(os.path.exists(f"/dev/{name}") for name in ("mem", "kmsg", "sda", "vda", "nvme0n1"))
 
 
-def _traced(pid: int) -> bool:
-    return bool(ctypes.CDLL(None).ptrace(0x4206, pid, 0, 0) == 0 and _signalled(pid))  # PTRACE_SEIZE
+def _traced(about: About) -> bool:
+    return bool(ctypes.CDLL(None).ptrace(0x4206, about["pid"], 0, 0) == 0 and _signalled(about))  # PTRACE_SEIZE
 
 
 def _raised_clock() -> bool:
@@ -116,8 +116,8 @@ REACHES: dict[str, Callable[[About], bool]] = {
         f"/proc/{about['pid']}/root{about['run']}/journal.jsonl", about["mark"]
     ),
     "see the trainer": lambda about: _readable(f"/proc/{about['pid']}/cmdline", "pytest"),
-    "signal the trainer": lambda about: _signalled(about["pid"]),
-    "trace the trainer": lambda about: _traced(about["pid"]),
+    "signal the trainer": lambda about: _signalled(about),
+    "trace the trainer": lambda about: _traced(about),
     "connect to a port of this machine": lambda about: _connected(socket.AF_INET, ("127.0.0.1", about["port"])),
     "connect to another machine": lambda about: _connected(socket.AF_INET, ("192.0.2.1", 9), socket.SOCK_DGRAM),
     "look up a name": lambda about: _resolved(),

@@ -311,7 +311,7 @@ def check_layouts(
             assert row["norm"] == pytest.approx(norm, rel=1e-4), message
             assert row["logits_error"] < rounding and row["parameter_error"] < 1e-5, message
             assert row["export_equal"], message
-            assert row["muon_equal"] and max(row["muon_errors"].values()) < 1e-6, message
+            assert row["muon_equal"] and max(row["muon_errors"].values()) < 3e-6, message
         work = [sum(row["owned"]) for row in rows]
         assert max(work) <= sum(work) / len(work) + max(itertools.chain(*(row["owned"] for row in rows)))
         assert len({(row["loss"], row["norm"]) for row in rows}) == 1, "ranks disagree"

@@ -55,6 +55,7 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
             listener.listen()
         yield {
             "pid": os.getpid(), "mark": MARK, "run": str(run), "home": str(home), "abstract": abstract, "socket": path,
+            "command": Path("/proc/self/cmdline").read_text(),
             "code": str(Path(torchtitan.__file__).parent), "port": server.getsockname()[1],
         }  # fmt: skip
     shutil.rmtree(folder)

@@ -88,7 +88,7 @@ def _mounts(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[Mount
     secret = [os.path.join(home, name) for name in CREDENTIALS]
     secret += [os.path.join(hub, name) for name in ("token", "stored_tokens") if hub]
     secret += [one for name in CREDENTIAL_FILES for one in os.environ.get(name, "").split(os.pathsep) if one]
-    empty = [Path("/run"), *(Path(os.path.realpath(path)) for path in (*hidden, *secret))]
+    empty = [Path("/run"), *(Path(os.path.realpath(str(path))) for path in (*hidden, *secret))]
     covered = [Path(one) for one in SCRATCH] + empty
     # For the kernel, root of a user namespace may be root: then all but the folders of processes could be written to.
     of_kernel = [one for one in Path("/proc").iterdir() if not one.name.isdigit() and not one.is_symlink()]
@@ -98,10 +98,17 @@ def _mounts(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[Mount
     # Unlike Path's, these functions take a path that may not be looked at, or is none at all, for a missing one.
     mounts += [("null", "/dev/null", str(one)) for one in empty if os.path.isfile(one)]
     mounts += [("empty", "", str(one)) for one in empty if os.path.isdir(one)]
-    for path in {os.path.abspath(os.path.expanduser(one)) for one in visible if str(one)}:
-        for target in {path, os.path.realpath(path)}:
-            if os.path.exists(path) and any(one in Path(target).parents for one in covered):
-                mounts.append(("show", os.path.realpath(path), target))
+    shown = {
+        Path(target): os.path.realpath(path)
+        for path in {os.path.abspath(os.path.expanduser(str(one))) for one in visible if str(one)}
+        for target in (path, os.path.realpath(path))
+        if os.path.exists(path)
+    }
+    for target, source in shown.items():
+        # What lies in a folder that is shown is there already, and nothing can be mounted into that one.
+        over = [one for one in target.parents if one in covered or one in shown]
+        if over and over[0] in covered:
+            mounts.append(("show", source, str(target)))
     return sorted(mounts, key=lambda one: (len(Path(one[2]).parts), one))
 
 
