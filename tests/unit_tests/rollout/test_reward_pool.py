@@ -198,6 +198,9 @@ def test_math_verify_works_in_the_worker() -> None:
     assert totals(results[0]) == [1.0, 0.0]
 
 
-def test_the_pool_refuses_unknown_functions_at_once() -> None:
-    with pytest.raises(UserError, match="crash"):
-        RewardPool(make_config("crush"))
+def test_the_pool_refuses_unknown_functions_as_it_starts() -> None:
+    async def run(pool: RewardPool) -> None:
+        raise AssertionError("it has started")
+
+    with pytest.raises(UserError, match="could not load its code.*crash"):
+        in_pool(make_config("crush"), run)
