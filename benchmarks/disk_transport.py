@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
-import common
 import numpy as np
 import xxhash
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import common
+from tests.moto_server import moto_server
 from torchtitan.weight_sync.memory.delta import encode, shortest
 from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout
@@ -40,26 +39,6 @@ BARS = {
     "s3_put_ratio": (">=", 0.8), "s3_get_ratio": (">=", 0.8), "folder_read_ratio": (">=", 0.9),
     "delta_bytes_ratio": ("<=", 1.01),
 }  # fmt: skip
-
-
-@contextmanager
-def moto() -> Iterator[str]:
-    """moto's S3 server; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def answers() -> bool:
-        with socket.socket() as asking:
-            return asking.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        common.wait_for(answers, 120, "moto's server")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
 
 
 class Rank:
@@ -96,7 +75,7 @@ def object_store(buckets: int, repeats: int) -> dict[str, float]:
     """Plain requests and ours."""
     from aiobotocore.session import get_session
 
-    with moto() as address:
+    with moto_server() as address:
         keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
         os.environ |= {**keys, "FSSPEC_S3_ENDPOINT_URL": address}
         Objects("s3://bucket")._files.mkdir("bucket")

@@ -18,7 +18,6 @@ A run whose exit code is not 0 ends the benchmark with what the run said last.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import random
@@ -38,7 +37,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import common  # noqa: E402
 
-RUN_SECONDS, FIRST_SECONDS = 3600.0, 300.0
+RUN_SECONDS = 3600.0
 # Pauses between one coming or going and the next, in seconds, and the share of goings that are kills.
 PAUSES, KILLS = (0.2, 2.0), 0.3
 BARS = {
@@ -199,7 +198,7 @@ def main() -> None:
         "--max-length", "32", "--threads", "1", "--cache-mb", "64",
     ]  # fmt: skip
     joining = {"inference.launch": "false", "inference.discover": "true", "weight_sync.port": port}
-    with tempfile.TemporaryDirectory(prefix="joining_actors_") as name, contextlib.ExitStack():
+    with tempfile.TemporaryDirectory(prefix="joining_actors_") as name:
         folder = Path(name)
         common.progress("with actors of its own")
         without = measure(folder / "without", settings, None)

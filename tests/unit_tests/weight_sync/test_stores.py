@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.moto_server import moto_server
 from tests.patience import PATIENCE_S, until
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.memory.delta import encode, shortest
@@ -110,21 +110,8 @@ def by_tcp(new: int, old: int) -> int:
 def s3() -> Iterator[str]:
     for name in ("s3fs", "moto", "flask_cors"):
         pytest.importorskip(name, reason="needs the extra `remote` and moto[server]")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def answers() -> bool:
-        with socket.socket() as asking:
-            return asking.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        until(answers, why=lambda: "moto's server does not start")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
+    with moto_server() as url:
+        yield url
 
 
 @pytest.fixture

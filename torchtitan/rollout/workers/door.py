@@ -11,7 +11,6 @@ import contextlib
 import socket
 
 CONNECT_TIMEOUT_S = 10.0
-OPEN_TIMEOUT_S = 10.0
 BACKLOG = 1024
 # Connections at a time; further ones are closed.
 MAX_CONNECTIONS = 4096

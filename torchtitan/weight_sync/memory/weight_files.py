@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
-LATEST = "latest"
 FORMAT = 3
 _DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # How often to resolve the folder again if its version is deleted while it is read.

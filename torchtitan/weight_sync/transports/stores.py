@@ -296,8 +296,8 @@ class Objects(Store):
     def release(self) -> None:
         """Undo claim(), within a deadline. The job has ended, and ends as well without its store."""
         try:
-            if self._owner and self._in_time(partial(self._text, OWNER), 0) == self._owner:
-                self._in_time(partial(self.remove, [OWNER]), 0)
+            if self._owner and self._in_time(partial(self._text, OWNER)) == self._owner:
+                self._in_time(partial(self.remove, [OWNER]))
         except Exception as error:  # of any library
             logger.warning("delete %s/%s for another job, because this one could not: %s", self.url, OWNER, error)
 
