@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from tests.faults import variables
 from tests.integration_tests import pulling_actor
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
+from tests.journals import journal_of
 from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
-from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.weight_files import read_weights
 from torchtitan.weight_sync.transports.stores import Folder
@@ -322,9 +322,7 @@ def test_damaged_files_are_replaced_by_their_bytes_and_a_full_disk_drops_a_versi
     wait_for(lambda: job.watcher.status()["dropped"], "version 3 is dropped")
     status = job.watcher.status()
     assert [version for _, version in status["dropped"]] == [3] and not job.publication.failure
-    (dropped,) = (
-        one for one in read_json_lines(job.folder / "weight_sync" / "registry.jsonl") if one["event"] == "drop"
-    )
+    (dropped,) = journal_of(job.folder, "drop", at_least=1)
     assert dropped["version"] == 3 and dropped["reason"].startswith("rank 0: ")
     assert "No space left on device" in dropped["reason"] and "model.safetensors" in dropped["reason"]
     # As the trainer does with a pending version.
