@@ -270,7 +270,7 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
     takes_options = free_table(f"{name}.") == name
     if not takes_options and (name in known_keys() or name in GONE_KEYS):
         return name, words
-    switches_off = positive != name and positive in known_keys() and _kind(positive) is bool
+    switches_off = positive != name and positive in known_keys() and _is_switch(_kind(positive))
     if name == "dry_run" or switches_off:
         if words:
             draft.refuse(name, f"{PLACE}: {words[0]!r} does not belong to any --table.key: --{option} takes no value")
@@ -288,6 +288,10 @@ def _kind(name: str) -> Any:
     return known_keys()[name].annotation
 
 
+def _is_switch(kind: Any) -> bool:
+    return kind is bool or get_args(kind)[:2] == (False, True)
+
+
 def _value(name: str, words: list[str]) -> Any:
     """What the words mean for this key; words that mean nothing are left as they are, and refused with the rest."""
     if free_table(name):
@@ -300,7 +304,7 @@ def _value(name: str, words: list[str]) -> Any:
         if len(words) == 1 and isinstance(array := value_of_words(words), list):
             return array
         return [_scalar(get_args(kind)[0], word) for word in words]
-    if kind is bool and not words:
+    if not words and _is_switch(kind):
         return True
     return _scalar(kind, words[0]) if len(words) == 1 else words
 

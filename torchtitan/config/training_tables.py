@@ -183,8 +183,9 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which FSDP reduces gradients"""
 
-    enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload)"""
+    enable_cpu_offload: Literal[False, True, "optimizer"] = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload); optimizer: its state alone, which
+    is on the device while a step is taken"""
 
     expert_bias_rate: NotNegative = 0.0
     """Mixtures whose routers have a bias: how far each optimizer step moves it towards experts with less than their

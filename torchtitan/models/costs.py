@@ -41,11 +41,11 @@ class MemoryEstimate:
     rest is a rough estimate:
 
     - gathered, activations, logits, unreduced: their values at the moment when their sum is largest. The candidates
-      are: in a step of Muon, see `muon_bytes`; in the head, the root (embedding and head) and one layer are gathered in
-      mixed_precision_param; in a layer's backward, the root, that layer and the next; at the end of the backward, the
-      root alone. Of a layer's experts, those of one rank of expert_parallel_degree count; of quantised projections, the
-      largest one also counts in the type that it is computed in. On one rank, an offloaded reference is copied to the
-      device in the same units.
+      are: in an optimizer step, what Muon takes (`muon_bytes`) and state that comes from host memory; in the head, the
+      root (embedding and head) and one layer are gathered in mixed_precision_param; in a layer's backward, the root,
+      that layer and the next; at the end of the backward, the root alone. Of a layer's experts, those of one rank of
+      expert_parallel_degree count; of quantised projections, the largest one also counts in the type that it is
+      computed in. On one rank, an offloaded reference is copied to the device in the same units.
     - activations: for each of the T tokens that a full micro-batch computes (common prefixes count once), a layer keeps
       its residual stream, normed inputs and projection outputs for the backward: about 5 hidden + 3 query + 4 key/value
       + 4 intermediate elements (in a mixture, those of the token's experts, and its dispatched and combined rows),
@@ -144,9 +144,11 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         tokens * per_token * computed // tensor,
         tokens * (kept + most) * computed // tensor if checkpointed else 0,
     )
+    optimizer = int(2 * trained_bytes * _state_share(config, args))
+    visits = optimizer if training.enable_cpu_offload == "optimizer" else 0
     moments = (
         # gathered, activations, logits, unreduced
-        (muon_bytes(config, args, ranks), 0, 0, 0),
+        (muon_bytes(config, args, ranks) + visits, 0, 0, 0),
         (held_root + held, stays, logits, (of_head * BYTES["float32"] + by_head) if trains else 0),
         (held_root + 2 * held, stays + one, 0, (by_head + held + held * sent // computed) if trains else 0),
         (held_root, 0, 0, held_root * (computed + sent) // computed if trains else 0),
@@ -160,7 +162,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     return MemoryEstimate(
         parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // (shard * tensor)),
         gradients=trained_bytes + whole_gradients,
-        optimizer=int(2 * trained_bytes * _state_share(config, args)),
+        optimizer=optimizer,
         reference=reference,
         gathered=gathered,
         activations=activations,
@@ -201,12 +203,13 @@ def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
 
 
 def reference_on_host(config: JobConfig) -> bool:
-    return config.grpo.reference_cpu_offload or config.training.enable_cpu_offload
+    return config.grpo.reference_cpu_offload or config.training.enable_cpu_offload is True
 
 
 def parts_on_host(config: JobConfig) -> set[str]:
     """Return the parts of an estimate that lie in host memory."""
-    trained = {"parameters", "gradients", "optimizer"} if config.training.enable_cpu_offload else set()
+    offloaded = {True: {"parameters", "gradients", "optimizer"}, "optimizer": {"optimizer"}}
+    trained = offloaded.get(config.training.enable_cpu_offload, set())
     reference = {"reference"} if reference_on_host(config) else set()
     slots = set() if TRANSPORTS[config.weight_sync.transport].on_device and trains_on_gpu() else {"slots"}
     return trained | reference | slots

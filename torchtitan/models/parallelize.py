@@ -199,7 +199,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     policy.lm_head.fused = config.model.logprob_head != "full"
     policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None
     parallelize(policy, dims, config)
-    policy.to_empty(device="cpu" if config.training.enable_cpu_offload else device())
+    policy.to_empty(device="cpu" if config.training.enable_cpu_offload is True else device())
     # to_empty gave the embedding and the head separate tensors.
     policy.tie_weights()
     if config.model.flavor and not (directory and any(Path(directory).glob("*.safetensors"))):
@@ -262,7 +262,7 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
         apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
     reduced = {training.mixed_precision_param, training.mixed_precision_reduce} != {training.dtype}
     # One rank needs FSDP2 only for its other effects.
-    if dims.fsdp_enabled or reduced or training.enable_cpu_offload:
+    if dims.fsdp_enabled or reduced or training.enable_cpu_offload is True:
         apply_fsdp(policy, dims, config)
 
 
@@ -396,7 +396,8 @@ def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint
 def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     """Shard parameters, gradients and optimizer state over the data-parallel ranks, layer by layer (FSDP2, HSDP)."""
     training = config.training
-    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if training.enable_cpu_offload else OffloadPolicy()
+    on_host = training.enable_cpu_offload is True
+    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if on_host else OffloadPolicy()
     options: dict[str, Any] = {
         "mesh": dims.fsdp_mesh,
         "mp_policy": MixedPrecisionPolicy(

@@ -188,5 +188,5 @@ def _check_colocated(check: Check) -> None:
     text = f"must divide the {check.ranks} rank{'s' if check.ranks > 1 else ''} (NGPU)"
     refuse("inference.tensor_parallel_size", check.ranks % inference.tensor_parallel_size, text)
     refuse("inference.sleep_level", inference.sleep_level and not check.planning and not has_gpu(), ON_CPU)
-    text = "training.enable_cpu_offload = true keeps the optimizer's state in host memory already"
+    text = "training.enable_cpu_offload keeps the optimizer's state in host memory already"
     refuse("inference.offload_optimizer", inference.offload_optimizer and config.training.enable_cpu_offload, text)

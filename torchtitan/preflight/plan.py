@@ -230,6 +230,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     assert engine is not None
     inference = config.inference
     beside = beside_generation(config, memory)
+    on_host = inference.offload_optimizer or "optimizer" in parts_on_host(config)
     training = on_device(config, memory) + engine.stays + (0 if inference.sleep_level else engine.total)
     generating = beside + engine.stays + engine.total
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
@@ -249,8 +250,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
         "communicators and fragments (assumed, not measured)",
         f"while training: {size_text(training)}{too_much}, the engine {'asleep' if inference.sleep_level else 'stays'}"
         f" (inference.sleep_level = {inference.sleep_level}{asleep[inference.sleep_level]})",
-        f"while generating: {size_text(generating)}, the optimizer's state "
-        f"{'in host memory' if inference.offload_optimizer else 'stays'}",
+        f"while generating: {size_text(generating)}, the optimizer's state {'in host memory' if on_host else 'stays'}",
         f"gpu_memory_utilization: {engine.utilization(planned):.3f} on {where} of {planned / GIB:.0f} GiB",
     ]
 

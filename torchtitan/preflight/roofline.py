@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import global_batch_size, shard_degree
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.costs import BYTES, Passes, model_flops
+from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops
 from torchtitan.models.model_args import ModelArgs
 
 PEAK = 989e12
@@ -20,6 +20,8 @@ PEAK = 989e12
 PRODUCTS, EXPERTS, ATTENTION, MEMORY = 0.70 * PEAK, 0.45 * PEAK, 0.35 * PEAK, 2.6e12
 # Bytes per second that a GPU sends while it receives as many: over NVLink within a machine of 8, and over 400 Gbit/s.
 NVLINK, NETWORK, MACHINE = 360e9, 45e9, 8
+# Bytes per second that a GPU copies from or to pinned host memory (PCIe 5).
+PCIE = 55e9
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,10 @@ def training_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[d
     tokens = sequences * length / (ranks / sharing)
     counts = count(config, args, ranks, tokens, tokens / config.training.tokens_per_micro_batch, length)
     seconds = counts.seconds(ranks)
+    if config.training.enable_cpu_offload == "optimizer":
+        # It comes and goes with every optimizer step, and nothing else runs meanwhile.
+        steps = config.grpo.num_iterations * config.grpo.num_minibatches
+        seconds["optimizer's state"] = 2 * steps * estimate_memory(config, args, ranks).optimizer / PCIE
     total = sum(seconds.values()) - seconds["hidden collectives"]
     scored = int(config.grpo.recompute_old_log_probs) + (config.grpo.kl_coefficient > 0)
     needed = model_flops(args, [length] * sequences, length * sequences, Passes(config.grpo.num_iterations, scored))

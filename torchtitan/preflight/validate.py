@@ -436,7 +436,7 @@ def _check_weight_sync(check: Check) -> None:
         refuse(f"weight_sync.{key}", getattr(sync, key) and sync.transport not in names, text)
     # With parameters in host memory and actors on a GPU, such a transport could never deliver anything.
     text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
-    offloaded = config.training.enable_cpu_offload and transport.on_device
+    offloaded = config.training.enable_cpu_offload is True and transport.on_device
     refuse("training.enable_cpu_offload", offloaded, text)
     drain_s = config.inference.drain_timeout_s
     text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"

@@ -32,13 +32,14 @@ from torchtitan.distributed.collectives import (
     gradient_norm_and_votes,
 )
 from torchtitan.distributed.device import device, peak_flops
+from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, WithObservations, k3, stage_figures, stage_settings
 from torchtitan.inference.types import sampled_segments
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import Passes, model_flops, throughput
+from torchtitan.models.costs import Passes, model_flops, reference_on_host, throughput
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.divergence_head import Comparison
 from torchtitan.models.fused_head import TokenObjective
@@ -83,6 +84,8 @@ class PolicyTrainer:
         self.config = config
         self.policy = policy = build_policy(config, dims) if policy is None else policy
         self.optimizer = build_optimizer(policy, config.optimizer)
+        if config.training.enable_cpu_offload == "optimizer":
+            OptimizerOffload(self.optimizer).between_steps()
         self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.reference = build_reference(config, dims, policy) if has_reference(config) else None
         teacher = None if self.reference is None else self.reference.policy
@@ -510,7 +513,7 @@ class ReferencePolicy:
 
     def __init__(self, config: JobConfig, dims: ParallelDims):
         own = copy.deepcopy(config)
-        own.training.enable_cpu_offload = config.training.enable_cpu_offload or config.grpo.reference_cpu_offload
+        own.training.enable_cpu_offload = reference_on_host(config)
         own.activation_checkpoint.mode = "none"
         # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
         own.parallelism.fsdp_reshard_after_forward = "always"

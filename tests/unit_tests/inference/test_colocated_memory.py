@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import re
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +16,10 @@ import torch
 from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
+from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import share_beside_trainer
 from torchtitan.inference.colocated import vllm_engine
-from torchtitan.inference.colocated.replica import OptimizerOffload
 from torchtitan.inference.colocated.vllm_engine import engine_arguments
 from torchtitan.inference.placement import GIB, EngineMemory, colocated_memory, engine_memory, own_share
 from torchtitan.models.costs import estimate_memory
@@ -38,13 +40,17 @@ def trained(steps: int, offload_at: int | None) -> list[torch.Tensor]:
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
         if step == offload_at:
-            before = [state["exp_avg"].clone() for state in optimizer.state.values()]
-            offload.away()
-            offload.away()
             moments = [state["exp_avg"] for state in optimizer.state.values()]
-            assert all(moment.untyped_storage().nbytes() == 0 for moment in moments if moment.numel() > 1)
+            before = [moment.clone() for moment in moments]
+            on_device = [weakref.ref(moment) for moment in moments if moment.numel() > 1]
+            del moments
+            offload.away()
+            offload.away()
+            assert all(one() is None for one in on_device)
+            # A checkpoint may be written meanwhile.
+            assert all(map(torch.equal, before, [state["exp_avg"] for state in optimizer.state.values()]))
             offload.back()
-            assert all(map(torch.equal, before, moments))
+            assert all(map(torch.equal, before, [state["exp_avg"] for state in optimizer.state.values()]))
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -64,12 +70,13 @@ def offload_sharded() -> list[bool]:
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     before = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
+    on_device = [weakref.ref(state["exp_avg_sq"]._local_tensor) for state in optimizer.state.values()]
     offload = OptimizerOffload(optimizer)
     offload.away()
-    sizes = [state["exp_avg_sq"].to_local().untyped_storage().nbytes() for state in optimizer.state.values()]
+    gone = [one() is None for one in on_device]
     offload.back()
     after = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
-    return [max(sizes) == 0, *map(torch.equal, before, after)]
+    return [*gone, *map(torch.equal, before, after)]
 
 
 def test_sharded_optimizer_state_is_moved_too() -> None:
@@ -83,12 +90,12 @@ def test_a_resumed_optimizer_is_away_before_the_engine_is_built(
     optimizer = torch.optim.AdamW([weight])
     weight.sum().backward()
     optimizer.step()
-    moments = [state for state in optimizer.state[weight].values() if state.numel() > 1]
-    sizes = []
+    moments = [weakref.ref(state) for state in optimizer.state[weight].values() if state.numel() > 1]
+    left = []
 
     class Engine:
         def __init__(self, *_arguments: object, **_named: object):
-            sizes.append([state.untyped_storage().nbytes() for state in moments])
+            left.append([one() for one in moments])
 
         def close(self) -> None:
             pass
@@ -99,10 +106,12 @@ def test_a_resumed_optimizer_is_away_before_the_engine_is_built(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=80 * GIB))
     config.inference.offload_optimizer, config.inference.sleep_level = True, 1
     with vllm_engine.open_replica(config, optimizer, tmp_path) as replica:
-        assert sizes == [[0, 0]] and replica is not None
+        assert left == [[None, None]] and replica is not None
         replica._sleeps = False
         replica.release_memory()
-    assert [state.untyped_storage().nbytes() for state in moments] == [16, 16]
+    on_host = list(replica._offload._on_host.values())
+    again = [state for state in optimizer.state[weight].values() if state.numel() > 1]
+    assert len(again) == len(on_host) == 2 and not any(map(operator.is_, again, on_host))
 
 
 # Memory and arguments

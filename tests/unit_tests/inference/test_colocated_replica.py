@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.distributed_launcher import run_distributed
+from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers
-from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused
+from torchtitan.inference.colocated.replica import Replica, SampleRefused
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 
 LABEL = "e1-x/3"

@@ -144,6 +144,30 @@ def test_a_minibatch_without_a_trained_token_takes_no_step(
     assert metrics["optimizer_steps"] == 0 and metrics["grad_norm"] is None and metrics["loss"] == 0
 
 
+def test_an_optimizers_state_in_host_memory_changes_no_bit(tiny_checkpoint: Callable[..., Path]) -> None:
+    def trained(offload: Any) -> tuple[PolicyTrainer, list[torch.Tensor]]:
+        config = inner_steps(run_config(tiny_checkpoint("qwen3", True)), iterations=1)
+        config.training.enable_cpu_offload = offload
+        trainer, stepped_with = SpiedTrainer(config), list[torch.Tensor]()
+        first = trainer.parameters[0]
+        trainer.optimizer.register_step_pre_hook(lambda *_: stepped_with.extend(moments(trainer, first)))
+        for seed in range(2):
+            trainer.train(seed)
+        return trainer, stepped_with
+
+    def moments(trainer: PolicyTrainer, parameter: torch.Tensor) -> list[torch.Tensor]:
+        return [value for value in trainer.optimizer.state[parameter].values() if value.dim()]
+
+    (stays, _), (moves, stepped_with) = trained(False), trained("optimizer")
+    assert all(torch.equal(value, weights(moves)[name]) for name, value in weights(stays).items())
+    for ours, theirs in zip(stays.parameters, moves.parameters, strict=True):
+        assert all(map(torch.equal, moments(stays, ours), moments(moves, theirs)))
+    # A step has copies of what host memory holds between the steps.
+    assert stepped_with and not {id(one) for one in stepped_with} & {
+        id(one) for one in moments(moves, moves.parameters[0])
+    }
+
+
 def test_mismatch_is_that_of_all_minibatches(tiny_checkpoint: Callable[..., Path]) -> None:
     def figures(minibatches: int, lr: float) -> dict[str, float | None]:
         config = run_config(tiny_checkpoint())

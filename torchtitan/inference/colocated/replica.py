@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.collectives import gather_bytes
+from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers, replica_name
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag, make_label, stream_seed
 from torchtitan.models.decoder import Decoder
@@ -26,64 +26,6 @@ if TYPE_CHECKING:
     from torchtitan.inference.colocated.vllm_engine import VllmEngine
 
 logger = logging.getLogger(__name__)
-
-
-class OptimizerOffload:
-    """Keeps the optimizer's state in host memory while the engine generates, and brings it back before the next batch.
-
-    It moves only the bytes and keeps the tensors, so the optimizer and checkpoints, which refer to them, notice
-    nothing. The copies in host memory are allocated once and reused. Between `away` and `back` the state must not be
-    read.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = optimizer
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._away = False
-
-    def away(self) -> None:
-        """Copy the state to host memory and free it on the device. A second call does nothing."""
-        if self._away:
-            return
-        self._copies = {id(state): (state, self._copy_of(state)) for state in self._states()}
-        for state, copy in self._copies.values():
-            copy.copy_(state, non_blocking=True)
-        self._wait()
-        for state, _ in self._copies.values():
-            state.untyped_storage().resize_(0)
-        self._away = True
-
-    def back(self) -> None:
-        """Bring the state back, bit for bit."""
-        if not self._away:
-            return
-        for state, copy in self._copies.values():
-            state.untyped_storage().resize_(state.numel() * state.element_size())
-            state.copy_(copy, non_blocking=True)
-        self._wait()
-        self._away = False
-
-    def _copy_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a state, the same as last time if the tensor is the same."""
-        if id(state) in self._copies:
-            return self._copies[id(state)][1]
-        return torch.empty_like(state, device="cpu", pin_memory=state.device.type == "cuda")
-
-    def _wait(self) -> None:
-        if any(state.device.type == "cuda" for state, _ in self._copies.values()):
-            torch.cuda.current_stream().synchronize()
-
-    def _states(self) -> list[torch.Tensor]:
-        """Return this rank's part of every moment. The step counts, single numbers, stay where they are."""
-        states: list[torch.Tensor] = []
-        for values in self._optimizer.state.values():
-            for value in values.values():
-                if isinstance(value, torch.Tensor) and value.numel() > 1:
-                    local = value._local_tensor if isinstance(value, DTensor) else value
-                    # A view shares its storage with others and could not be freed; no optimizer makes one.
-                    if local.untyped_storage().nbytes() == local.numel() * local.element_size() > 0:
-                        states.append(local)
-        return states
 
 
 class SampleRefused(Exception):

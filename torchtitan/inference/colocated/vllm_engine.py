@@ -23,9 +23,10 @@ import torch
 from torchtitan.config.derived import is_colocated, option_name
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
+from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.engine import FINISHED, read_spans
-from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused
+from torchtitan.inference.colocated.replica import Replica, SampleRefused
 from torchtitan.inference.engine_server import engine_folder
 from torchtitan.inference.placement import GIB, STEP_TOKENS, EngineMemory, check_fits, colocated_memory
 from torchtitan.inference.types import Completion, SamplingParameters, Tag
