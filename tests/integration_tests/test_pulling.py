@@ -26,8 +26,8 @@ from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.version_folder import read_weights
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.memory.weight_files import read_weights
 from torchtitan.weight_sync.transports.stores import Folder
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 

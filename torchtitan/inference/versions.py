@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchtitan.errors import UserError
+from torchtitan.inference.digest import CheckStopped, Unverifiable
 from torchtitan.models.adapter_math import (
     ALPHA,
     BASE_BITS,
@@ -28,7 +29,6 @@ from torchtitan.models.adapter_math import (
     quantize,
 )
 from torchtitan.models.shape import is_redundant, open_tensors, read_args, tensor_files
-from torchtitan.weight_sync.memory.digest import CheckStopped, Unverifiable
 from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)

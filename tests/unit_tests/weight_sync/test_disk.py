@@ -23,10 +23,10 @@ from torch.distributed.tensor import Shard
 from tests import faults
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
+from torchtitan.inference.version_folder import file_checksum, read_weights
 from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
 from torchtitan.weight_sync.memory.transfer import Transfer
-from torchtitan.weight_sync.memory.weight_files import file_checksum, read_weights
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 from torchtitan.weight_sync.transports.disk import Catalogue, Disk, SlotFiles, read_parts
 from torchtitan.weight_sync.transports.stores import Folder as FolderStore

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
+from torchtitan.distributed import point_to_point
+from torchtitan.distributed.point_to_point import Broken, PairStore, Poller
 from torchtitan.weight_sync.transports import links
-from torchtitan.weight_sync.transports.links import Broken, Chunks, PairStore, Poller, ReceivingLink, SendingLink
+from torchtitan.weight_sync.transports.links import Chunks, ReceivingLink, SendingLink
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
@@ -107,7 +109,7 @@ def test_buckets_arrive_byte_for_byte(make_pair: Callable[..., Pair]) -> None:
     assert pair.to_actor.reasons.empty() and pair.to_server.reasons.empty()
 
 
-class ConnectsAtFirst(links.GlooCommunicator):
+class ConnectsAtFirst(point_to_point.GlooCommunicator):
     """Connects as NCCL does: the call of the first transfer returns only once both ends have made theirs."""
 
     def __init__(self, both: threading.Barrier, seconds: float, store: PairStore, rank: int):
@@ -116,15 +118,15 @@ class ConnectsAtFirst(links.GlooCommunicator):
 
     def _connect(self) -> None:
         if not self._connected:
-            with links._broken_for():
+            with point_to_point._broken_for():
                 self._both.wait(self._seconds)  # its error is a RuntimeError, as NCCL's at the deadline is
             self._connected = True
 
-    def send(self, tensor: torch.Tensor) -> links.Pending:
+    def send(self, tensor: torch.Tensor) -> point_to_point.Pending:
         self._connect()
         return super().send(tensor)
 
-    def receive(self, tensor: torch.Tensor) -> links.Pending:
+    def receive(self, tensor: torch.Tensor) -> point_to_point.Pending:
         self._connect()
         return super().receive(tensor)
 
@@ -134,7 +136,7 @@ def test_ends_that_connect_at_their_first_transfer_meet(
 ) -> None:
     """A receive is posted before the credit that lets the other end send: neither call would ever return."""
     both = threading.Barrier(2)
-    monkeypatch.setattr(links, "GlooCommunicator", functools.partial(ConnectsAtFirst, both, PATIENCE_S))
+    monkeypatch.setattr(point_to_point, "GlooCommunicator", functools.partial(ConnectsAtFirst, both, PATIENCE_S))
     monkeypatch.setattr(links, "CREDIT_SECONDS", 2.0)
     pair = make_pair()
     data = os.urandom(BUCKET)
@@ -146,12 +148,12 @@ def test_ends_that_connect_at_their_first_transfer_meet(
 def test_peer_that_freezes_before_its_first_transfer_is_given_up(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aborted, abort = list[int](), links.Communicator.abort
-    monkeypatch.setattr(links.Communicator, "abort", lambda end: (aborted.append(1), abort(end))[1])
+    aborted, abort = list[int](), point_to_point.Communicator.abort
+    monkeypatch.setattr(point_to_point.Communicator, "abort", lambda end: (aborted.append(1), abort(end))[1])
     monkeypatch.setattr(links, "CONNECT_SECONDS", 0.5)
-    whole = links.connect
+    whole = point_to_point.connect
     monkeypatch.setattr(
-        links, "connect", lambda *about: whole(*about) if about[1] == 0 else links.GlooCommunicator(*about[:2])
+        links, "connect", lambda *about: whole(*about) if about[1] == 0 else point_to_point.GlooCommunicator(*about[:2])
     )
     pair = make_pair()
     _, sent = pair.send(bytes(BUCKET))
@@ -165,14 +167,14 @@ def test_nothing_is_launched_for_an_actor_that_posts_nothing(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    send = links.Communicator.send
+    send = point_to_point.Communicator.send
 
-    def count(end: links.Communicator, tensor: torch.Tensor) -> links.Pending:
+    def count(end: point_to_point.Communicator, tensor: torch.Tensor) -> point_to_point.Pending:
         if len(tensor) > 1:  # the byte that connects
             launched.append(1)
         return send(end, tensor)
 
-    monkeypatch.setattr(links.Communicator, "send", count)
+    monkeypatch.setattr(point_to_point.Communicator, "send", count)
     pair = make_pair(timeout_s=0.5)
     pair.fetch(pair.send(bytes(256))[0], 256)
     assert len(launched) == 1
@@ -195,8 +197,8 @@ def test_actor_whose_machine_is_gone_without_a_word_is_not_waited_for_without_en
 def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aborted, abort = list[int](), links.Communicator.abort
-    monkeypatch.setattr(links.Communicator, "abort", lambda end: (aborted.append(id(end)), abort(end))[1])
+    aborted, abort = list[int](), point_to_point.Communicator.abort
+    monkeypatch.setattr(point_to_point.Communicator, "abort", lambda end: (aborted.append(id(end)), abort(end))[1])
     pair = make_pair(timeout_s=0.5)
     reference, _ = pair.send(bytes(BUCKET))
     pair.fetch(reference)
@@ -227,7 +229,7 @@ def test_error_of_the_communicator_answers_every_fetch(
     abort_fails: bool, make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it raises: staging memory that waits for an answer would never be quiet again."""
-    connect, aborted = links.connect, threading.Event()
+    connect, aborted = point_to_point.connect, threading.Event()
 
     class Failing:
         def __init__(self, whole: Any):
@@ -294,7 +296,7 @@ def test_peer_that_is_frozen_while_it_connects_is_given_up() -> None:
 
         def meet(store: PairStore, rank: int, ends: queue.Queue[Any]) -> None:
             try:
-                ends.put(links.connect(store, rank, CPU))
+                ends.put(point_to_point.connect(store, rank, CPU))
             except Broken as error:
                 ends.put(error)
 
@@ -317,13 +319,13 @@ def test_groups_made_at_the_same_time_leave_torchs_error_handling_as_it_was() ->
     seen = []
 
     def second() -> None:
-        with links._no_async_error_handling():
+        with point_to_point._no_async_error_handling():
             inside.set()
             first_left.wait(PATIENCE_S)
             seen.append(os.environ[name])
 
     thread = threading.Thread(target=second)
-    with links._no_async_error_handling():
+    with point_to_point._no_async_error_handling():
         thread.start()
         assert not inside.wait(0.2), "two threads change it at a time"
     first_left.set()
@@ -362,18 +364,20 @@ class Group:
 
 
 @pytest.fixture
-def nccl_end(monkeypatch: pytest.MonkeyPatch) -> links.NcclCommunicator:
+def nccl_end(monkeypatch: pytest.MonkeyPatch) -> point_to_point.NcclCommunicator:
     """The class for GPUs, over a group that is made up."""
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _where: None)
-    end = object.__new__(links.NcclCommunicator)
+    end = object.__new__(point_to_point.NcclCommunicator)
     end._group, end._stream, end._peer = Group(Work()), None, 1  # type: ignore[assignment]
     end.where, end._given_up = CPU, threading.Event()
     return end
 
 
 @pytest.mark.parametrize("method", ["send", "receive"])
-def test_errors_of_nccl_are_those_of_a_broken_communicator(method: str, nccl_end: links.NcclCommunicator) -> None:
+def test_errors_of_nccl_are_those_of_a_broken_communicator(
+    method: str, nccl_end: point_to_point.NcclCommunicator
+) -> None:
     nccl_end._group.work.error = RuntimeError("NCCL communicator was aborted")
     with pytest.raises(Broken, match="aborted"):
         getattr(nccl_end, method)(torch.zeros(1))
@@ -382,7 +386,7 @@ def test_errors_of_nccl_are_those_of_a_broken_communicator(method: str, nccl_end
 @pytest.mark.parametrize(
     ("what", "match"), [("late", "under way for 0.1 s"), ("given up", "given up"), ("error", "remote")]
 )
-def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: links.NcclCommunicator) -> None:
+def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: point_to_point.NcclCommunicator) -> None:
     pending, group = nccl_end.send(torch.zeros(1)), nccl_end._group
     if what == "given up":
         threading.Timer(0.1, nccl_end.give_up).start()

@@ -15,6 +15,7 @@ import torch
 
 from torchtitan.distributed.device import finish_compute
 from torchtitan.distributed.placement import StackPart
+from torchtitan.inference.digest import differing_parameters
 from torchtitan.inference.versions import (
     AdapterVersion,
     Torn,
@@ -27,7 +28,6 @@ from torchtitan.models.adapter_math import low_rank_product, rounded
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_again, take_apart
 from torchtitan.models.lora import in_files
-from torchtitan.weight_sync.memory.digest import differing_parameters
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused, to_copy
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.

@@ -34,13 +34,13 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
+from torchtitan.inference.digest import CheckStopped, differing_parameters
 from torchtitan.inference.versions import MAX_TORN, BaseWeights, Torn, Verification
 from torchtitan.inference.vllm.direct import Mailbox
 from torchtitan.inference.vllm.loading import METHODS, PACKED, LoadRecord, LoadRecorder, load_weights
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor.actor import Worker
 from torchtitan.weight_sync.actor.puller import Served
-from torchtitan.weight_sync.memory.digest import CheckStopped, differing_parameters
 from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class ExpectedChecksums:
-    """What is needed to verify an engine's own tensors against a version after it is applied; see digest.py.
+    """What is needed to verify an engine's own tensors against a version after it is applied; see inference/digest.py.
 
     sheets: by sender rank, the checksums of its buckets. still_staged: returns whether staging memory still holds this
     version.

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
+from torchtitan.inference.digest import CheckStopped, Unverifiable, differing_parameters
 from torchtitan.inference.embedded.weights import Verifier
-from torchtitan.weight_sync.memory.digest import CheckStopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry
 from torchtitan.weight_sync.memory.manifest import Layout, Sheet, merge_layouts
 from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion
