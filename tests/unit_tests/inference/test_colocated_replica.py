@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -10,7 +13,9 @@ import pytest
 import torch
 
 from tests.distributed_launcher import run_distributed
+from tests.patience import PATIENCE_S
 from torchtitan.distributed.offload import OptimizerOffload
+from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers
 from torchtitan.inference.colocated.replica import Replica, SampleRefused
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
@@ -143,6 +148,21 @@ def test_memory_goes_back_and_forth() -> None:
     engine.calls.clear()
     made.run(Round(LABEL, 1, [[]]))
     assert engine.calls == ["away", "wake kv_cache"]
+
+
+def hang_in_first_sleep() -> None:
+    made, engine = replica(sleeps=True)
+    made._comm.init_timeout_seconds = 1
+    engine.sleep = lambda: time.sleep(PATIENCE_S)  # type: ignore[method-assign]
+    made.release_memory()
+
+
+def test_an_engine_that_does_not_fall_asleep_ends_its_rank_with_a_message() -> None:
+    code = "from tests.unit_tests.inference import test_colocated_replica as t; t.hang_in_first_sleep()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == EXIT_RETRYABLE
+    assert "did not fall asleep within 1 s (comm.init_timeout_seconds): this rank ends" in ended.stderr
+    assert "in release_memory" in ended.stderr
 
 
 class Moves:

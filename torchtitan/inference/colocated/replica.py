@@ -7,15 +7,21 @@ weights; the first engine step after that wakes the rest, once the optimizer's s
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
+import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from torchtitan.config.job_config import Comm
 from torchtitan.distributed.collectives import gather_bytes
 from torchtitan.distributed.offload import OptimizerOffload
+from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers, replica_name
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag, make_label, stream_seed
 from torchtitan.models.decoder import Decoder
@@ -26,6 +32,13 @@ if TYPE_CHECKING:
     from torchtitan.inference.colocated.vllm_engine import VllmEngine
 
 logger = logging.getLogger(__name__)
+
+
+def _end_rank(text: str) -> None:
+    # Logging may wait for a lock that the hanging thread holds.
+    os.write(2, f"\n{text}\n".encode())
+    faulthandler.dump_traceback()
+    os._exit(EXIT_RETRYABLE)
 
 
 class SampleRefused(Exception):
@@ -42,7 +55,9 @@ class Replica:
         tensor_parallel_size: int,
         sleeps: bool = False,
         offload: OptimizerOffload | None = None,
+        comm: Comm | None = None,
     ):
+        """comm: of the run, whose deadlines sleep and waking have."""
         self.number = rank // tensor_parallel_size
         self.busy_s = 0.0
         self._engine = engine
@@ -50,6 +65,8 @@ class Replica:
         self._sleeps = sleeps
         self._offload = offload
         self._asleep: list[Tag] = []
+        self._comm = comm or Comm()
+        self._has_done: set[str] = set()
         self._groups: dict[str, list[Completion | None]] = {}
 
     def run(self, round_: Round) -> list[Answer] | None:
@@ -77,7 +94,8 @@ class Replica:
     def release_memory(self) -> None:
         """Prepare for training: the engine gives back its memory, and the optimizer's state returns."""
         if self._sleeps and not self._asleep:
-            self._engine.sleep()
+            with self._deadline("fall asleep"):
+                self._engine.sleep()
             self._asleep = list(TAGS)
         if self._offload is not None:
             self._offload.back()
@@ -96,8 +114,29 @@ class Replica:
 
     def _wake(self, tag: Tag) -> None:
         if tag in self._asleep:
-            self._engine.wake(tag)
+            with self._deadline(f"wake its {tag}"):
+                self._engine.wake(tag)
             self._asleep.remove(tag)
+
+    @contextlib.contextmanager
+    def _deadline(self, what: str) -> Iterator[None]:
+        """End this rank, with a message, where vLLM takes longer than the other ranks would wait for it: a call that
+        hangs in the driver cannot be interrupted. The first one allocates pinned memory, so it may take longer."""
+        first = what not in self._has_done
+        seconds = self._comm.init_timeout_seconds if first else self._comm.train_timeout_seconds
+        key = f"comm.{'init' if first else 'train'}_timeout_seconds"
+        text = f"vLLM in this rank's process did not {what} within {seconds} s ({key}): this rank ends. It was here:"
+        timer = threading.Timer(seconds, _end_rank, [text])
+        timer.daemon = True
+        timer.start()
+        # For a call that does not even let other threads run.
+        faulthandler.dump_traceback_later(seconds + 10, exit=True)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+        self._has_done.add(what)
 
     def _add(self, request: GenerateRequest) -> Answer | None:
         samples = request.sampling.n

@@ -290,7 +290,7 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
         )
         if inference.offload_optimizer and not on_gpu:
             logger.warning("inference.offload_optimizer does nothing on a CPU: the optimizer's state is in host memory")
-        replica = Replica(engine, rank, inference.tensor_parallel_size, inference.sleep_level > 0, offload)
+        replica = Replica(engine, rank, inference.tensor_parallel_size, inference.sleep_level > 0, offload, config.comm)
         if rank == 0:
             logger.info("vLLM is up beside the trainer, %.2f GiB of KV cache per rank planned", memory.kv_cache / GIB)
         try:
