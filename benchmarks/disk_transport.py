@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from tests.moto_server import moto_server
+from torchtitan.distributed.boxes import Box
 from torchtitan.weight_sync.memory.delta import encode, shortest
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.transfer import LANES
 from torchtitan.weight_sync.transports.disk import SlotFiles, read_parts

@@ -46,12 +46,13 @@ if __name__ == "__main__":
 import psutil
 
 from benchmarks import common
+from torchtitan.distributed.boxes import Box
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.weight_sync import main as processes
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.facade import Watcher, WeightSync
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Sheet
 from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.registry.registry import Registry

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import xxhash
 
 from deterministic.machine import Machine, Process, Violation
+from torchtitan.distributed.boxes import Box
 from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.memory.delta import decode_into
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, merge_layouts
 from torchtitan.weight_sync.memory.slots import Boundary, SlotWriter
 from torchtitan.weight_sync.trainer.shard_server import ShardServer

@@ -13,7 +13,7 @@ from benchmarks.weight_sync_gpu import LateStream
 from tests.checksums import sum_checksum_numpy
 from tests.integration_tests.test_pulling import Job
 from tests.patience import PATIENCE_S
-from torchtitan.weight_sync.memory.device_slots import sum_checksum
+from torchtitan.distributed.checksum import sum_checksum
 from torchtitan.weight_sync.memory.slots import LiveSlots
 from torchtitan.weight_sync.trainer import publisher as publisher_module
 from torchtitan.weight_sync.trainer.publisher import Publisher

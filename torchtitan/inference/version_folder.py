@@ -14,8 +14,9 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from torchtitan.distributed.boxes import Box
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, check_coverage
 from torchtitan.weight_sync.memory.weight_files import DTYPE_NAMES, FORMAT, MANIFEST
 

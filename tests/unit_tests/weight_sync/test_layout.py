@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
+from torchtitan.distributed.boxes import Box
 from torchtitan.weight_sync.memory import layout_tables
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, check_coverage, merge_layouts
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, local_box, plan_rank, sent_box
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.patience import PATIENCE_S, until
+from torchtitan.distributed.boxes import Box
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import servers
-from torchtitan.weight_sync.memory.layout_tables import Box
 from torchtitan.weight_sync.memory.manifest import LayoutError, Manifest, content_digest
 from torchtitan.weight_sync.memory.slots import LiveSlots, SharedSlots, SlotState, SlotWriter
 from torchtitan.weight_sync.memory.staging import Staging

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.streams import DelayedStream
+from torchtitan.distributed.checksum import sum_checksum
 from torchtitan.distributed.device import side_stream
-from torchtitan.weight_sync.memory.device_slots import sum_checksum
 from torchtitan.weight_sync.memory.slots import LiveSlots, SlotState
 from torchtitan.weight_sync.trainer import publisher as publisher_module
 from torchtitan.weight_sync.trainer.plan import placed_parameters, plan_rank

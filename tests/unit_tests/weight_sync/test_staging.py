@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.engines.vllm_traps import received
-from torchtitan.weight_sync.memory.staging import PiecedTensor, Staging, to_copy
+from torchtitan.distributed.pieces import PiecedTensor
+from torchtitan.weight_sync.memory.staging import Staging, to_copy
 
 SHAPES = {"embed": (5, 32), "q": (8, 32), "norm": (7,), "v": (1, 5)}
 WEIGHTS = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}

@@ -22,9 +22,10 @@ import pytest
 
 from tests.moto_server import moto_server
 from tests.patience import PATIENCE_S, until
+from torchtitan.distributed.boxes import Box
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.memory.delta import encode, shortest
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
 from torchtitan.weight_sync.memory.weight_files import version_folder
 from torchtitan.weight_sync.transports import stores

@@ -36,7 +36,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.platforms import current_platform
 
-from torchtitan.weight_sync.memory.staging import PiecedTensor, StagedTensors, to_copy
+from torchtitan.distributed.pieces import PiecedTensor
+from torchtitan.weight_sync.memory.staging import StagedTensors, to_copy
 
 METHODS: tuple[type, ...] = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 # Layers whose weight is that of the checkpoint, or several of them one below the other.

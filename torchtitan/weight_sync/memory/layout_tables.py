@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from torchtitan.distributed.boxes import Box
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Larger than any model's sizes; sums of a few of them still fit 64 bits.
 _LARGEST = 1 << 60
@@ -24,17 +26,6 @@ _MAX_ROWS = 1 << 24
 _MAX_NAMES_BYTES = 1 << 30
 
 Item = TypeVar("Item", bound=Hashable)
-
-
-class Box(NamedTuple):
-    """A hyper-rectangle of a tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
 
 
 class ParameterEntry(NamedTuple):

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.distributed.boxes import Box
+from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 # Alignment of the ranks' slots where one memory holds them all.
@@ -270,6 +271,6 @@ def checksum_function(kind: str) -> Callable[[Any], str]:
         return xxhash.xxh3_128_hexdigest
     if kind != "sum":
         raise ValueError(f"unknown checksum {kind!r}")
-    from torchtitan.weight_sync.memory.device_slots import sum_checksum  # imports torch
+    from torchtitan.distributed.checksum import sum_checksum  # imports torch
 
     return sum_checksum

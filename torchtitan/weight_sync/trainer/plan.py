@@ -12,9 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torchtitan.distributed.boxes import Box
 from torchtitan.distributed.placement import StackPart, local_region, region_at
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.memory.layout_tables import Box, ParameterTable, ShardTable, numbered
+from torchtitan.weight_sync.memory.layout_tables import ParameterTable, ShardTable, numbered
 from torchtitan.weight_sync.memory.manifest import Layout
 
 MAX_BUCKETS = 4096

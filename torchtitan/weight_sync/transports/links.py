@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from torchtitan.distributed import device
+from torchtitan.distributed.checksum import memory_tensor
 from torchtitan.distributed.point_to_point import Broken, Communicator, PairStore, Pending, backend_for, connect
-from torchtitan.weight_sync.memory.device_slots import memory_tensor
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 

@@ -50,7 +50,7 @@ class Nccl(Transport):
             yield key, f"must be {off_device()} or ipc with inference.sleep_level: {text}"
 
     def sending(self, runtime: Any, slots: Any, *about: Any) -> dict[str, Any]:
-        from torchtitan.weight_sync.memory.device_slots import memory_tensor
+        from torchtitan.distributed.checksum import memory_tensor
         from torchtitan.weight_sync.transports.links import Chunks, SendingLink
 
         chunks = Chunks(**self.options, where=memory_tensor(slots.slot(0)).device)
@@ -74,7 +74,7 @@ class Nccl(Transport):
         self._links[name].heard(message)
 
     def fetch(self, reference: Message, target: Any) -> None:
-        from torchtitan.weight_sync.memory.device_slots import memory_tensor
+        from torchtitan.distributed.checksum import memory_tensor
 
         link = self._links.get(reference["link"])
         if link is None:
