@@ -1,9 +1,9 @@
 """A checksum of memory that is cheap on a GPU and the same on every device.
 
-Over the bytes as 32-bit words w[i] (the last one padded with zeros), it is the sum of w[i] and the sum of w[i] * (2i + 1), both
-modulo 2^64. These are integers, so the order of additions does not matter. A flipped bit changes the second sum by an
-odd multiple of a power of two below 2^32. Two different words that swap places change it by the product of their
-difference (below 2^32) and twice their distance (below 2^32), which is not divisible by 2^64; the same holds for
+Over the bytes as 32-bit words w[i] (the last one padded with zeros), it is the sum of w[i] and the sum of w[i] * (2i +
+1), both modulo 2^64. These are integers, so the order of additions does not matter. A flipped bit changes the second
+sum by an odd multiple of a power of two below 2^32. Two different words that swap places change it by the product of
+their difference (below 2^32) and twice their distance (below 2^32), which is not divisible by 2^64; the same holds for
 swapped halves of words. It detects accidents; authentication guards against dishonest peers.
 """
 

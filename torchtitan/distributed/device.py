@@ -218,6 +218,15 @@ def address_towards(leader: str) -> str:
         raise UserError(f"rank 0's address {leader!r} cannot be found from {socket.gethostname()}: {error}") from error
 
 
+def reachable_host(host: str, peer: str) -> str:
+    """Return the host that others should use to reach a listener on `host`: `host` itself or, if it is a wildcard, the
+    local address that reaches the host `peer`."""
+    with contextlib.suppress(ValueError, UserError):  # `host` is a name, or there is no route to the peer
+        if ipaddress.ip_address(host).is_unspecified:
+            return address_towards(peer)
+    return host
+
+
 def _restarts() -> int:
     """How often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -247,3 +248,34 @@ def copy_full_(target: torch.Tensor | StackPart, full: torch.Tensor) -> None:
     region, local = held_part(target)
     if local is not None:
         local.copy_(full[region])
+
+
+class LocalTensors:
+    """This rank's own elements of some parameters (tensors, DTensors or parts of stacks), without a copy.
+
+    FSDP2 may replace a parameter's local tensor (first forward, loading), so each snapshot looks it up: one attribute
+    access per parameter, which is cheap even for 64,000.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor | StackPart]):
+        self._parameters = [one.stack if isinstance(one, StackPart) else one for one in parameters]
+        self._are_distributed = list(map(is_distributed, self._parameters))
+        self._entries = [
+            (place, one.index - local_region(one.stack)[0].start, slice(*one.rows or (None,)))
+            for place, one in enumerate(parameters)
+            if isinstance(one, StackPart)
+        ]
+        """(index of the parameter, index of the entry in this rank's part of the stack, its rows)"""
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the tensors in the order of the parameters. Copy them under no_grad: they may require gradients."""
+        if not self._entries and all(self._are_distributed):
+            return list(map(_local_tensor, self._parameters))
+        pairs = zip(self._parameters, self._are_distributed, strict=True)
+        local = [tensor._local_tensor if distributed else tensor for tensor, distributed in pairs]  # type: ignore[attr-defined]
+        for place, entry, rows in self._entries:
+            local[place] = local[place][entry, rows]
+        return local
+
+
+_local_tensor = attrgetter("_local_tensor")

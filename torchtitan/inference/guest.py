@@ -21,10 +21,10 @@ from typing import Any
 
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.device import reachable_host
 from torchtitan.errors import UserError
 from torchtitan.inference.client import base_url
 from torchtitan.models.shape import fingerprint, read_args
-from torchtitan.weight_sync.actor.actor import reachable_host
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.clients import RegistryClient
 from torchtitan.weight_sync.wire.handshake import GUEST, Identity
@@ -137,7 +137,7 @@ class Guest:
         self._leave_within_s = arguments.leave_within
         self._runtime = SocketRuntime()
         registry = numeric(arguments.join)
-        url = base_url(reachable_host(arguments.host, registry), port)
+        url = base_url(reachable_host(arguments.host, wire.parse_address(registry)[0]), port)
         self._client = GuestClient(
             self._runtime, registry, arguments.join_as, token, url, offers(arguments, engine), arguments.join_for
         )

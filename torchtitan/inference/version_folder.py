@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.distributed.boxes import Box
 from torchtitan.errors import UserError
+from torchtitan.utils.files import file_checksum
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, check_coverage
 from torchtitan.weight_sync.memory.weight_files import DTYPE_NAMES, FORMAT, MANIFEST
 
 # How often to resolve the folder again if its version is deleted while it is read.
 _READ_ATTEMPTS = 5
-_HASH_BYTES = 1 << 24
 
 
 @dataclass
@@ -121,12 +120,3 @@ def _manifest(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
     except (ValueError, KeyError, TypeError, AttributeError, LayoutError) as error:
         raise UserError(f"{folder / MANIFEST}: {error!r}") from error
     return manifest, files
-
-
-def file_checksum(path: Path) -> str:
-    """Return the xxh3-128 of a whole file."""
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BYTES):
-            hasher.update(block)
-    return hasher.hexdigest()

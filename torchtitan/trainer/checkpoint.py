@@ -45,9 +45,9 @@ from torchtitan.trainer.run_dir import (
     other_checkpoint,
     prune_checkpoints,
     whole_steps,
-    write_file,
 )
 from torchtitan.utils.dtypes import DTYPES
+from torchtitan.utils.files import write_file
 
 logger = logging.getLogger(__name__)
 

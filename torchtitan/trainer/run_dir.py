@@ -28,6 +28,7 @@ from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
+from torchtitan.utils.files import file_checksum, sync_folder, write_file
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ OF_THE_LAUNCH = ("job.config_file", "checkpoint.resume", "checkpoint.load_step")
 # Of checkpoints.
 MARKER = "complete.json"
 FORMAT = 2
-_READ_BYTES = 1 << 20
 _WHOLE_NAME = re.compile(r"step-(\d+)")
 _LEFTOVER_NAME = re.compile(r"step-\d+(\.tmp|\.removed)?")
 
@@ -246,21 +246,9 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     return path
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def describe_file(path: Path) -> dict[str, Any]:
     """Return the size and the checksum of a file, for the marker. Raises OSError."""
-    hasher = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            hasher.update(data)
-        return {"bytes": file.tell(), "xxh3_128": hasher.hexdigest()}
+    return {"bytes": path.stat().st_size, "xxh3_128": file_checksum(path)}
 
 
 def finish_checkpoint(folder: Path, step: int, files: Mapping[str, Any], **facts: Any) -> None:
@@ -270,11 +258,11 @@ def finish_checkpoint(folder: Path, step: int, files: Mapping[str, Any], **facts
     """
     temporary, final = folder / f"step-{step}.tmp", checkpoint_path(folder, step)
     write_file(temporary / MARKER, encode_marker({"format": FORMAT, "step": step, **facts, "files": files}))
-    _sync(temporary)
+    sync_folder(temporary)
     if final.exists():  # without a marker: whole ones are not saved again
         shutil.rmtree(final)
     temporary.rename(final)
-    _sync(folder)
+    sync_folder(folder)
 
 
 def encode_marker(facts: Mapping[str, Any]) -> bytes:
@@ -341,11 +329,3 @@ def prune_checkpoints(folder: Path, keep_latest_k: int) -> None:
         removed = folder / f"step-{step}.removed"
         checkpoint_path(folder, step).rename(removed)  # never a whole-looking half while files go
         shutil.rmtree(removed)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

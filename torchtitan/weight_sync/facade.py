@@ -26,6 +26,7 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
+from torchtitan.utils.machine import resolve_host
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
@@ -185,11 +186,13 @@ class WeightSync:
             raise ValueError("rank 0 starts the registry, every other rank is given its address")
         folder = run_dir / "weight_sync"
         folder.mkdir(parents=True, exist_ok=True)
-        host = servers.resolve_host(config.host) if registry is None else servers.local_address_towards(registry)
         self._closed = False
         self._transport = transport = load_transport(config.transport).configured(config, run_dir)
         if registry is None:
+            host = resolve_host(config.host, "weight_sync.host")
             transport.claim(epoch)
+        else:
+            host = servers.local_address_towards(registry)
         elements = sum(math.prod(parameter.shape) for parameter in unique_parameters(parameters).values())
         version_bytes = DTYPE_BYTES[dtype] * elements
         self.publisher = Publisher(

@@ -25,7 +25,6 @@ from typing import Any
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import child_environment
-from torchtitan.utils.machine import is_loopback
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.registry.state import Settings
@@ -194,24 +193,6 @@ class ServerProcess(Supervised):
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(1.0)
-
-
-def resolve_host(host: str) -> str:
-    """Return the address that weight_sync.host resolves to here. Others are told this address, never a name.
-
-    Raises UserError.
-    """
-    here = socket.gethostname()
-    try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(f"weight_sync.host = {host} cannot be resolved on {here}: {error}") from error
-    if is_loopback(address) and not is_loopback(host):
-        raise UserError(
-            f"weight_sync.host = {host} is {address} on {here} (/etc/hosts?), which no other machine reaches: give the "
-            "address of a network interface, or 127.0.0.1 where everything runs on this machine"
-        )
-    return address
 
 
 def local_address_towards(registry: str) -> str:

@@ -14,7 +14,7 @@ from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.unit_tests.distributed.test_parallel import CP, EP, REPLICATE, TP, Layout, _config, check_layouts
 from torchtitan.distributed import collectives, device
-from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
+from torchtitan.distributed.placement import LocalTensors, ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
@@ -22,7 +22,7 @@ from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.weight_sync.trainer.plan import LocalTensors, placed_parameters, plan_rank
+from torchtitan.weight_sync.trainer.plan import placed_parameters, plan_rank
 
 TWO_RANKS: list[Layout] = [
     {"name": "fsdp"},

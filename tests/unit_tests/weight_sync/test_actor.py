@@ -14,8 +14,9 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, TOKEN, whole_layout
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.clients import Client
+from torchtitan.distributed.device import reachable_host
 from torchtitan.weight_sync.actor import group
-from torchtitan.weight_sync.actor.actor import Actor, StagingEngine, reachable_host
+from torchtitan.weight_sync.actor.actor import Actor, StagingEngine
 from torchtitan.weight_sync.actor.group import LeadingEngine, as_figures
 from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.slots import SharedSlots
@@ -32,8 +33,8 @@ Outcome = dict[str, int] | Exception
 @pytest.mark.parametrize(
     ("host", "peer", "told"),
     [
-        ("10.1.2.3", "127.0.0.1:9", "10.1.2.3"), ("node-3", "127.0.0.1:9", "node-3"),
-        ("0.0.0.0", "127.0.0.1:9", "127.0.0.1"), ("::", "[::1]:9", "::1"),
+        ("10.1.2.3", "127.0.0.1", "10.1.2.3"), ("node-3", "127.0.0.1", "node-3"),
+        ("0.0.0.0", "127.0.0.1", "127.0.0.1"), ("::", "::1", "::1"),
     ],
 )  # fmt: skip
 def test_others_are_told_an_address_that_they_reach(host: str, peer: str, told: str) -> None:

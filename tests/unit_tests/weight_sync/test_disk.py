@@ -23,14 +23,15 @@ from torch.distributed.tensor import Shard
 from tests import faults
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
-from torchtitan.inference.version_folder import file_checksum, read_weights
+from torchtitan.inference.version_folder import read_weights
+from torchtitan.utils.files import file_checksum, replace_file
 from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 from torchtitan.weight_sync.transports.disk import Catalogue, Disk, SlotFiles, read_parts
 from torchtitan.weight_sync.transports.stores import Folder as FolderStore
-from torchtitan.weight_sync.transports.stores import replace_file, store_of
+from torchtitan.weight_sync.transports.stores import store_of
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 EPOCH = "e1-test"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from torchtitan.distributed.boxes import Box
-from torchtitan.weight_sync.memory import layout_tables
+from torchtitan.utils import columns
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, check_coverage, merge_layouts
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, local_box, plan_rank, sent_box
@@ -194,9 +194,9 @@ def test_malformed_tables_are_refused(damage: dict[str, Any]) -> None:
 def test_column_of_too_many_rows_is_not_even_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed, a billion of them is a megabyte."""
     data = layout_of([ParameterEntry("w", "float32", (4,))], [[(0, Box((i,), (1,))) for i in range(4)]]).to_json()
-    monkeypatch.setattr(layout_tables, "_MAX_ROWS", 4)
+    monkeypatch.setattr(columns, "_MAX_ROWS", 4)
     Layout.from_json(data)
-    monkeypatch.setattr(layout_tables, "_MAX_ROWS", 3)
+    monkeypatch.setattr(columns, "_MAX_ROWS", 3)
     with pytest.raises(LayoutError, match="cut off or too long"):
         Layout.from_json(data)
 

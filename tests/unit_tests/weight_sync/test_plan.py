@@ -23,14 +23,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.distributed.boxes import Box
-from torchtitan.distributed.placement import StackPart
+from torchtitan.distributed.placement import LocalTensors, StackPart
 from torchtitan.errors import UserError
+from torchtitan.utils.machine import resolve_host
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.manifest import LayoutError, Manifest, content_digest
 from torchtitan.weight_sync.memory.slots import LiveSlots, SharedSlots, SlotState, SlotWriter
 from torchtitan.weight_sync.memory.staging import Staging
 from torchtitan.weight_sync.servers import ServerProcess
-from torchtitan.weight_sync.trainer.plan import LocalTensors, Placed, placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.trainer.plan import Placed, placed_parameters, plan_rank, unique_parameters
 from torchtitan.weight_sync.trainer.publisher import Publisher
 from torchtitan.weight_sync.wire import runtime as wire
 
@@ -171,10 +172,10 @@ def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypa
 def test_name_of_loopback_is_no_address_for_others(monkeypatch: pytest.MonkeyPatch, host: str, address: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, "", (address, 0))])
     if host == "localhost":
-        assert servers.resolve_host(host) == address
+        assert resolve_host(host, "weight_sync.host") == address
         return
     with pytest.raises(UserError, match=f"weight_sync.host = rank-0 is {address} on .*no other machine reaches"):
-        servers.resolve_host(host)
+        resolve_host(host, "weight_sync.host")
 
 
 def test_rank_that_does_not_reach_the_registry_says_so() -> None:

@@ -11,8 +11,6 @@ hold half a version: the actor is poisoned until a version has been applied.
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import logging
 import socket
 import time
@@ -23,7 +21,6 @@ import torch
 
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed import device
-from torchtitan.errors import UserError
 from torchtitan.weight_sync.actor.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
 from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into, element_bytes
@@ -256,13 +253,5 @@ def _listen(host: str, peer: str) -> tuple[socket.socket, str]:
     """Return a listener on any free port, and the address that others are told."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
-    return listener, wire.format_address(reachable_host(host, peer), listener.getsockname()[1])
-
-
-def reachable_host(host: str, peer: str) -> str:
-    """Return the host that others should use to reach a listener on `host`: `host` itself or, if it is a wildcard, the
-    local address that reaches `peer` (host:port)."""
-    with contextlib.suppress(ValueError, UserError):  # `host` is a name, or there is no route to the peer
-        if ipaddress.ip_address(host).is_unspecified:
-            return device.address_towards(wire.parse_address(peer)[0])
-    return host
+    reachable = device.reachable_host(host, wire.parse_address(peer)[0])
+    return listener, wire.format_address(reachable, listener.getsockname()[1])

@@ -6,26 +6,22 @@ differences of neighbours, few of which are distinct; everything else is plain J
 
 from __future__ import annotations
 
-import base64
 import functools
 import math
-import zlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchtitan.distributed.boxes import Box
+from torchtitan.utils.columns import deflate, inflate, numbered, pack, unpack
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Larger than any model's sizes; sums of a few of them still fit 64 bits.
 _LARGEST = 1 << 60
 # Limits how much memory a few compressed bytes can make a reader allocate.
-_MAX_ROWS = 1 << 24
 _MAX_NAMES_BYTES = 1 << 30
-
-Item = TypeVar("Item", bound=Hashable)
 
 
 class ParameterEntry(NamedTuple):
@@ -76,7 +72,7 @@ class ParameterTable:
 
     def to_json(self) -> dict[str, Any]:
         # One text instead of a list: 64,000 names are read and compared 50 times as fast.
-        return {"names": _deflated("\n".join(self.names).encode()), "kinds": self.kinds, "kind": _packed(self.kind)}
+        return {"names": deflate("\n".join(self.names).encode()), "kinds": self.kinds, "kind": pack(self.kind)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ParameterTable:
@@ -84,8 +80,8 @@ class ParameterTable:
         kinds = tuple((str(dtype), _sizes(shape)) for dtype, shape in data["kinds"])
         if any(dtype not in DTYPE_BYTES for dtype, _ in kinds):
             raise ValueError("an unknown dtype")
-        kind = _unpacked(data["kind"], len(kinds))
-        names = tuple(_inflated(data["names"], _MAX_NAMES_BYTES).decode().split("\n")) if len(kind) else ()
+        kind = unpack(data["kind"], len(kinds))
+        names = tuple(inflate(data["names"], _MAX_NAMES_BYTES).decode().split("\n")) if len(kind) else ()
         if len(names) != len(kind):
             raise ValueError(f"{len(names)} parameters have {len(kind)} kinds")
         return cls(names, kinds, kind)
@@ -132,23 +128,16 @@ class ShardTable:
             byte_offset = end
 
     def to_json(self) -> dict[str, Any]:
-        return {"boxes": self.boxes, "parameter": _packed(self.parameter), "box": _packed(self.box)}
+        return {"boxes": self.boxes, "parameter": pack(self.parameter), "box": pack(self.box)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any], parameters: ParameterTable) -> ShardTable:
         """Read a table. Raises ValueError, TypeError or KeyError for malformed rows."""
         boxes = tuple(Box(_sizes(offset), _sizes(shape)) for offset, shape in data["boxes"])
-        parameter, box = _unpacked(data["parameter"], len(parameters)), _unpacked(data["box"], len(boxes))
+        parameter, box = unpack(data["parameter"], len(parameters)), unpack(data["box"], len(boxes))
         if len(parameter) != len(box):
             raise ValueError("columns of different lengths")
         return cls(parameters, boxes, parameter, box)
-
-
-def numbered(items: Iterable[Item]) -> tuple[tuple[Item, ...], np.ndarray]:
-    """Return the distinct items in order of appearance, and int64 [items]: each item's index among them."""
-    items = list(items)
-    numbers = {item: number for number, item in enumerate(dict.fromkeys(items))}
-    return tuple(numbers), np.fromiter(map(numbers.__getitem__, items), np.int64, len(items))
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -156,34 +145,3 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if set(map(type, sizes)) - {int} or any(size < 0 for size in sizes) or math.prod(sizes) > _LARGEST:
         raise ValueError(f"not a shape or an offset: {values!r}")
     return sizes
-
-
-def _packed(column: np.ndarray) -> str:
-    return _deflated(np.diff(column, prepend=0).astype("<i8").tobytes())
-
-
-def _deflated(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data, 1)).decode()
-
-
-def _inflated(text: Any, most: int) -> bytes:
-    """Return at most so many bytes. Raises ValueError if they are malformed or more."""
-    inflater = zlib.decompressobj()
-    try:
-        data = inflater.decompress(base64.b64decode(text, validate=True), most)
-    except zlib.error as error:
-        raise ValueError(f"a column cannot be decompressed: {error}") from error
-    if not inflater.eof:
-        raise ValueError("a column is cut off or too long")
-    return data
-
-
-def _unpacked(text: Any, limit: int) -> np.ndarray:
-    """Return the int64 column. Raises ValueError if it is malformed or has a value outside 0 to `limit` - 1."""
-    data = _inflated(text, _MAX_ROWS * 8)
-    if len(data) % 8:
-        raise ValueError("a column is cut off")
-    column = np.cumsum(np.frombuffer(data, "<i8"), dtype=np.int64)
-    if len(column) and not 0 <= int(column.min()) <= int(column.max()) < limit:
-        raise ValueError(f"a column holds {int(column.min())} to {int(column.max())}, its limit is {limit}")
-    return column

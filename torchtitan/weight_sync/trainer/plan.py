@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -13,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.distributed.boxes import Box
-from torchtitan.distributed.placement import StackPart, local_region, region_at
+from torchtitan.distributed.placement import StackPart, region_at
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.memory.layout_tables import ParameterTable, ShardTable, numbered
+from torchtitan.utils.columns import numbered
+from torchtitan.weight_sync.memory.layout_tables import ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout
 
 MAX_BUCKETS = 4096
@@ -134,33 +134,3 @@ def unique_parameters(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
     for name, parameter in parameters.items():
         first.setdefault(id(parameter), name)
     return {name: parameters[name] for name in first.values()}
-
-
-class LocalTensors:
-    """This rank's own elements of some parameters (tensors, DTensors or parts of stacks), without a copy.
-
-    FSDP2 may replace a parameter's local tensor (first forward, loading), so each snapshot looks it up: one attribute
-    access per parameter, which is cheap even for 64,000.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor | StackPart]):
-        self._distributed = all(isinstance(parameter, DTensor) for parameter in parameters)
-        self._parameters = [one.stack if isinstance(one, StackPart) else one for one in parameters]
-        self._entries = [
-            (place, one.index - local_region(one.stack)[0].start, slice(*one.rows or (None,)))
-            for place, one in enumerate(parameters)
-            if isinstance(one, StackPart)
-        ]
-        """(index of the parameter, index of the entry in this rank's part of the stack, its rows)"""
-
-    def now(self) -> list[torch.Tensor]:
-        """Return the tensors in the order of the parameters. Copy them under no_grad: they may require gradients."""
-        if self._distributed:
-            return list(map(_local_tensor, self._parameters))
-        local = [p._local_tensor if isinstance(p, DTensor) else p for p in self._parameters]
-        for place, entry, rows in self._entries:
-            local[place] = local[place][entry, rows]
-        return local
-
-
-_local_tensor = attrgetter("_local_tensor")

@@ -23,13 +23,13 @@ import torch
 
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
-from torchtitan.distributed.placement import StackPart
+from torchtitan.distributed.placement import LocalTensors, StackPart
 from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.memory.layout_tables import ShardEntry
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.slots import SlotWriter
-from torchtitan.weight_sync.trainer.plan import LocalTensors, placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.trainer.plan import placed_parameters, plan_rank, unique_parameters
 from torchtitan.weight_sync.wire import hook
 
 logger = logging.getLogger(__name__)

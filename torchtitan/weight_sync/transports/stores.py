@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtitan.errors import UserError
+from torchtitan.utils.files import replace_file, sync_folder
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Folder(Store):
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)
         os.replace(temporary, self._path / LATEST)
-        _sync_folder(self._path)
+        sync_folder(self._path)
 
     def newest(self) -> str:
         """Return what point_to() was last called with; empty if it never was."""
@@ -175,30 +176,6 @@ class Folder(Store):
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
-
-
-def replace_file(target: Path, content: Callable[[BinaryIO], object]) -> None:
-    """Write a file under another name, flush it to the disk, and rename it. Leaves nothing behind on failure."""
-    temporary = target.with_name(f".{target.name}-{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            content(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except Exception:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Objects(Store):
