@@ -417,8 +417,9 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the tokens of all ranks. Factor 1 alone selects a pre-multiplied sum,
-            # which gloo lacks.
-            module.set_gradient_divide_factor(1.0)
+            # which gloo lacks. With one rank, a factor would be another copy of all gradients.
+            if dims.world_size > 1:
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 

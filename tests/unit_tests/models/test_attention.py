@@ -101,6 +101,20 @@ def _check_pack(
     assert layout.positions.tolist() == [place for length in lengths for place in range(length)]
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (100, 0.0), (0, 20.0)])
+def test_gradients_in_half_precision_are_those_of_wide_scores(window: int, softcap: float) -> None:
+    """Scores reach 100, where bfloat16 would round them to halves."""
+    lengths, layer = [16, 48, 700, 16], Layer(window, 4.0, softcap)
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(sum(lengths), heads, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    by = torch.randn(operands[0].shape, generator=generator).bfloat16()
+    leaves, wide = ([x.to(dtype).requires_grad_() for x in operands] for dtype in (torch.bfloat16, torch.float64))
+    found = torch.autograd.grad(PackedAttention(PackedLayout(lengths))(layer, *leaves), leaves, by)
+    expected = torch.autograd.grad(plain_attention(layer, lengths, *wide), wide, by.double())
+    for gradient, other in zip(found, expected, strict=True):
+        assert (gradient.double() - other).norm() < 8e-3 * other.norm()
+
+
 def test_further_keys_change_neither_attention_nor_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PackedLayout([37, 5, 200, 16])
     q, k, v, by = torch.randn(4, layout.total, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
