@@ -17,6 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
 from torchtitan.rollout.gateway.process import SessionAccess
+from torchtitan.rollout.workers import isolation
 from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
@@ -262,6 +263,38 @@ def test_nothing_outlives_the_command_that_started_it(tmp_path: Path, ends: str)
 
     expected = {"itself": 0.5, "with its limit": "timeout", "with its worker": "crash"}[ends]
     assert asyncio.run(asyncio.wait_for(play(), PATIENCE_S)) == expected
+
+
+def test_a_failed_command_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    config, log_file = JobConfig(), tmp_path / "log"
+    config.environment.agent = "bash -c 'echo {1..9999} >&2; echo it broke >&2; exit 3'"
+
+    async def play() -> str:
+        pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"), log_file)
+        try:
+            await pool.start()
+            async with await pool.episode() as episode:
+                await episode.run({}, 0, SessionAccess("", "", ""), PATIENCE_S)
+        except CallFailed as failure:
+            return str(failure)
+        finally:
+            await pool.close()
+        return ""
+
+    said = asyncio.run(play())
+    assert "bash ended with exit code 3: " in said and said.endswith(" 9999\nit broke") and len(said) < 600
+    assert "1 2 3" in log_file.read_text() and "it broke" in log_file.read_text()
+
+
+def test_code_in_a_working_folder_that_isolation_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if all(isolation.problem_of(tool) for tool in isolation.NAMES):
+        pytest.skip("nothing isolates processes here")
+    monkeypatch.chdir(isolation.SCRATCH[0])
+    config = JobConfig()
+    config.environment.agent = "lies_there:agent"
+    pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"))
+    with pytest.raises(UserError, match="cannot see the working folder /tmp: start in another one"):
+        asyncio.run(pool.start())
 
 
 @pytest.mark.parametrize("leaves", ["after its end", "at once", "with a failure", "with the run"])

@@ -6,17 +6,20 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit_tests.rollout.test_prompts import Characters
 from tests.unit_tests.rollout.test_rollouts import (
     BATCH_GROUPS,
     FakeActors,
     FakeRewards,
     indices,
+    look,
     make_config,
     reach,
     running,
@@ -27,7 +30,7 @@ from tests.unit_tests.rollout.test_rollouts import (
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.sources import Source
 from torchtitan.errors import UserError
-from torchtitan.inference.types import GenerateRequest
+from torchtitan.inference.types import GenerateRequest, VersionSpan
 from torchtitan.report.metrics import describe_sample
 from torchtitan.rollout.journal import Journal, decode_batch, encode_batch
 from torchtitan.rollout.rewards.pool import RewardPool
@@ -189,6 +192,39 @@ def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: st
     assert event["source"] == "more" and said[how] in event["reason"]
     assert list(state["mix"]["weights"]) == ["sums", "rare"]
     assert not any(index % 3 == 1 for index in state["unfinished"])
+
+
+@pytest.mark.parametrize("what", ["reward", "environment"])
+def test_the_last_error_says_that_every_call_timed_out(tmp_path: Path, what: str) -> None:
+    class Actors(FakeActors):
+        async def generate(self, request: GenerateRequest, min_version: int = 0, shares: str = "") -> Any:
+            said = {"token_ids": [*map(ord, "bad")], "log_probs": [-1.0] * 3, "spans": [VersionSpan("now", 0, 0, 3)]}
+            return [replace(one, **said) for one in await super().generate(request, min_version)]
+
+    class Text(Characters):
+        shield, encode_shielded = staticmethod(str), Characters.encode
+
+    config, here = make_config(), "tests.unit_tests.rollout"
+    config.training.global_batch_size, config.rewards.timeout_s = 2, 0.2
+    config.training.seq_len, config.rollout.max_completion_tokens = 32, 8
+    stages = {}
+    if what == "reward":
+        config.rewards.functions = [f"{here}.reward_examples:async_hang"]
+    else:
+        config.environment.factory, config.environment.step_timeout_s = f"{here}.environment_examples:HangsAsleep", 0.2
+        config.environment.max_retries, config.rewards.functions = 0, []
+        stages = make_stages(config, Actors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
+    actors: Any = Actors()
+    tokenizer: Any = Text()
+    rollouts = Rollouts(config, actors, RewardPool(config), tokenizer, None, "now", ranks=1, stages=stages)
+    said = {
+        "reward": r"reward function '.*:async_hang': timeout \(the reward worker gave no answer within 0.2 s\)",
+        "environment": "an episode was lost: the environment worker gave no answer within 0.2 s",
+    }
+    with rollouts, pytest.raises(UserError, match=f"got no reward at all; {said[what]}: fix the reward functions"):
+        rollouts.loop.call(rollouts.flow.restore_state, b"")
+        reach(rollouts, 0)
+        look(rollouts, 0, PATIENCE_S)
 
 
 def test_a_lone_source_ends_the_run_even_if_it_is_not_required() -> None:

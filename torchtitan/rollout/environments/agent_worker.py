@@ -24,8 +24,10 @@ import os
 import re
 import shlex
 import signal
+import sys
 import tempfile
 import traceback
+from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +42,8 @@ FUNCTION = re.compile(r"[\w.]+:\w+")
 MAX_THREADS = 4096
 # The end of a command's output, which is searched for its reward.
 TAIL_BYTES = 1 << 16
+# The end of its standard error that its failure quotes, for which it waits so long after the command's end.
+QUOTED_CHARACTERS, QUOTED_WITHIN_S = 500, 1.0
 # The interval between checks whether a command has ended.
 POLL_S = 0.05
 
@@ -114,12 +118,14 @@ async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, An
 
 async def _run_in(environment: dict[str, str], words: list[str], message: dict[str, Any]) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
-        *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+        *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment,
         # It gets its own process group, to be killed with its children. It stays in our session, to end with us.
         preexec_fn=os.setpgrp,
     )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    reading = asyncio.ensure_future(_read_tail(process.stdout))
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    tail, errors = bytearray(), bytearray()
+    reading = asyncio.ensure_future(_read_tail(process.stdout, tail))
+    reading_errors = asyncio.ensure_future(_read_tail(process.stderr, errors, copy=True))
     try:
         with contextlib.suppress(ConnectionError):  # a command may ignore the row
             process.stdin.write(json.dumps(message["row"]).encode() + b"\n")
@@ -131,9 +137,11 @@ async def _run_in(environment: dict[str, str], words: list[str], message: dict[s
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    tail, code = await reading, await process.wait()
-    if code:
-        raise RuntimeError(f"{words[0]} ended with exit code {code}")
+    await reading
+    await asyncio.wait([reading_errors], timeout=QUOTED_WITHIN_S)
+    if code := process.returncode:
+        said = errors.decode(errors="replace").strip()[-QUOTED_CHARACTERS:]
+        raise RuntimeError(f"{words[0]} ended with exit code {code}{said and ': '}{said}")
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:
@@ -142,11 +150,14 @@ async def _run_in(environment: dict[str, str], words: list[str], message: dict[s
         raise ValueError(f"the last line that {words[0]} printed is not a reward: {last[:200]!r}") from None
 
 
-async def _read_tail(output: asyncio.StreamReader) -> bytes:
-    tail = b""
+async def _read_tail(output: asyncio.StreamReader, tail: bytearray, copy: bool = False) -> None:
+    """Keep the end of a command's output in `tail`. copy: pass all of it on to our standard error."""
     while part := await output.read(TAIL_BYTES):
-        tail = (tail + part)[-TAIL_BYTES:]
-    return tail
+        if copy:
+            sys.stderr.buffer.write(part)
+            sys.stderr.buffer.flush()
+        tail += part
+        del tail[:-TAIL_BYTES]
 
 
 class Taskset:

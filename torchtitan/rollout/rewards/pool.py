@@ -224,7 +224,7 @@ class RewardPool:
                 raise
         if "late" in reply:
             self.statistics["timeouts"] += 1
-            raise CallFailed("timeout", f"no answer within {timeout_s:g} s")
+            raise CallFailed("timeout", f"the reward worker gave no answer within {timeout_s:g} s")
         return reply
 
 

@@ -164,7 +164,7 @@ class WorkerProcess:
             reply = await asyncio.wait_for(future, timeout_s)
         except asyncio.TimeoutError:
             self.broken = True  # a hanging thread cannot be stopped
-            raise CallFailed("timeout", f"no answer within {timeout_s:g} s") from None
+            raise CallFailed("timeout", f"{self._what} gave no answer within {timeout_s:g} s") from None
         except OSError as error:
             self.broken = True
             reason = f"{self._what} has ended" if self.alive else self._describe_end()
@@ -267,6 +267,8 @@ class WorkerProcess:
             return f"{error} (keys are withheld: {self._table}.variables = {json.dumps(missing)} would change that)"
         if self._isolation is None:
             return error
+        if str(Path.cwd()) in SCRATCH and any(cause in error for cause in ("No module named", "No such file")):
+            return f"{error} (it is isolated and cannot see the working folder {Path.cwd()}: start in another one)"
         for setting, causes in CAUSES.items():
             if any(cause in error for cause in causes) and not (self._isolation.network and "network" in setting):
                 return f"{error} (it is isolated: {self._table}.{setting} would change that)"
