@@ -168,9 +168,12 @@ def test_a_budget_that_nobody_names_is_small_beside_the_gradients() -> None:
     mib = 1 << 20
     assert default_head_budget(2048, 151936, 1024) == default_head_budget(8192, 151936, 4096) == 36 * mib
     assert default_head_budget(32768, 32768, 256) == 8 * mib
-    # All logits at once, or the weight in fp32, would fit into the largest.
+    # All logits at once would fit into the largest.
     assert default_head_budget(10, 64, 32) == default_head_budget(2048, 4096, 64) == 36 * mib
-    assert default_head_budget(32768, 32768, 256, converts=True) == 36 * mib
+    # A converted weight comes on top, unless it is large.
+    assert default_head_budget(32768, 32768, 256, converts=True) == (36 + 32) * mib
+    assert default_head_budget(32768, 151936, 1024, converts=True) == 36 * mib
+    assert choose_tiling(2048, 49152, 576, default_head_budget(2048, 49152, 576, True), converts=True).columns == 49152
     assert default_head_budget(2048, 151936, 256) == 4 * 256 * (2048 + 151936) // 8
 
 
