@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.rollout.workers.door import Door
+from torchtitan.rollout.workers.port_forward import PortForward
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/passwd", "/etc/hosts")
 # Of /tmp, and of what is brought back from it.
@@ -24,8 +24,8 @@ from pathlib import Path
 
 variables = {}
 if len(sys.argv) > 1:
-    with socket.socket(fileno=int(sys.argv[1])) as door, socket.create_server(("127.0.0.1", 0)) as listener:
-        socket.send_fds(door, [b"x"], [listener.fileno()])
+    with socket.socket(fileno=int(sys.argv[1])) as outside, socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.send_fds(outside, [b"x"], [listener.fileno()])
         variables["OPENAI_BASE_URL"] = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 print("ready", flush=True)
 files, command, git, keep, count, letters = json.load(sys.stdin)
@@ -88,10 +88,10 @@ async def run(python, files, command, keep, *, git=False, variables=None, gatewa
     for name, value in {**own, "PYTHONDONTWRITEBYTECODE": "1", **(variables or {})}.items():
         words += ["--setenv", name, value]
     words += ["--chdir", "/tmp", "--", f"{home}/bin/python", "-I", "-c", INSIDE]
-    door, given = Door(), []
+    forward, given = PortForward(), []
     if gateway is not None:
-        door.target = gateway
-        given.append(door.new())
+        forward.target = gateway
+        given.append(forward.new())
     passed = [one.fileno() for one in given]
     process = await asyncio.create_subprocess_exec(
         *words, *map(str, passed), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=passed
@@ -101,13 +101,13 @@ async def run(python, files, command, keep, *, git=False, variables=None, gatewa
             one.close()
         ready = await asyncio.wait_for(process.stdout.readline(), timeout_s)
         if given and ready:
-            await door.open()
+            await forward.open()
         told = json.dumps([files, command, git, keep, FILES, LETTERS]).encode()
         output, _ = await asyncio.wait_for(process.communicate(told), timeout_s)
     finally:
         if process.returncode is None:
             process.kill()
-        await door.close()
+        await forward.close()
     if process.returncode:
         raise RuntimeError(f"the sandbox ended with exit code {process.returncode}")
     return Done(*json.loads(output))

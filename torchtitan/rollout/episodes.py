@@ -61,12 +61,12 @@ class Player(ABC):
         numbers = range(request.sampling.n)
         tasks = [asyncio.ensure_future(self._persist(prompt, request, number, min_version)) for number in numbers]
         try:
-            played = await asyncio.gather(*tasks)
+            trajectories = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [trajectory for trajectory in played if trajectory is not None]
+        return [trajectory for trajectory in trajectories if trajectory is not None]
 
     async def _persist(
         self, prompt: Prompt, request: GenerateRequest, number: int, min_version: int
@@ -206,16 +206,16 @@ class AgentPlayer(Player):
                 reward = await episode.run(row, prompt.index, access, environment.episode_timeout_s)
         finally:
             # An episode that was aborted must also stop sampling.
-            played = await self._gateway.end(access.session)
-            self.statistics["turns"] += len(sampled_segments(played.branches))
-            self.statistics.update(played.counts)
-        if played.failed:
-            self.statistics["calls_failed"] += played.failed
-            raise CallFailed("exception", f"{played.failed} calls of the policy were not answered")
-        if not played.branches:
+            record = await self._gateway.end(access.session)
+            self.statistics["turns"] += len(sampled_segments(record.branches))
+            self.statistics.update(record.counts)
+        if record.failed:
+            self.statistics["calls_failed"] += record.failed
+            raise CallFailed("exception", f"{record.failed} calls of the policy were not answered")
+        if not record.branches:
             raise CallFailed("exception", "the agent has not asked the policy anything")
-        said = self._said(prompt, played.branches)
-        return Trajectory(played.branches, "length" if played.cut else "stop", said, reward)
+        said = self._said(prompt, record.branches)
+        return Trajectory(record.branches, "length" if record.cut else "stop", said, reward)
 
     def _said(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
         """Return the policy's turns in the branch that ended last, for reward functions."""

@@ -78,7 +78,7 @@ class EnvironmentPool(WorkerPool):
         module = f"torchtitan.rollout.environments.{self.module}"
         super().__init__(table, self.what, module, setup, log_file, run_dir, self._cut)
         self._config, self._events = table, events
-        self._numbers, self._told = itertools.count(), 0
+        self._numbers, self._reported = itertools.count(), 0
         self._ended: set[WorkerProcess] = set()
         """Workers whose end an event has reported; their other episodes then need no events of their own"""
         self.statistics: Counter[str] = Counter(
@@ -114,10 +114,10 @@ class EnvironmentPool(WorkerPool):
         except CallFailed as failure:
             self.statistics["failures"] += 1
             self.statistics[{"timeout": "timeouts", "crash": "crashes"}.get(failure.kind, "exceptions")] += 1
-            if worker not in self._ended and self._told < FAILURE_EVENTS:
+            if worker not in self._ended and self._reported < FAILURE_EVENTS:
                 what = {"what": failure.kind, "in": message["do"], "reason": str(failure)}
                 self._events.write("environment_failed", level=logging.WARNING, **what)
-                self._told += 1
+                self._reported += 1
             if failure.kind == "crash":
                 self._ended.add(worker)
             raise
@@ -125,8 +125,8 @@ class EnvironmentPool(WorkerPool):
     def look_at_errors(self, worker: WorkerProcess, texts: list[str]) -> None:
         """Report the first errors of tools that may come from what the worker lacks: the policy alone reads them."""
         for text in texts:
-            if self._told < FAILURE_EVENTS and (explained := worker.explained(text)) != text:
-                self._told += 1
+            if self._reported < FAILURE_EVENTS and (explained := worker.explained(text)) != text:
+                self._reported += 1
                 self._events.write(
                     "environment_failed", level=logging.WARNING, what="tool", **{"in": "act"}, reason=explained
                 )
@@ -140,7 +140,7 @@ class EnvironmentPool(WorkerPool):
             self._ended.discard(worker)
 
     def _cut(self) -> None:
-        self._events.write("environment_output_cut", level=logging.WARNING, log=str(self._log_file))
+        self._events.write("environment_output_cut", level=logging.WARNING, log=str(self._settings.log_file))
 
 
 class Episode:
@@ -179,8 +179,8 @@ class Episode:
     async def run(self, row: dict[str, Any], index: int, access: SessionAccess, timeout_s: float) -> float | None:
         """Let an agent play the whole episode, and return its reward."""
         url, process = access.base_url, self._worker
-        if process.door is not None and access.address is not None:
-            process.door.target = access.address
+        if process.forward is not None and access.address is not None:
+            process.forward.target = access.address
             url = f"http://127.0.0.1:{process.about['port']}/v1"
         reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=url, key=access.key)
         self._finished = True
@@ -198,13 +198,14 @@ class AgentPool(EnvironmentPool):
     def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None, run_dir: Path | None = None):
         """Raises UserError if verifiers is needed but not installed; for the arguments see WorkerPool."""
         super().__init__(config, events, log_file, run_dir=run_dir)
-        environment, self._needs_gateway = config.environment, True
-        self._setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
+        environment, settings = config.environment, self._settings
+        settings.needs_gateway = True
+        settings.setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
         # The files of a command line, and verifiers' tokenizer.
-        self._visible = [*shlex.split(environment.agent), config.model.hf_assets_path]
+        settings.visible = [*shlex.split(environment.agent), config.model.hf_assets_path]
         if environment.verifiers:
-            self._python = find_python("verifiers", environment.verifiers_python, "environment.verifiers_python")
-            self._setup |= {
+            settings.python = find_python("verifiers", environment.verifiers_python, "environment.verifiers_python")
+            settings.setup |= {
                 "taskset": environment.verifiers,
                 "model": config.model.hf_assets_path,
                 "harness": environment.verifiers_harness,

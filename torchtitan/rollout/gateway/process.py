@@ -120,7 +120,8 @@ class Gateway:
 
         Raises UserError if the gateway does not start, GatewayLost if it ends meanwhile.
         """
-        peer = await self._connected()
+        async with self._starting:
+            peer = self._peer or await self._start()
         opening = {"sampling": asdict(sampling), "min_version": min_version, "shares": shares}
         key = await self._order(peer.call("open", session=session, many=many, **opening))
         return SessionAccess(session, f"{self.url}/v1", str(key), self._address)
@@ -146,14 +147,7 @@ class Gateway:
         except (ConnectionError, PeerFailed) as error:
             raise GatewayLost(str(error)) from error
 
-    async def _connected(self) -> Peer:
-        async with self._starting:
-            if self._peer is None:
-                await self._start()
-            assert self._peer is not None
-            return self._peer
-
-    async def _start(self) -> None:
+    async def _start(self) -> Peer:
         """Start the process and connect to it. Raises UserError."""
         await self.close()
         self._port_file.unlink(missing_ok=True)
@@ -183,6 +177,7 @@ class Gateway:
             await self.close()
             raise UserError(f"the gateway does not start: {error!r}; {self._process.log_tail()}") from error
         self._peer = peer
+        return peer
 
     async def _serve(self, peer: Peer) -> None:
         await peer.run()

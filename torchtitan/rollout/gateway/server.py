@@ -91,7 +91,7 @@ class _Access:
     sessions: dict[str, Session] = field(default_factory=dict)
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
     ended: bool = False
-    told: bool = False
+    reported: bool = False
     """Whether the run has been told of a call after the end"""
 
 
@@ -229,8 +229,8 @@ class GatewayServer:
         if len(access.under_way) >= MAX_UNDER_WAY:
             raise WrongCall(f"this key has {MAX_UNDER_WAY} calls under way", "too_many_calls", 429)
         if access.ended:
-            if not access.told:
-                access.told = True
+            if not access.reported:
+                access.reported = True
                 await self._peer.call("late_call", session=access.name, path=request.path)
             raise _ended()
         return access

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.workers.door import hand_over
+from torchtitan.rollout.workers.port_forward import hand_over
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
@@ -104,8 +104,8 @@ def set_up(
 ) -> Loaded | None:
     """Read the set-up, import the user's code with `load`, and limit the memory. Return None if the worker must end.
 
-    The set-up has `path` (folders to import from), `memory_limit_mb`, and `door` where the process is isolated (a
-    descriptor, see door.py). `load` turns it into the value that is returned here and a dictionary that is sent to the
+    The set-up has `path` (folders to import from), `memory_limit_mb`, and `forward` where the process is isolated (a
+    descriptor, see port_forward.py). `load` turns it into what is returned here and a dictionary that is sent to the
     parent.
     """
     setup = read_message(incoming)
@@ -118,8 +118,8 @@ def set_up(
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         write_message(outgoing, {"error": text})
         return None
-    if "door" in setup:
-        about = {**about, "port": hand_over(setup["door"])}
+    if "forward" in setup:
+        about = {**about, "port": hand_over(setup["forward"])}
     limit_memory(setup["memory_limit_mb"])
     write_message(outgoing, {"ready": True, **about})
     return loaded

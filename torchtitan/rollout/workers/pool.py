@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.rollout_tables import Environment, Rewards
-from torchtitan.rollout.workers.door import Door
 from torchtitan.rollout.workers.isolation import find_isolation
-from torchtitan.rollout.workers.process import WorkerProcess
+from torchtitan.rollout.workers.process import WorkerProcess, WorkerSettings
 from torchtitan.utils.http_site import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -41,15 +40,12 @@ class WorkerPool:
 
         Raises UserError if the table's isolate = true is not possible here.
         """
-        self._what, self._module, self._setup = what, module, {**setup, "memory_limit_mb": table.memory_limit_mb}
-        self._count, self._log_file, self._run_dir, self._flooded = table.num_workers, log_file, run_dir, flooded
-        self._isolation, self._shut_in = find_isolation(table.isolate, table.network)
-        self._table = type(table).__name__.lower()
-        self._replaced = replaced
-        self._python: str | None = None
-        """The interpreter that runs the workers, if not ours"""
-        self._visible, self._secrets = list(visible), [*table.variables, *secrets]
-        self._needs_gateway = False
+        isolation, self._shut_in = find_isolation(table.isolate, table.network)
+        self._settings = WorkerSettings(
+            what, module, {**setup, "memory_limit_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
+            list(visible), [*table.variables, *secrets], isolation, type(table).__name__.lower(),
+        )  # fmt: skip
+        self._count, self._replaced = table.num_workers, replaced
         self._workers: list[WorkerProcess] = []
         self._retired: set[WorkerProcess] = set()
         self._placing = asyncio.Lock()
@@ -57,13 +53,13 @@ class WorkerPool:
     async def start(self) -> None:
         """Start all workers. Raises the first one's UserError only once no start is in progress, so that close() may
         then stop them."""
-        if self._needs_gateway:
+        if self._settings.needs_gateway:
             raise_descriptor_limit()  # every connection with the gateway may pass through this process
-        self._workers = [self._new_worker() for _ in range(self._count)]
+        self._workers = [WorkerProcess(self._settings) for _ in range(self._count)]
         for outcome in await asyncio.gather(*(one.start() for one in self._workers), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-        logger.info("%s is %s", self._what, self._shut_in)
+        logger.info("%s is %s", self._settings.what, self._shut_in)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -77,20 +73,13 @@ class WorkerPool:
     async def _stop(self, worker: WorkerProcess) -> None:
         await worker.stop()
 
-    def _new_worker(self) -> WorkerProcess:
-        has_door = self._needs_gateway and self._isolation is not None and not self._isolation.network
-        return WorkerProcess(
-            self._what, self._module, self._setup, self._log_file, self._flooded, self._python, self._isolation,
-            self._visible, self._run_dir, self._secrets, self._table, Door() if has_door else None,
-        )  # fmt: skip
-
     async def take(self) -> WorkerProcess:
         """Return the worker with the fewest users, for one more. Raises UserError if none starts."""
         async with self._placing:
             for place, worker in enumerate(self._workers):
                 if worker.broken or not worker.alive:
                     self._retired.add(worker)
-                    self._workers[place] = self._new_worker()
+                    self._workers[place] = WorkerProcess(self._settings)
                     await self._stop_unused(worker)
                     self._replaced()
                     await self._workers[place].start()

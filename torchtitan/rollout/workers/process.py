@@ -11,14 +11,15 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.workers.door import Door
 from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES
 from torchtitan.rollout.workers.isolation import SCRATCH, Isolation
+from torchtitan.rollout.workers.port_forward import PortForward
 from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
 from torchtitan.utils.machine import host_memory
 
@@ -52,53 +53,55 @@ class CallFailed(Exception):
         self.kind = kind
 
 
+@dataclass
+class WorkerSettings:
+    """What the processes of a pool have in common."""
+
+    what: str
+    """Their name in messages, such as "the reward worker" """
+    module: str
+    """Each runs `python -m module`"""
+    setup: dict[str, Any]
+    """Their first message, see workers/inside.py; the folders to import from are added"""
+    log_file: Path | None
+    """Their output is appended to it, up to a limit"""
+    flooded: Callable[[], None]
+    """Called once when the output of one exceeds that limit"""
+    run_dir: Path | None
+    """The run's folder, which isolated ones must not see"""
+    visible: list[str]
+    """Files and folders that they must be able to read"""
+    secrets: list[str]
+    """Names of environment variables with keys that they get"""
+    isolation: Isolation | None
+    """What isolates them; None for nothing"""
+    table: str
+    """Their table of the configuration, for messages"""
+    python: str = sys.executable
+    needs_gateway: bool = False
+    """Those without a network get a way to the gateway"""
+
+
 class WorkerProcess:
-    """Runs `python -m module`, set up with `setup`. Belongs to one asyncio loop.
+    """A process that answers calls. Belongs to one asyncio loop.
 
     Any number of calls may be in flight. A call that misses its deadline does not stop the process, because its other
     calls may continue; the owner decides. If the process ends, all calls fail.
-
-    Args:
-        what: the process's name in messages, such as "the reward worker".
-        setup: the first message, see workers/inside.py; the folders to import from are added.
-        log_file: the process's output is appended to it, up to a limit.
-        flooded: called once when the output exceeds that limit.
-        python: the interpreter that runs it, by default ours.
-        isolation: what isolates it; None for nothing.
-        visible: files and folders that it must be able to read.
-        run_dir: the run's folder, which it must not see.
-        secrets: names of environment variables with keys that it gets.
-        table: its table of the configuration, for messages.
-        door: its way to the gateway, if it has no network.
     """
 
-    def __init__(
-        self,
-        what: str,
-        module: str,
-        setup: dict[str, Any],
-        log_file: Path | None = None,
-        flooded: Callable[[], None] = lambda: None,
-        python: str | None = None,
-        isolation: Isolation | None = None,
-        visible: Iterable[str | Path] = (),
-        run_dir: Path | None = None,
-        secrets: Collection[str] = (),
-        table: str = "environment",
-        door: Door | None = None,
-    ):
-        self._what, self._log_file, self._flooded = what, log_file, flooded
-        python = python or sys.executable
-        self._setup = {"path": sys.path, **setup}
-        self._command = [python, "-m", module]
-        self._isolation, self._secrets, self._table = isolation, secrets, table
+    def __init__(self, settings: WorkerSettings):
+        self._settings, isolation = settings, settings.isolation
+        self._what = settings.what
+        self._command = [settings.python, "-m", settings.module]
         if isolation is not None:
-            paths = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-            visible = [*visible, *paths, Path.cwd(), sys.prefix, sys.base_prefix, Path(python).parent.parent]
-            hidden = [] if run_dir is None else [run_dir]
-            self._command = [*isolation.command(visible, hidden), *self._command]
-        self.door = door
-        self._process = ChildProcess(what, log_file)
+            paths = [*settings.visible, *sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            needed = [*paths, Path.cwd(), sys.prefix, sys.base_prefix, Path(settings.python).parent.parent]
+            hidden = [] if settings.run_dir is None else [settings.run_dir]
+            self._command = [*isolation.command(needed, hidden), *self._command]
+        shut_in = isolation is not None and not isolation.network
+        self.forward = PortForward() if settings.needs_gateway and shut_in else None
+        """Its way to the gateway, if it has no network"""
+        self._process = ChildProcess(settings.what, settings.log_file)
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,7 +120,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """(Re)start the process. Raises UserError after MAX_START_ATTEMPTS, or if it cannot load its code."""
-        environment = child_environment(threads=1, secrets=self._secrets)
+        environment = child_environment(threads=1, secrets=self._settings.secrets)
         here = os.environ.items()
         self._withheld = [name for name, value in here if is_secret(name, value) and name not in environment]
         reason = ""
@@ -126,17 +129,17 @@ class WorkerProcess:
             self._reason = ""
             environment["TMPDIR"] = self._new_scratch()
             with contextlib.ExitStack() as files:
-                setup, inherited = dict(self._setup), []
-                if self.door is not None:
-                    theirs = files.enter_context(self.door.new())
-                    setup["door"] = theirs.fileno()
+                setup, inherited = {"path": sys.path, **self._settings.setup}, []
+                if self.forward is not None:
+                    theirs = files.enter_context(self.forward.new())
+                    setup["forward"] = theirs.fileno()
                     inherited.append(theirs.fileno())
                 await self._process.launch(self._command, environment, pipes=True, files=inherited)
             self._tasks = [asyncio.create_task(self._read_output())]
             try:
                 reply = await asyncio.wait_for(self._introduce(setup), START_TIMEOUT_S)
-                if self.door is not None and "error" not in reply:
-                    await self.door.open()
+                if self.forward is not None and "error" not in reply:
+                    await self.forward.open()
             except asyncio.TimeoutError:
                 reason = f"not ready within {START_TIMEOUT_S:g} s"
             except (OSError, asyncio.IncompleteReadError):
@@ -152,7 +155,7 @@ class WorkerProcess:
                 self.about = reply
                 self._tasks += [asyncio.create_task(self._read_replies()), asyncio.create_task(self._watch())]
                 return
-        where = f", see {self._log_file}" if self._log_file else ""
+        where = f", see {self._settings.log_file}" if self._settings.log_file else ""
         raise UserError(f"{self._what} does not start ({MAX_START_ATTEMPTS} attempts, last: {reason}){where}")
 
     async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -186,8 +189,8 @@ class WorkerProcess:
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.cleanup)
             self._scratch = None
-        if self.door is not None:
-            await self.door.close()
+        if self.forward is not None:
+            await self.forward.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -239,7 +242,7 @@ class WorkerProcess:
             if sum(map(_own_bytes, processes)) > limit and sum(map(_proportional_bytes, processes)) > limit:
                 excess = f"more than {limit >> 20} MiB of memory"
             if excess:
-                more = f"; {self._table}.num_workers spreads calls over more workers" if self.users > 1 else ""
+                more = f"; {self._settings.table}.num_workers spreads calls over more workers" if self.users > 1 else ""
                 self._reason = f"{self._what} was stopped: its processes were, or had, {excess}{more}"
                 await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
                 return
@@ -252,40 +255,41 @@ class WorkerProcess:
                 future.set_exception(CallFailed("crash", reason))
 
     def _describe_end(self) -> str:
-        return self._reason or self._process.describe_end(wrapped=self._isolation is not None)
+        return self._reason or self._process.describe_end(wrapped=self._settings.isolation is not None)
 
     def _new_scratch(self) -> str:
         """Return the folder for its temporary files, which ends with it."""
-        if self._isolation is not None:
+        if self._settings.isolation is not None:
             return SCRATCH[0]
         self._scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         return self._scratch.name
 
     def explained(self, error: str) -> str:
         """Return an error of the user's code, with the key that helps if what the process lacks may have caused it."""
+        table, isolation = self._settings.table, self._settings.isolation
         if missing := [name for name in self._withheld if name in error]:
-            return f"{error} (keys are withheld: {self._table}.variables = {json.dumps(missing)} would change that)"
-        if self._isolation is None:
+            return f"{error} (keys are withheld: {table}.variables = {json.dumps(missing)} would change that)"
+        if isolation is None:
             return error
         if str(Path.cwd()) in SCRATCH and any(cause in error for cause in ("No module named", "No such file")):
             return f"{error} (it is isolated and cannot see the working folder {Path.cwd()}: start in another one)"
         for setting, causes in CAUSES.items():
-            if any(cause in error for cause in causes) and not (self._isolation.network and "network" in setting):
-                return f"{error} (it is isolated: {self._table}.{setting} would change that)"
+            if any(cause in error for cause in causes) and not (isolation.network and "network" in setting):
+                return f"{error} (it is isolated: {table}.{setting} would change that)"
         return error
 
     async def _read_output(self) -> None:
         """Keep the beginning of the output; the rest must not fill the disk."""
         output = self._process.output
-        left = LOGGED_BYTES
+        left, log_file = LOGGED_BYTES, self._settings.log_file
         while data := await output.read(1 << 16):
-            if self._log_file is None:
+            if log_file is None:
                 sys.stderr.buffer.write(data[:left])
             else:
-                with self._log_file.open("ab") as log:
+                with log_file.open("ab") as log:
                     log.write(data[:left])
             if left > 0 >= left - len(data):
-                self._flooded()
+                self._settings.flooded()
             left = max(0, left - len(data))
 
 

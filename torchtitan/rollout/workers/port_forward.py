@@ -1,4 +1,4 @@
-"""A door in the isolation of a process: one address outside that it can connect to.
+"""A forwarded port of an isolated process: one address outside that it can connect to.
 
 The process listens on the loopback of its own network, and passes that socket to us: what it accepts connects its
 programs with us, and we connect them with the address. So no file or other process is needed.
@@ -17,7 +17,7 @@ MAX_CONNECTIONS = 4096
 CHUNK_BYTES = 1 << 16
 
 
-class Door:
+class PortForward:
     """The outer side. Belongs to one asyncio loop."""
 
     def __init__(self) -> None:
@@ -86,7 +86,10 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 def hand_over(descriptor: int) -> int:
-    """In the isolated process: listen, pass the socket through the door, and return the port."""
-    with socket.socket(fileno=descriptor) as door, socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listener:
-        socket.send_fds(door, [b"x"], [listener.fileno()])
+    """In the isolated process: listen, pass that socket to the outer side, and return the port."""
+    with (
+        socket.socket(fileno=descriptor) as outside,
+        socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listener,
+    ):
+        socket.send_fds(outside, [b"x"], [listener.fileno()])
         return int(listener.getsockname()[1])
