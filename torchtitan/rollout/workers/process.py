@@ -95,7 +95,13 @@ class WorkerProcess:
         self._command = [settings.python, "-m", settings.module]
         if isolation is not None:
             paths = [*settings.visible, *sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-            needed = [*paths, Path.cwd(), sys.prefix, sys.base_prefix, Path(settings.python).parent.parent]
+            needed: list[str | Path] = [
+                *paths,
+                Path.cwd(),
+                sys.prefix,
+                sys.base_prefix,
+                Path(settings.python).parent.parent,
+            ]
             hidden = [] if settings.run_dir is None else [settings.run_dir]
             self._command = [*isolation.command(needed, hidden), *self._command]
         shut_in = isolation is not None and not isolation.network
