@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.patience import asynchronous, eventually
+from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -24,6 +24,7 @@ from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.facade import WeightSync
 
 LENGTH = 500
@@ -189,3 +190,30 @@ async def test_guests_stay_while_they_answer_though_the_registry_has_forgotten_t
         assert not run.events("actor_left")
         await spot.leave()
         await eventually(lambda: not run.pool.actors)
+
+
+@asynchronous
+async def test_guest_that_ends_while_the_registry_is_away_answers_what_it_has_begun(
+    job: Callable[[], contextlib.AbstractAsyncContextManager[Job]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "RESTART_SECONDS", 600.0)
+    async with job() as run:
+        spot = await Spot(run, "spot").start()
+        await run.ready("spot")
+        waiting = asyncio.create_task(run.pool.generate(endless("last")))
+        await eventually(lambda: run.pool._actors[0].load, why=lambda: run.pool.actors)
+        assert run.sync.registry is not None
+        run.sync.registry.process.kill()  # type: ignore[attr-defined]
+        await eventually(lambda: not spot.guest._client.connected)
+        await spot.leave()
+        (completion,) = await waiting
+        assert len(completion.token_ids) == LENGTH - 3 and run.pool.statistics["requests_redone"] == 0
+
+
+@asynchronous
+async def test_guest_of_no_run_ends_at_once(
+    job: Callable[[], contextlib.AbstractAsyncContextManager[Job]],
+) -> None:
+    async with job() as run:
+        wrong = await Spot(run, "wrong", "--leave-within", "600", "--dtype", "bfloat16").start()
+        await asyncio.wait_for(wrong.leave(), PATIENCE_S)

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 SHUTDOWN_SECONDS = 2.0
+LOOK_SECONDS = 0.2
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Asked = TypeVar("Asked", bound=Body)
@@ -121,6 +123,8 @@ class ActorServer(abc.ABC):
         """Why that connection has to be replaced"""
         self._site: HttpSite | None = None
         self._leaves = False
+        self._in_progress = 0
+        """Requests that have no answer yet"""
         self._released = asyncio.Event()
 
     # For subclasses to override
@@ -149,11 +153,17 @@ class ActorServer(abc.ABC):
         self._site = HttpSite(app, SHUTDOWN_SECONDS)
         return await self._site.start(host, port)
 
-    async def leave(self, timeout_s: float) -> None:
-        """Ask for no more requests, and return when the run has the answers to all, or after `timeout_s`."""
-        self._leaves = True
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._released.wait(), timeout_s)
+    async def leave(self, timeout_s: float, has_joined: Callable[[], bool]) -> None:
+        """Ask for no more requests, and return when the run has the answers to all, or after `timeout_s`.
+
+        has_joined(): whether the run's registry is there. While it is not, the run may have ended, or never begun: then
+        it is enough that all requests are answered.
+        """
+        self._leaves, deadline = True, time.monotonic() + timeout_s
+        while (has_joined() or self._in_progress) and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._released.wait(), min(left, LOOK_SECONDS))
+                return
 
     async def close(self) -> None:
         """Stop pulling and listening."""
@@ -184,6 +194,7 @@ class ActorServer(abc.ABC):
             return answer({"error": "the bearer token is missing or wrong"}, 401)
         if self._site is not None:
             self._site.trust(request)
+        self._in_progress += 1
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -196,6 +207,8 @@ class ActorServer(abc.ABC):
                     return answer({"error": text}, status, **headers)
             logger.exception("%s %s failed", request.method, request.path)
             return answer({"error": repr(error)}, 500)
+        finally:
+            self._in_progress -= 1
 
     def state(self) -> dict[str, Any]:
         """Return what /health reports."""

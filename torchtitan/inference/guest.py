@@ -91,6 +91,7 @@ class GuestClient(RegistryClient):
         self, runtime: Runtime, registry: str, name: str, token: str, url: str, offered: Facts, join_for_s: float
     ):
         identity, about = Identity.of(token, GUEST, name), {"url": url, "offers": offered}
+        self._named = registry
         super().__init__(runtime, registry, identity, about, self._joined, lambda _message: None, join_for_s)
         self._leaves = False
         self.gone = threading.Event()
@@ -106,6 +107,15 @@ class GuestClient(RegistryClient):
 
     def _joined(self) -> None:
         logger.info("%s has joined the run whose registry is at %s", self._identity.name, self.address)
+
+    def _dial(self) -> None:
+        # Anew each time: the name may lead to another machine by now.
+        try:
+            self.address = numeric(self._named)
+        except UserError as error:
+            self._failed(str(error))
+        else:
+            super()._dial()
 
     def _opened(self, channel: Channel, fields: Message) -> None:
         # By now, another run may have this address.
@@ -136,10 +146,9 @@ class Guest:
     def __init__(self, arguments: argparse.Namespace, engine: str, port: int, token: str):
         self._leave_within_s = arguments.leave_within
         self._runtime = SocketRuntime()
-        registry = numeric(arguments.join)
-        url = base_url(reachable_host(arguments.host, wire.parse_address(registry)[0]), port)
+        url = base_url(reachable_host(arguments.host, wire.parse_address(numeric(arguments.join))[0]), port)
         self._client = GuestClient(
-            self._runtime, registry, arguments.join_as, token, url, offers(arguments, engine), arguments.join_for
+            self._runtime, arguments.join, arguments.join_as, token, url, offers(arguments, engine), arguments.join_for
         )
         self._runtime.start("guest", self._client.start)
 
@@ -156,8 +165,7 @@ class Guest:
                 raise UserError(f"{self.failure} (--join-for)")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped.wait(), LOOK_S)
-        if self._client.connected:
-            await server.leave(self._leave_within_s)
+        await server.leave(self._leave_within_s, lambda: self._client.connected)
         self._runtime.post(self._client.leave)
         await asyncio.to_thread(self._client.gone.wait, GOODBYE_S)
         await asyncio.to_thread(self._runtime.end, GOODBYE_S)

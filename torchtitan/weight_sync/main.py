@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan.utils.budget import Budgets
 from torchtitan.utils.logs import log_to
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
@@ -23,7 +24,7 @@ from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.transport import Transport, load_transport
 from torchtitan.weight_sync.wire import runtime as wire
-from torchtitan.weight_sync.wire.runtime import Budget
+from torchtitan.weight_sync.wire.handshake import OWN
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 # At most this many lines wait for a slow disk; further ones are lost, and counted.
@@ -50,12 +51,12 @@ class Journal:
         """What no thread writes yet"""
         self._waiting = self._lost = 0
         self._closing = False
-        self._budgets: dict[str, Budget] = {}
+        self._budgets = Budgets(LINES_AT_ONCE, LINES_PER_SECOND, OWN)
         """What each actor may still cause"""
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Queue one line. Runs on the loop's thread."""
-        budget = self._budgets.setdefault(fields.get("actor", ""), Budget(LINES_AT_ONCE, LINES_PER_SECOND))
+        budget = self._budgets.of(fields.get("actor", OWN))
         if self._waiting >= MAXIMUM_WAITING or ("actor" in fields and budget.wait_s(self._runtime.now())):
             self._lost += 1
             return

@@ -10,10 +10,12 @@ from deterministic.machine import Process
 from deterministic.parts import REGISTRY, TOKEN
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from tests.unit_tests.weight_sync.test_registry import World
+from torchtitan.errors import UserError
+from torchtitan.inference import guest
 from torchtitan.weight_sync.registry import guests
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
-from torchtitan.weight_sync.wire.handshake import GUEST, Dialer, Identity
+from torchtitan.weight_sync.wire.handshake import GUEST, HANDSHAKE_SECONDS, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS
 
 WANTED = {"engine": "embedded", "model": "abc", "max-length": 64, "exact": 0}
@@ -171,3 +173,22 @@ def test_guest_that_says_anything_else_is_cut_off() -> None:
     guest.say("pin", version=3)
     assert guest.over and world.heard(world.trainer()) == {}
     assert "a guest does not send 'pin'" in world.events("guest_gone")[-1]["reason"]
+
+
+def test_guest_asks_anew_where_the_registry_is_each_time_that_it_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Door()
+    trainer = world.trainer()
+    found: list[str | UserError] = [UserError("no such name"), "10.9.9.9:1", REGISTRY]
+
+    def resolve(address: str) -> str:
+        assert address == "head:5000"
+        if isinstance(where := found.pop(0), UserError):
+            raise where
+        return where
+
+    monkeypatch.setattr(guest, "numeric", resolve)
+    process = Process(world.machine, "spot")
+    client = guest.GuestClient(process.runtime, "head:5000", "spot", GUEST_TOKEN, URL, OFFERED, 60.0)
+    client.start()
+    world.run(3 * guest.RETRY_S + HANDSHAKE_SECONDS)
+    assert client.connected and not found and world.heard(trainer) == {"spot": URL}

@@ -267,6 +267,17 @@ def test_a_process_that_is_killed_leaves_whole_versions(after: int, tmp_path: Pa
     assert not list(tmp_path.glob("**/.*"))
 
 
+def test_no_chain_of_deltas_has_more_bytes_than_a_version(tmp_path: Path) -> None:
+    job, whole = Job(store_of(str(tmp_path)), whole_every=10**6), []
+    for serial in range(1, 50):
+        if "file" in job.publish(serial):
+            whole.append(serial)
+        rows = [job.files.refer(serial, start, start + BUCKET)["parts"] for start in range(0, SIZE, BUCKET)]
+        assert sum(part[3] for row in rows for part in row if part[3] < BUCKET) <= SIZE
+    assert len(whole) > 1
+    job.pulled(serial)
+
+
 def test_an_object_store_is_tried_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "RETRY_SECONDS", 0.0)
     store = Objects(f"memory://{uuid.uuid4().hex}")

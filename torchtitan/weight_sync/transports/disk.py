@@ -89,8 +89,10 @@ class SlotFiles:
                 # By its serial, because a version that another rank failed to write is written again.
                 found, _ = put(f"{folder}/rank-{self._rank:05d}-{serial:08d}.delta", deltas)
                 parts = [[*before, part] for before, part in zip(base.parts, found, strict=True)]
-        # By the version's number, so that all ranks write the same versions whole, whatever one of them has missed.
-        if base is None or version // self._whole_every != base.version // self._whole_every:
+        chain = sum(part[3] for row, new in zip(parts, buckets, strict=True) for part in _since_whole(row, len(new)))
+        # By the version's number, so that all ranks write the same versions whole, whatever one of them has missed; and
+        # before an actor that joins would have to read more deltas than a version has bytes.
+        if base is None or chain > len(memory) or version // self._whole_every != base.version // self._whole_every:
             name = weight_files.file_name(self._rank, self._ranks)
             meta = {"epoch": self._epoch, "version": str(version), "rank": str(self._rank), "ranks": str(self._ranks)}
             header = weight_files.file_header(self._layout, meta)

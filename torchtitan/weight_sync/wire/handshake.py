@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from torchtitan.utils.budget import Budgets
 from torchtitan.weight_sync.wire import runtime as wire
-from torchtitan.weight_sync.wire.runtime import Budget, Channel, Message, ProtocolError, Runtime, Timer
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ PEER = "peer"
 HTTP = "http"
 # A server that offers to be an actor of the job, under its own name. Its key is derived from the token of such servers.
 GUEST = "guest"
+# So begin the names of actors that the run starts or lists, and no guest's.
+OWN = "actor-"
 # A part of an actor. Its name is its number; its key is derived from the actor's.
 WORKER = "worker"
 
@@ -66,8 +69,8 @@ class Acceptor:
 
     roles: allowed roles; secret: their keys are derived from it (role_key). admit(identity, fields) returns what the
     peer is told, or raises ProtocolError to refuse it. enter(channel, identity, fields) takes over the channel, and
-    must set its callbacks. share: of wire.MESSAGES_AT_ONCE and MESSAGES_PER_SECOND that an actor has here. guests: the
-    secret from which the keys of guests are derived.
+    must set its callbacks. share: of wire.MESSAGES_AT_ONCE and MESSAGES_PER_SECOND that an actor has here, by its name.
+    guests: the secret from which the keys of guests are derived.
     """
 
     def __init__(
@@ -80,11 +83,10 @@ class Acceptor:
         share: float = 1.0,
         guests: str = "",
     ):
-        self._runtime, self._roles, self._secret, self._share = runtime, roles, secret, share
-        self._guests = guests
+        self._runtime, self._roles, self._secret, self._guests = runtime, roles, secret, guests
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
-        self._budgets: dict[Identity, Budget] = {}
+        self._budgets = Budgets(wire.MESSAGES_AT_ONCE * share, wire.MESSAGES_PER_SECOND * share, OWN)
         self._stop_listening: Callable[[], None] = lambda: None
 
     def listen(self, listener: Any) -> None:
@@ -108,9 +110,6 @@ class Acceptor:
         for channel in list(self._waiting):
             channel.close("closing")
 
-    def _new_budget(self) -> Budget:
-        return Budget(wire.MESSAGES_AT_ONCE * self._share, wire.MESSAGES_PER_SECOND * self._share)
-
     def _settled(self, channel: Channel) -> None:
         timer = self._waiting.pop(channel, None)
         if timer is not None:
@@ -130,7 +129,7 @@ class Acceptor:
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         budget = None
         if identity.role in (ACTOR, PEER, GUEST):
-            budget = channel.budget = self._budgets.setdefault(identity, self._new_budget())
+            budget = channel.budget = self._budgets.of(identity.name)
             channel.trust(wire.MAXIMUM_ACTOR_BYTES)
         else:
             channel.trust()

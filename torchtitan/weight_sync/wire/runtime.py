@@ -16,6 +16,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torchtitan.utils.budget import Budget
+
 Message = dict[str, Any]
 
 LENGTH = struct.Struct("!I")
@@ -113,26 +115,6 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Cancel the call."""
-
-
-class Budget:
-    """How much of something one peer may cause, such as messages to be handled: `most` at once, and so much per second
-    from then on. Its connections share it."""
-
-    def __init__(self, most: float, per_second: float) -> None:
-        self._most, self._per_second = most, per_second
-        self._left, self._at = most, 0.0
-
-    def wait_s(self, now: float) -> float:
-        """Return after how many seconds the next message may be handled."""
-        self._left = min(self._most, self._left + (now - self._at) * self._per_second)
-        self._at = now
-        # Rounding may leave a debt that is too small for the clock.
-        return 0.0 if self._left > -1e-3 else -self._left / self._per_second
-
-    def spend(self, messages: float) -> None:
-        """Count what has been handled; the budget may be exceeded, and is then paid off."""
-        self._left -= messages
 
 
 class Channel:
