@@ -45,6 +45,7 @@ from benchmarks import agent_faults, common  # noqa: E402
 from tests.chat_models import VOCABULARY, write_chat_tokenizer  # noqa: E402
 from torchtitan.config.job_config import JobConfig  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from torchtitan.distributed.placement import unique_parameters  # noqa: E402
 from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
 from torchtitan.inference.pool import InferencePool  # noqa: E402
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters  # noqa: E402
@@ -56,7 +57,6 @@ from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer  # noqa: E402
 from torchtitan.utils.json_lines import EventLog  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.trainer.plan import unique_parameters  # noqa: E402
 
 BARS = {
     "prefill_saved": (">=", 5.0),

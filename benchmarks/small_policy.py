@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.vllm_actor import make_model
+from torchtitan.distributed.placement import unique_parameters
 from torchtitan.utils.machine import keep_freed_memory
-from torchtitan.weight_sync.trainer.plan import unique_parameters
 
 VOCABULARY = 1024
 

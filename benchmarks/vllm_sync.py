@@ -57,7 +57,7 @@ from benchmarks.vllm_actor import (  # noqa: E402
     vllm_python,
 )
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync.trainer.plan import unique_parameters  # noqa: E402
+from torchtitan.distributed.placement import unique_parameters  # noqa: E402
 
 BARS = {"pause_ratio": ("<=", 0.4), "total_ratio": ("<=", 0.9), "tp2_bytes_share": ("<=", 0.6)}
 STREAMS = 4

@@ -56,7 +56,7 @@ from benchmarks.small_policy import PolicyTrainer  # noqa: E402
 from benchmarks.small_trainer import Job, Trainer, start_actor  # noqa: E402
 from benchmarks.vllm_actor import VLLMActor  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync.facade import GONE  # noqa: E402
+from torchtitan.weight_sync.registry.state import GONE  # noqa: E402
 
 BARS = {
     "frozen_step_ratio": ("<=", 1.03),

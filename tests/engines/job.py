@@ -22,12 +22,12 @@ from tests.journals import journal_of
 from tests.patience import until
 from tests.processes import Processes, started_by
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.distributed.placement import unique_parameters
 from torchtitan.inference.actor_parts import make_client
 from torchtitan.inference.agent.engine import AdminClient
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.trainer.plan import unique_parameters
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 Answer = TypeVar("Answer")

@@ -14,8 +14,8 @@ from tests.distributed_launcher import run_distributed
 from tests.engines.job import CALL_SECONDS, PROMPT, Actor, differences
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.distributed.placement import unique_parameters
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.trainer.plan import unique_parameters
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 SECONDS = 120.0

@@ -22,8 +22,9 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor import puller
 from torchtitan.weight_sync.actor.actor import Actor
-from torchtitan.weight_sync.facade import MAX_FAILURES, WeightSync
+from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.registry.state import MAX_FAILURES
 from torchtitan.weight_sync.servers import ServerProcess
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 

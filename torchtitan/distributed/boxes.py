@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
+
+Index = tuple[int | slice, ...]
 
 
 class Box(NamedTuple):
@@ -38,3 +41,24 @@ def intersection(first: Box, second: Box) -> Box | None:
         offset.append(start)
         shape.append(end - start)
     return Box(tuple(offset), tuple(shape))
+
+
+def cut_rows(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Index, tuple[int, ...]]]:
+    """Cut a tensor into consecutive pieces of at most `limit` elements, in row-major order.
+
+    Yields (index, shape of the piece). The tensor need not be contiguous.
+    """
+    elements = math.prod(shape)
+    if elements <= limit:
+        yield (), shape
+        return
+    row = elements // shape[0]
+    if row > limit:
+        for first in range(shape[0]):
+            for index, piece in cut_rows(shape[1:], limit):
+                yield (first, *index), piece
+        return
+    rows = limit // row
+    for start in range(0, shape[0], rows):
+        end = min(start + rows, shape[0])
+        yield (slice(start, end),), (end - start, *shape[1:])

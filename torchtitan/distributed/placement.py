@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from typing_extensions import TypeIs
@@ -279,3 +279,14 @@ class LocalTensors:
 
 
 _local_tensor = attrgetter("_local_tensor")
+
+
+Weight = TypeVar("Weight", bound=torch.Tensor | StackPart)
+
+
+def unique_parameters(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Leave out the later names of tied parameters."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(id(parameter), name)
+    return {name: parameters[name] for name in first.values()}

@@ -12,7 +12,7 @@ import torch
 
 from torchtitan.distributed.device import in_background
 from torchtitan.utils.dtypes import DTYPES
-from torchtitan.weight_sync.memory.manifest import Layout, checksum_function, reads_devices
+from torchtitan.weight_sync.memory.manifest import Layout, checksum_function
 from torchtitan.weight_sync.memory.staging import ExpectedChecksums
 
 # The most names in a message.
@@ -81,18 +81,18 @@ def slot_checksums(
             parts.append(part)
             room -= len(part)
             if room == 0:
-                yield _checksum(layout.checksum, parts)
+                yield _checksum(layout, parts)
                 parts, room = [], layout.bucket_bytes
     if parts:
-        yield _checksum(layout.checksum, parts)
+        yield _checksum(layout, parts)
 
 
-def _checksum(kind: str, parts: list[torch.Tensor]) -> str:
+def _checksum(layout: Layout, parts: list[torch.Tensor]) -> str:
     """Return a bucket's checksum."""
     with in_background(parts[0].device):
-        if reads_devices(kind):
-            return checksum_function(kind)(torch.cat(parts))
-        return checksum_function(kind)(torch.cat([part.cpu() for part in parts]).numpy())
+        if layout.reads_devices:
+            return checksum_function(layout.checksum)(torch.cat(parts))
+        return checksum_function(layout.checksum)(torch.cat([part.cpu() for part in parts]).numpy())
 
 
 def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

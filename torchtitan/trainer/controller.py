@@ -39,7 +39,8 @@ from torchtitan.trainer.run_dir import go_back_to
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
 from torchtitan.utils.json_lines import EventLog, read_json_lines
-from torchtitan.weight_sync.facade import GONE, LATE, ActorStatus, WeightSync
+from torchtitan.weight_sync.facade import ActorStatus, WeightSync
+from torchtitan.weight_sync.registry.state import GONE, LATE
 from torchtitan.weight_sync.trainer.publisher import Snapshot
 
 logger = logging.getLogger(__name__)

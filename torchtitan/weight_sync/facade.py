@@ -24,18 +24,15 @@ import torch
 
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.config.transports import TRANSPORTS
-from torchtitan.distributed.placement import StackPart
+from torchtitan.distributed.placement import StackPart, unique_parameters
 from torchtitan.errors import UserError
 from torchtitan.utils.machine import resolve_host
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.memory.slots import Boundary
-from torchtitan.weight_sync.registry.state import GONE as GONE
-from torchtitan.weight_sync.registry.state import LATE as LATE
-from torchtitan.weight_sync.registry.state import MAX_FAILURES as MAX_FAILURES
-from torchtitan.weight_sync.registry.state import MAX_NAMED, NOT_AWAITED, Settings, tally
-from torchtitan.weight_sync.trainer.plan import bucket_bytes_of, unique_parameters
+from torchtitan.weight_sync.registry.state import MAX_FAILURES, MAX_NAMED, NOT_AWAITED, Settings, tally
+from torchtitan.weight_sync.trainer.plan import bucket_bytes_of
 from torchtitan.weight_sync.trainer.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.transports.transport import load_transport
 from torchtitan.weight_sync.wire.clients import RegistryClient

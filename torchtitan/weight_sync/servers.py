@@ -163,12 +163,7 @@ class ServerProcess(Supervised):
             self.process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, json.dumps(told)],
                 pass_fds=self._descriptors,
-                # Only files may lie in a bucket, to which the user's keys let in.
-                env=child_environment(
-                    1,
-                    secrets=() if self._told.get("transport", "tcp") in ("tcp", "ipc", "nccl") else True,
-                    **self._keys,
-                ),
+                env=child_environment(1, secrets=True if self._told.get("needs_keys") else (), **self._keys),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

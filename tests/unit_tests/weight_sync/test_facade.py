@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.facade import MAX_FAILURES, SyncOutcome, WeightSync
+from torchtitan.weight_sync.facade import SyncOutcome, WeightSync
 from torchtitan.weight_sync.memory.slots import Boundary
-from torchtitan.weight_sync.registry.state import tally
+from torchtitan.weight_sync.registry.state import MAX_FAILURES, tally
 from torchtitan.weight_sync.servers import listen
 from torchtitan.weight_sync.wire.runtime import Message
 

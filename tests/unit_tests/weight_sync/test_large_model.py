@@ -10,7 +10,7 @@ from deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import Actor, Job, Shape
 from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.config.job_config import WeightSync
-from torchtitan.weight_sync.trainer.plan import unique_parameters
+from torchtitan.distributed.placement import unique_parameters
 
 GIGABYTE = 1e9
 RANKS = 8

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.distributed.boxes import Box
-from torchtitan.distributed.placement import LocalTensors, StackPart
+from torchtitan.distributed.placement import LocalTensors, StackPart, unique_parameters
 from torchtitan.errors import UserError
 from torchtitan.utils.machine import resolve_host
 from torchtitan.weight_sync import servers
@@ -31,7 +31,7 @@ from torchtitan.weight_sync.memory.manifest import LayoutError, Manifest, conten
 from torchtitan.weight_sync.memory.slots import LiveSlots, SharedSlots, SlotState, SlotWriter
 from torchtitan.weight_sync.memory.staging import Staging
 from torchtitan.weight_sync.servers import ServerProcess
-from torchtitan.weight_sync.trainer.plan import Placed, placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.trainer.plan import Placed, placed_parameters, plan_rank
 from torchtitan.weight_sync.trainer.publisher import Publisher
 from torchtitan.weight_sync.wire import runtime as wire
 

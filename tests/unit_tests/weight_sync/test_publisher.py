@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.streams import DelayedStream
+from torchtitan.distributed.boxes import cut_rows
 from torchtitan.distributed.checksum import sum_checksum
 from torchtitan.distributed.device import side_stream
 from torchtitan.weight_sync.memory.slots import LiveSlots, SlotState
 from torchtitan.weight_sync.trainer import publisher as publisher_module
 from torchtitan.weight_sync.trainer.plan import placed_parameters, plan_rank
-from torchtitan.weight_sync.trainer.publisher import DirectFiller, Publisher, ScratchFiller, cut_rows
+from torchtitan.weight_sync.trainer.publisher import DirectFiller, Publisher, ScratchFiller
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 

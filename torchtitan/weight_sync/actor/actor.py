@@ -24,14 +24,7 @@ from torchtitan.distributed import device
 from torchtitan.weight_sync.actor.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
 from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into, element_bytes
-from torchtitan.weight_sync.memory.manifest import (
-    BucketKey,
-    Layout,
-    LayoutError,
-    Manifest,
-    checksum_function,
-    reads_devices,
-)
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function
 from torchtitan.weight_sync.memory.slots import open_shared
 from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion, Staging
 from torchtitan.weight_sync.transports.bucket_server import Relay
@@ -67,8 +60,7 @@ class StagingEngine:
         # The leader says how to open the shared memory, and how many workers there are.
         shared: Message = {} if self._number is None else message["staging"]
         try:
-            # Only checksums of kind "sum" are computed on a device.
-            where = self._where if reads_devices(layout.checksum) else "cpu"
+            where = self._where if layout.reads_devices else "cpu"
             memory = open_shared(shared, writable=True) if shared else None
             self._staging, self._device = Staging(layout, where, memory), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:

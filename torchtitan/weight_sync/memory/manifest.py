@@ -54,6 +54,11 @@ class Layout:
         return [0, *itertools.accumulate(sizes)]
 
     @property
+    def reads_devices(self) -> bool:
+        """Whether slots and staging memory may be on a device: their checksums can be computed there."""
+        return self.checksum == "sum"
+
+    @property
     def total_bytes(self) -> int:
         return sum(rank.slot_bytes for rank in self.ranks)
 
@@ -255,11 +260,6 @@ def _check_parameter(parameter: ParameterEntry, pieces: list[tuple[int, Box]]) -
             f"{parameter.name}: the ranks send {covered} elements of {math.prod(parameter.shape)}, "
             "or some of them twice"
         )
-
-
-def reads_devices(kind: str) -> bool:
-    """Return whether slots and staging memory of a layout with this kind may be on a device."""
-    return kind == "sum"
 
 
 def checksum_function(kind: str) -> Callable[[Any], str]:

@@ -126,20 +126,14 @@ class Transfer:
 
         held: bucket -> serial of the snapshot in staging memory; where that is `base`, a delta is requested.
         """
-        sheet: list[int] = []
-        again: list[int] = []
-        deltas: list[int] = []
-        whole: list[int] = []
+        asked: list[tuple[Message, list[int]]] = [({}, []), ({"again": True}, []), ({"base": base}, []), ({}, [])]
         for bucket in sorted(self.missing.get(rank, ())):
             key = rank, bucket
             if key not in self.arriving:
                 is_delta = base is not None and held.get(key) == base
-                which = again if key in self.corruptions else deltas if is_delta else whole
-                (sheet if bucket == SHEET else which).append(bucket)
-        asked: list[tuple[list[int], Message]] = [
-            (sheet, {}), (again, {"again": True}), (deltas, {"base": base}), (whole, {})
-        ]  # fmt: skip
-        return [self.request(buckets, **how) for buckets, how in asked if buckets]
+                place = 0 if bucket == SHEET else 1 if key in self.corruptions else 2 if is_delta else 3
+                asked[place][1].append(bucket)
+        return [self.request(buckets, **how) for how, buckets in asked if buckets]
 
     def request(self, buckets: list[int], **how: Any) -> Message:
         """Return a request for these buckets of a rank, in ascending order."""

@@ -17,19 +17,13 @@ URL = re.compile(r"http://([^\s/:@]+|\[[\da-fA-F:]+\]):\d{1,5}")
 
 
 class Guests:
-    """Those that are there. write(event, fields) writes a line of the journal; leaves(name): one has finished its
-    requests and ends; changed(): the trainer has to hear of it."""
+    """Those that are there. note(event, fields) writes a line of the journal and lets the trainer hear of it;
+    leaves(name): one has finished its requests and ends."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        settings: Settings,
-        write: Callable[[str, Message], None],
-        leaves: Callable[[str], None],
-        changed: Callable[[], None],
+        self, runtime: Runtime, settings: Settings, note: Callable[[str, Message], None], leaves: Callable[[str], None]
     ):
-        self._runtime, self._settings, self._write, self._leaves = runtime, settings, write, leaves
-        self._tell = changed
+        self._runtime, self._settings, self._on_change, self._leaves = runtime, settings, note, leaves
         self.there: dict[str, Peer] = {}
         self._changed: dict[str, None] = {}
         """Of these the trainer has not been told the latest"""
@@ -72,6 +66,5 @@ class Guests:
         self._note("guest_gone", {"actor": name, "reason": reason})
 
     def _note(self, event: str, fields: Message) -> None:
-        self._write(event, fields)
         self._changed[fields["actor"]] = None
-        self._tell()
+        self._on_change(event, fields)

@@ -12,18 +12,9 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
+from torchtitan.weight_sync.registry import state
 from torchtitan.weight_sync.registry.guests import PONG, Guests
-from torchtitan.weight_sync.registry.state import (
-    KEPT,
-    MAX_NAMED,
-    Actor,
-    IncompleteVersion,
-    Lanes,
-    Peer,
-    Settings,
-    relay_sources,
-    tally,
-)
+from torchtitan.weight_sync.registry.state import Actor, IncompleteVersion, Lanes, Peer, Settings
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
@@ -75,7 +66,7 @@ class Registry:
         self._token = token
         self.lanes = Lanes(settings)
         self._ranks: dict[int, Peer] = {}
-        self.guests = Guests(runtime, settings, write, self._guest_leaves, self._tell_trainer_soon)
+        self.guests = Guests(runtime, settings, self._guest_changed, self._guest_leaves)
         self.actors: dict[str, Actor] = {}
         self._trainer: Channel | None = None
         self._layouts: dict[int, Message] = {}
@@ -257,7 +248,7 @@ class Registry:
         # One message for both: the version that an actor is pulling may live on as a lane.
         self._told = live = self._live()
         try:
-            sources = relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, self._token)
+            sources = state.relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, self._token)
         except Exception:
             # Whatever is wrong with an actor: the newest version is announced to all.
             logger.exception("no actor relays version %d", gathered.version)
@@ -324,10 +315,14 @@ class Registry:
     def _tell_trainer_soon(self) -> None:
         if self._trainer is not None and not self._status_due:
             self._status_due = True
-            large = len(self.actors) > MAX_NAMED
+            large = len(self.actors) > state.MAX_NAMED
             self._runtime.call_later(LARGE_STATUS_SECONDS if large else STATUS_SECONDS, self._tell_trainer)
 
     # Actors
+
+    def _guest_changed(self, event: str, fields: Message) -> None:
+        self._write(event, fields)
+        self._tell_trainer_soon()
 
     def _guest_leaves(self, name: str) -> None:
         if name in self.actors:
@@ -339,7 +334,7 @@ class Registry:
             before.channel.close("replaced by a newer connection")
         actor = self.actors.get(name)  # one that leaves is gone with its connection
         if actor is None or actor.instance != instance:
-            kept = {} if actor is None else {what: getattr(actor, what) for what in KEPT}
+            kept = {} if actor is None else {what: getattr(actor, what) for what in state.KEPT}
             actor = self.actors[name] = Actor(None, instance, address, 0.0, **kept)
             self.lanes.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
@@ -414,11 +409,11 @@ class Registry:
         outcome = message["outcome"]
         if outcome == "staged":
             self.lanes.finished(name)
-            actor.applies_since, state = self._runtime.now(), "APPLYING"
+            actor.applies_since, then = self._runtime.now(), "APPLYING"
         else:
             self.lanes.end(name)
-            actor.applies_since, state = None, "READY" if actor.version >= 0 else "JOINING"
-        actor.state = state if actor.state != "POISONED" else actor.state
+            actor.applies_since, then = None, "READY" if actor.version >= 0 else "JOINING"
+        actor.state = then if actor.state != "POISONED" else actor.state
         if outcome == "refused":
             actor.failures, actor.reason = actor.failures + 1, message["reason"]
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
@@ -467,7 +462,7 @@ class Registry:
         self._status_due = False
         if self._trainer is None:
             return
-        most = STATUS_ACTORS if len(self.actors) > MAX_NAMED else MAX_NAMED
+        most = STATUS_ACTORS if len(self.actors) > state.MAX_NAMED else state.MAX_NAMED
         routine = [name for name in self._routine if name not in self._urgent][:most]
         told = self._routine if self._whole else {**self._urgent, **dict.fromkeys(routine)}
         self._trainer.send(self.status(None if self._whole else told))
@@ -482,7 +477,7 @@ class Registry:
         return {
             "type": "status",
             "whole": names is None,
-            **tally(self.actors.values()),
+            **state.tally(self.actors.values()),
             "newest": None if self.newest is None else self.newest.version,
             "dropped": [[serial, version] for serial, version in self._dropped.items()],
             "pinned": self._pinned,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -103,9 +103,6 @@ def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, buck
     return Layout(bucket_bytes, table, (ShardTable(table, boxes, parameter, box),))
 
 
-Weight = TypeVar("Weight", bound=torch.Tensor | StackPart)
-
-
 def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> list[PlacedParameter]:
     """Return how this rank sees each parameter. Raises UserError for placements other than sharded or replicated."""
     # Meshes and placements are few and shared, so each combination is read once.
@@ -126,11 +123,3 @@ def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> lis
             known[key] = Placed(shape, mesh_shape, at, placements, entry, rows)
         placed.append(PlacedParameter(name, known[key]))
     return placed
-
-
-def unique_parameters(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Leave out the later names of tied parameters."""
-    first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        first.setdefault(id(parameter), name)
-    return {name: parameters[name] for name in first.values()}

@@ -15,28 +15,28 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from torchtitan.distributed import device
+from torchtitan.distributed.boxes import Index, cut_rows
 from torchtitan.distributed.device import Fence, SideStream
-from torchtitan.distributed.placement import LocalTensors, StackPart
+from torchtitan.distributed.placement import LocalTensors, StackPart, unique_parameters
 from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.memory.layout_tables import ShardEntry
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.slots import SlotWriter
-from torchtitan.weight_sync.trainer.plan import placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.trainer.plan import placed_parameters, plan_rank
 from torchtitan.weight_sync.wire import hook
 
 logger = logging.getLogger(__name__)
 
 # Device memory that a snapshot needs beside the parameters if slots are in host memory.
 SCRATCH_BYTES = 64 << 20
-Index = tuple[int | slice, ...]
 SnapshotInFlight = tuple[int, int, float]
 """Slot, version, and when its copy was queued, in seconds since 1970"""
 
@@ -109,27 +109,6 @@ class ScratchFiller:
             scratch = self._scratch[: part.end - part.start]
             torch._foreach_copy_(part.views, pieces)
             self._slots[slot][part.start : part.end].copy_(scratch, non_blocking=True)
-
-
-def cut_rows(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Index, tuple[int, ...]]]:
-    """Cut a tensor into consecutive pieces of at most `limit` elements, in row-major order.
-
-    Yields (index, shape of the piece). The tensor need not be contiguous.
-    """
-    elements = math.prod(shape)
-    if elements <= limit:
-        yield (), shape
-        return
-    row = elements // shape[0]
-    if row > limit:
-        for first in range(shape[0]):
-            for index, piece in cut_rows(shape[1:], limit):
-                yield (first, *index), piece
-        return
-    rows = limit // row
-    for start in range(0, shape[0], rows):
-        end = min(start + rows, shape[0])
-        yield (slice(start, end),), (end - start, *shape[1:])
 
 
 def _view(memory: torch.Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -229,6 +229,7 @@ class Disk(Transport):
 
     name = "disk"
     reference = "parts"
+    needs_keys = True  # the store may be a bucket
 
     def __init__(self, options: Message | None = None):
         super().__init__(options)

@@ -31,6 +31,9 @@ class Transport:
     threaded = False
     """Whether the shard server must be a thread of the rank (it always is with slots on a GPU)"""
 
+    needs_keys = False
+    """Whether its processes need the user's keys to other services"""
+
     def __init__(self, options: Message | None = None):
         self.options = options or {}
 
@@ -51,7 +54,7 @@ class Transport:
 
     def told(self) -> Message:
         """Return what another process of the job makes its own from."""
-        return {"transport": self.name, "options": self.options}
+        return {"transport": self.name, "options": self.options, "needs_keys": self.needs_keys}
 
     def claim(self, epoch: str) -> None:
         """Reserve for this job what two jobs may not share. Runs on rank 0. Raises UserError."""

@@ -6,7 +6,8 @@ the trainer's own processes send, layouts and sheets are checked where they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torchtitan.utils.logs import escaped
@@ -75,18 +76,15 @@ def integers(value: Any) -> list[int]:
     return [integer(element) for element in listed(value)]
 
 
-def figures(value: Any) -> dict[str, Any]:
-    """Numbers by name, and the name of the `source`."""
+def facts(value: Any, texts: Collection[str] | None = None) -> dict[str, Any]:
+    """Numbers and short texts by name. texts: the names of those that are texts; None: whichever are."""
     if len(anything(value)) > MAX_FIGURES:
         raise ValueError(f"more than {MAX_FIGURES} figures")
-    return {name(key, 64): (name if key == "source" else number)(one) for key, one in value.items()}
+    are_texts = {key for key, fact in value.items() if type(fact) is str} if texts is None else texts
+    return {name(key, 64): (name if key in are_texts else number)(fact) for key, fact in value.items()}
 
 
-def facts(value: Any) -> dict[str, Any]:
-    """Numbers and short texts by name."""
-    if len(anything(value)) > MAX_FIGURES:
-        raise ValueError(f"more than {MAX_FIGURES} facts")
-    return {name(key, 64): (name if type(one) is str else number)(one) for key, one in value.items()}
+figures = partial(facts, texts=("source",))
 
 
 Fields = dict[str, Callable[[Any], Any]]
