@@ -28,6 +28,7 @@ from tests.unit_tests.preflight.test_memory_plan import Peak, even_shares
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import ContextParallel, clip_gradients_, gradient_norm_and_votes
+from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.grpo.loss import FixedLogProbs
 from torchtitan.models import fused_head
@@ -42,6 +43,7 @@ from torchtitan.models.shape import read_shape
 from torchtitan.preflight import roofline
 from torchtitan.preflight.validate import load_config
 from torchtitan.trainer import policy_trainer
+from torchtitan.trainer.checkpoint import stage
 from torchtitan.trainer.packing import MicroBatch
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.weight_sync.memory.slots import LiveSlots
@@ -224,6 +226,22 @@ def test_a_version_goes_into_slots_and_staging_on_the_device() -> None:
     assert publisher.failure == ""
 
 
+def test_what_leaves_the_device_in_background_goes_into_pinned_memory_once() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+        parameter = torch.nn.Parameter(torch.empty(5, device="cuda"))
+        pinned: dict[str, torch.Tensor] = {}
+        first, second = (stage({"model.a": parameter.detach(), "random": torch.empty(2)}, pinned) for _ in range(2))
+        assert first["model.a"] is second["model.a"] and first["random"] is not second["random"]
+        optimizer = torch.optim.AdamW([parameter])
+        OptimizerOffload(optimizer).between_steps()
+        for _ in range(2):
+            parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            assert {one.device.type for one in optimizer.state[parameter].values() if one.dim()} == {"cpu"}
+    # Two copies for two saves; two moments that leave twice, and return once.
+    assert operators.named("copy_") == [{"cpu", "cuda"}] * 8
+
+
 @pytest.mark.parametrize("way", ["one pass", "two passes", "softcap", "entropy", "truncated"])
 def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of bfloat16, whole rows at a time, and no wait for the device."""
@@ -264,6 +282,10 @@ class Work(Peak):
         *("device", "wait_tensor"),
     }
     OF_A_ROW = {"gather", "scatter_add_"}  # one element of each
+    # Of a table they read the rows that they return, and these write all of what they change, without reading it.
+    OF_A_TABLE = {"embedding", "index_select"}
+    FILL = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_"}
+    NEW = {"new_zeros", "zeros_like", "ones_like", "new_ones", "new_full", "full_like"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,10 +296,9 @@ class Work(Peak):
         name = op.overloadpacket.__name__
         if result is NotImplemented or not self.counting or name in self.VIEWS | self.OF_A_ROW:
             return result
-        tensors = {id(one): one for one in tree_iter((args, kwargs, result)) if isinstance(one, torch.Tensor)}
-        sizes = [one.numel() * one.element_size() for one in tensors.values() if one.is_cuda]
         operands = [one for one in args if isinstance(one, torch.Tensor)]
         if op.namespace in ("c10d", "_c10d_functional"):
+            sizes = [_bytes([one]) for one in tree_iter((args, kwargs, result))]
             self.done["alltoall" if "alltoall" in name else "collectives"] += max(sizes, default=0)
         elif name in ("mm", "addmm"):
             first, second = operands[-2:]
@@ -285,8 +306,32 @@ class Work(Peak):
         elif name == "grouped_linear" or name == "grouped_outer":
             self.done["experts"] += 2 * operands[0].numel() * operands[1].shape[1]
         elif not name.startswith("packed_attention"):
-            self.done["elementwise"] += sum(sizes)
+            self.done["elementwise"] += self.moved(op, args, kwargs or {}, result)
         return result
+
+    def moved(self, op: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Bytes that an operator reads, and those that it writes."""
+        name = op.overloadpacket.__name__
+        if name == "all_gather_copy_in":
+            return 2 * _bytes(args[0])  # into this rank's part of the second one
+        given = zip(op._schema.arguments, args, strict=False)
+        named = {one.name: value for one, value in given} | kwargs
+        changed = [named[one.name] for one in op._schema.arguments if one.alias_info and one.name in named]
+        if name in self.OF_A_TABLE:
+            return 2 * _bytes(result)
+        if name in self.NEW:
+            return _bytes(result)
+        if name.startswith("_embedding_bag") and "backward" not in name:
+            return len(args[1]) * args[0].shape[1] * args[0].element_size() + _bytes(result[0])
+        filled = changed if name in self.FILL else named.get("out", [])
+        own = {id(one) for one in tree_iter(changed)}
+        made = [one for one in tree_iter(result) if id(one) not in own]
+        return _bytes((args, kwargs)) - _bytes(filled) + _bytes(changed) + _bytes(made)
+
+
+def _bytes(of: Any) -> int:
+    tensors = {id(one): one for one in tree_iter(of) if isinstance(one, torch.Tensor) and one.is_cuda}
+    return sum(one.numel() * one.element_size() for one in tensors.values())
 
 
 @pytest.mark.parametrize(
@@ -296,6 +341,7 @@ class Work(Peak):
         ("llama3.1_8b_gsm8k_sglang", 8, ["--activation_checkpoint.mode", "full"]),
         ("qwen2.5_math_7b_colocated", 8, []),
         ("qwen3_30b_a3b_8gpu", 8, []),
+        ("gpt_oss_20b_8gpu", 8, []),
     ],
     ids=lambda one: "_".join(one) if isinstance(one, list) else None,
 )
@@ -323,4 +369,4 @@ def test_the_roofline_counts_what_is_traced(
     for part, (formula, traced) in pairs.items():
         print(f"{name} {options} {part}: {formula:.4g} planned, {traced:.4g} traced")
     for part, (formula, traced) in pairs.items():
-        assert formula == pytest.approx(traced, rel=0.2), part
+        assert formula == pytest.approx(traced, rel=0.1), part

@@ -169,9 +169,12 @@ def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool
         experts.exchange = torch.compiler.disable(exchange.__call__) if compiled else exchange
 
 
+def _experts_mesh(dims: ParallelDims) -> DeviceMesh:
+    return dims.expert_mesh[("dp_replicate", "efsdp") if dims.dp_replicate > 1 else ("efsdp",)]
+
+
 def shard_experts(policy: Decoder, dims: ParallelDims, reshard: bool, options: dict[str, Any]) -> None:
     """Apply FSDP2 to the experts separately, over the ranks that hold the same experts and process other tokens."""
-    names = ("dp_replicate", "efsdp") if dims.dp_replicate > 1 else ("efsdp",)
     # Ranks divide whole experts, or rows under expert parallelism, to keep this sharding apart from that of ep.
     where = Shard(0) if dims.ep == 1 else Shard(1)
     for mixture in mixtures(policy):
@@ -179,7 +182,7 @@ def shard_experts(policy: Decoder, dims: ParallelDims, reshard: bool, options: d
             mixture.experts,
             reshard_after_forward=reshard,
             shard_placement_fn=lambda _: where,
-            **{**options, "mesh": dims.expert_mesh[names]},
+            **{**options, "mesh": _experts_mesh(dims)},
         )
 
 
@@ -406,7 +409,9 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
         "offload_policy": offload,
     }
     reshard = config.parallelism.fsdp_reshard_after_forward
+    experts: set[nn.Module] = set()
     if dims.ep > 1 or dims.tp > 1:
+        experts = {mixture.experts for mixture in mixtures(policy)}
         shard_experts(policy, dims, reshard != "never", options)
     for layer in policy.layers:
         # The backward starts with the last layer, which would have to be gathered again at once.
@@ -417,8 +422,9 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the tokens of all ranks. Factor 1 alone selects a pre-multiplied sum,
-            # which gloo lacks. With one rank, a factor would be another copy of all gradients.
-            if dims.world_size > 1:
+            # which gloo lacks.
+            if (_experts_mesh(dims) if module in experts else dims.fsdp_mesh).size() > 1:
+                # With no other rank it would be a pass over all gradients.
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -78,13 +78,17 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     # residual stream, rotations and norms of heads, and the activation.
     turned = (args.num_attention_heads + args.num_key_value_heads) * args.head_dim
     wide = args.intermediate_size if expert is None else expert.active_size
-    forward = 10 * hidden + (6 if args.qk_norm else 4) * turned + 5 * wide
-    backward = 21 * hidden + (7 if args.qk_norm else 4) * turned + 9 * wide
+    forward = 10 * hidden + (7 if args.qk_norm else 5) * turned + 5 * wide
+    backward = 21 * hidden + (8 if args.qk_norm else 5) * turned + 9 * wide
     exchanged = 0.0
     if expert is not None:
         rows = expert.per_token * hidden
         apart = parallelism.expert_parallel_degree > 1
-        forward, backward = forward + (6 if apart else 2) * rows, backward + (10 if apart else 6) * rows
+        forward += hidden + (7 if apart else 3) * rows
+        backward += 2 * hidden + (15 if apart else 9) * rows
+        if expert.stacked:
+            # Biases, and an activation that is clamped.
+            forward, backward = forward + 22 * wide, backward + 32 * wide
         # A rank's own rows leave it for no other.
         exchanged = 2.0 * rows * (1 - 1 / parallelism.expert_parallel_degree)
     width = BYTES[training.mixed_precision_param]
@@ -93,21 +97,26 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     of_entropy = 20 * (trained + int(grpo.recompute_old_log_probs and grpo.entropy_top_share < 1))
     elementwise += share * args.vocab_size * (8 * (trained + scored) + of_entropy + 6 * trained)
     shards, spread = shard_degree(parallelism, ranks) * context, parallelism.expert_parallel_degree
-    # What FSDP2 gathers: of the experts, those of this rank, unless it holds them alone.
-    stacks = args.module_parameters().get("experts", 0)
-    owned = (args.num_parameters() - stacks) / tensor + stacks / spread * (shards * tensor > spread)
-    passes = micro_batches * (2 * trained + scored)
-    reduced = BYTES[training.mixed_precision_reduce]
+    master, reduced = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
     reductions = updated * (micro_batches if parallelism.fsdp_reduce_gradients == "micro_batch" else 1)
     overlapped = 0.0
-    if shards > 1:
-        overlapped = owned * (width * passes + reduced * reductions)
-        if parallelism.fsdp_reshard_after_forward != "always":
-            # The backward still has embedding and head.
-            overlapped -= width * micro_batches * trained * head * (1 if args.tie_word_embeddings else 2) / tensor
-        elementwise += owned * (2 * width * passes + (width + reduced) * reductions)
-    # The head's gradient is summed in fp32 and rounded, and the embedding's is filled.
-    elementwise += micro_batches * updated * head / tensor * (4 + 2 * width)
+    # What FSDP2 gathers; of the experts, those that this rank computes.
+    stacks = args.module_parameters().get("experts", 0)
+    root = head * (1 if args.tie_word_embeddings else 2) / tensor
+    # The backward may still have embedding and head.
+    stays = 0 if parallelism.fsdp_reshard_after_forward == "always" else root
+    dense = (args.num_parameters() - stacks) / tensor
+    for owned, over, kept in (dense, shards, stays), (stacks / spread, shards * tensor / spread, 0.0):
+        gathered = micro_batches * (owned * (2 * trained + scored) - kept * trained)
+        if over > 1:
+            overlapped += width * gathered + reduced * owned * reductions
+        if ranks > 1 or width != master:
+            # A rank casts and copies its part, and copies the whole out; where it has no other, it copies all the same.
+            elementwise += gathered * ((master + 3 * width) / over + 2 * width * (over > 1))
+            # Gradients are copied for the reduction, and its result is added to those of earlier micro-batches.
+            elementwise += owned * reductions * (width + reduced + 2 * reduced * (over == 1) + 3 * master / over)
+    # The head's gradient is summed in fp32, rounded and scaled, and the embedding's is filled.
+    elementwise += micro_batches * updated * head / tensor * (4 + 4 * width)
     # The gradient's norm and its clipping, and AdamW.
     elementwise += (updated > 0) * args.num_parameters() / (shards * tensor) * 40
     between = 0.0
