@@ -138,11 +138,14 @@ class Tokenizer:
         }
         self.eos_token_ids = self._find_eos_token_ids()
         self._text_start = self._find_text_start()
-        self._template_source = self._find_chat_template(settings)
-        self._template: jinja2.Template | None = None
+        self.template_source = self._find_chat_template(settings)
+        """The chat template; empty if there is none"""
         self._template_values = dict(template_values or {})
-        if self._template_values:
-            self._check_template_values()
+        if self._template_values and (unknown := sorted(self._template_values.keys() - self.template_variables)):
+            raise UserError(
+                f"rollout.chat_template_kwargs names {', '.join(unknown)}, which the chat template of {self.directory} "
+                f"does not read; it reads {', '.join(sorted(self.template_variables)) or 'nothing'}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -151,12 +154,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template_source is not None
-
-    @property
-    def template_source(self) -> str:
-        """The chat template; empty if there is none"""
-        return self._template_source or ""
+        return bool(self.template_source)
 
     def spoken(self, ids: Sequence[int], form: str) -> str:
         """Return the text of a turn in which tool calls have a format of tool_calls.py: with the special tokens that
@@ -197,14 +195,12 @@ class Tokenizer:
 
         tools: JSON schemas of the functions that the assistant may call.
         """
-        if self._template_source is None:
+        if not self.template_source:
             raise UserError(
                 f"{self.directory} has no chat template (neither chat_template.jinja nor chat_template in "
                 "tokenizer_config.json): set rollout.chat_template = false or take an instruction-tuned checkpoint"
             )
         try:
-            if self._template is None:
-                self._template = _template_environment().from_string(self._template_source)
             return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
@@ -221,20 +217,16 @@ class Tokenizer:
         return self.encode_shielded(self.render_chat(messages, tools=tools))
 
     @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return _template_environment().from_string(self.template_source)
+
+    @functools.cached_property
     def template_variables(self) -> set[str]:
         """Names of the variables that the chat template reads. Raises UserError if it is not a template."""
         try:
-            return meta.find_undeclared_variables(_template_environment().parse(self._template_source or ""))
+            return meta.find_undeclared_variables(_template_environment().parse(self.template_source))
         except jinja2.exceptions.TemplateError as error:
             raise UserError(f"the chat template of {self.directory} cannot be read: {error}") from error
-
-    def _check_template_values(self) -> None:
-        read = self.template_variables
-        if unknown := sorted(self._template_values.keys() - read):
-            raise UserError(
-                f"rollout.chat_template_kwargs names {', '.join(unknown)}, which the chat template of {self.directory} "
-                f"does not read; it reads {', '.join(sorted(read)) or 'nothing'}"
-            )
 
     def _find_text_start(self) -> list[int]:
         """Return the tokens that tokenizer.json prepends to a text; as in transformers, add_bos_token is ignored."""
@@ -253,14 +245,14 @@ class Tokenizer:
             found += [] if token_id is None else [token_id]
         return list(dict.fromkeys(found))
 
-    def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
+    def _find_chat_template(self, settings: dict[str, Any]) -> str:
         path = self.directory / "chat_template.jinja"
         if path.is_file():
             return path.read_text(encoding="utf-8")
         template = settings.get("chat_template")
         if isinstance(template, list):  # several named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return template
+        return template or ""
 
 
 def plain_message(message: Any) -> dict[str, Any]:
