@@ -31,7 +31,7 @@ from torchtitan.distributed.boxes import Box
 from torchtitan.weight_sync.memory.delta import encode, shortest
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout
-from torchtitan.weight_sync.memory.transfer import LANES
+from torchtitan.weight_sync.memory.transfer import READERS
 from torchtitan.weight_sync.transports.disk import SlotFiles, read_parts
 from torchtitan.weight_sync.transports.stores import Objects, store_of
 
@@ -68,7 +68,7 @@ class Rank:
 
         starts = range(0, len(self.staging), BUCKET)
         # As an actor's threads do.
-        with ThreadPoolExecutor(LANES) as pool:
+        with ThreadPoolExecutor(READERS) as pool:
             return sum((pool.map if isinstance(self.store, Objects) else map)(bucket, starts))
 
 

@@ -110,9 +110,9 @@ class Machine:
         """Return how many seconds the copy of a rank's shards into a slot takes."""
         return self._draw() * 0.02
 
-    def begin_work(self, process: Process, lane: str, finish: Callback) -> None:
+    def begin_work(self, process: Process, thread: str, finish: Callback) -> None:
         """Call `finish` when a thread would have finished a piece of work."""
-        self.at(self._draw() * process.longest_in_lane.get(lane, process.longest_work), process, finish)
+        self.at(self._draw() * process.longest_on_thread.get(thread, process.longest_work), process, finish)
 
     def carry(self, channel: SimChannel, message: Message, done: Callback) -> Timer:
         """Call `done` when this message's payload has been sent."""
@@ -142,10 +142,10 @@ class Process:
         """Whether its machine has vanished from the network without closing connections"""
         self.parked: list[Event] = []
         self.channels: dict[SimChannel, None] = {}
-        self.hung_lanes: set[str] = set()
+        self.hung_threads: set[str] = set()
         self.longest_work = 0.02
-        self.longest_in_lane: dict[str, float] = {}
-        """Longest work by lane, for lanes in which work takes longer than elsewhere"""
+        self.longest_on_thread: dict[str, float] = {}
+        """Longest work by thread, for threads on which work takes longer than elsewhere"""
         self.froze_at = self.busy_until = -1.0
         self._waiting: deque[Event] = deque()
         """What has happened while it was busy"""
@@ -213,11 +213,11 @@ class SimRuntime:
     def call_later(self, seconds: float, callback: Callback) -> Event:
         return self._machine.at(seconds, self._process, callback)
 
-    def work(self, lane: str, function: Callable[[], Any], done: OnDone) -> None:
+    def work(self, name: str, function: Callable[[], Any], done: OnDone) -> None:
         machine, process = self._machine, self._process
 
         def finish() -> None:
-            if lane in process.hung_lanes:
+            if name in process.hung_threads:
                 return
             result, error = None, None
             try:
@@ -228,8 +228,8 @@ class SimRuntime:
                 error = raised
             machine.at(machine.random.random() * 0.001, process, partial(done, result, error))
 
-        if lane not in process.hung_lanes:
-            machine.begin_work(process, lane, finish)
+        if name not in process.hung_threads:
+            machine.begin_work(process, name, finish)
 
     def listen(self, where: str, accept: Callable[[Channel], None]) -> Callable[[], None]:
         self._machine.listeners[where] = (self._process, accept)

@@ -283,8 +283,8 @@ class World(Machine):
     def copy_seconds(self) -> float:
         return self.scenario.shard_bytes / (self.scenario.snapshot_gigabytes_per_s * 1e9)
 
-    def begin_work(self, process: Process, lane: str, finish: Callable[[], None]) -> None:
-        if lane == "apply":
+    def begin_work(self, process: Process, thread: str, finish: Callable[[], None]) -> None:
+        if thread == "apply":
             self.actors[process.name].begin_apply(finish)
         else:
             self.at(self.scenario.shard_bytes / (self.scenario.checksum_gigabytes_per_s * 1e9), process, finish)

@@ -444,7 +444,7 @@ class WeightSync:
 
     num_slots: Annotated[int, Range(3)] = 3
     """Staging slots per trainer rank, each for one version: one is being written, one holds the newest, and each
-    further slot (a lane) holds an older version that slow actors are still pulling"""
+    further slot holds an older version that slow actors are still pulling"""
 
     lease_s: NotNegative = 0.0
     """Longest time for which slow actors may go on pulling a version that is no longer the newest; an actor that fails

@@ -260,6 +260,7 @@ class LocalTensors:
     def __init__(self, parameters: Sequence[torch.Tensor | StackPart]):
         self._parameters = [one.stack if isinstance(one, StackPart) else one for one in parameters]
         self._are_distributed = list(map(is_distributed, self._parameters))
+        self._all_distributed = all(map(is_distributed, parameters))
         self._entries = [
             (place, one.index - local_region(one.stack)[0].start, slice(*one.rows or (None,)))
             for place, one in enumerate(parameters)
@@ -269,7 +270,7 @@ class LocalTensors:
 
     def now(self) -> list[torch.Tensor]:
         """Return the tensors in the order of the parameters. Copy them under no_grad: they may require gradients."""
-        if not self._entries and all(self._are_distributed):
+        if self._all_distributed:
             return list(map(_local_tensor, self._parameters))
         pairs = zip(self._parameters, self._are_distributed, strict=True)
         local = [tensor._local_tensor if distributed else tensor for tensor, distributed in pairs]  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ _FAILED = ("aborted", "refused", "poisoned", "evicted")
 _TINTS = ("#b7d3f2", "#d6e6f7")
 # Weight synchronisation incidents and run events that are drawn, with their markers.
 _SHAPES = {
-    "late": "<", "forged": "P", "lost a lane": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d",
+    "late": "<", "forged": "P", "lost its snapshot": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d",
     "actor_restarting": "^", "shard server lost": "s", "registry restarted": "s",
 }  # fmt: skip
 _THIN = {"snapshot", "transfer", "apply", "drain", "failed"}

@@ -29,7 +29,7 @@ BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 FIGURES = (*SECONDS, "gigabytes_per_s", *BYTES, "source")
 # Journal events that are also incidents, with the incident's name.
 _INCIDENTS = {
-    "poisoned": "poisoned", "lost": "evicted", "late": "late", "forged": "forged", "lost_lane": "lost a lane",
+    "poisoned": "poisoned", "lost": "evicted", "late": "late", "forged": "forged", "lost_lane": "lost its snapshot",
     "server_lost": "shard server lost",
 }  # fmt: skip
 Row = dict[str, Any]

@@ -150,20 +150,20 @@ class ServerProcess(Supervised):
     ):
         super().__init__(f"weight {log_file.stem.replace('-', ' ')}", where, pulse)
         descriptors = {**descriptors, "listen_fd": self._listener.fileno()}
-        self._told = {"part": part, "parent_pid": os.getpid(), "address": self.address, **arguments, **descriptors}
+        self._arguments = {"part": part, "parent_pid": os.getpid(), "address": self.address, **arguments, **descriptors}
         self._descriptors, self._log_file = list(descriptors.values()), log_file
         self._keys = {wire.TOKEN_VARIABLE: token}
-        if self._told.get("settings", {}).get("guests") and wire.ACTOR_TOKEN_VARIABLE in os.environ:
+        if self._arguments.get("settings", {}).get("guests") and wire.ACTOR_TOKEN_VARIABLE in os.environ:
             self._keys[wire.ACTOR_TOKEN_VARIABLE] = os.environ[wire.ACTOR_TOKEN_VARIABLE]
         self.supervise()
 
     def _begin(self) -> None:
-        told = {**self._told, "term": self.restarts + 1}
+        arguments = {**self._arguments, "term": self.restarts + 1}
         with self._log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, json.dumps(told)],
+                [sys.executable, "-m", MODULE, json.dumps(arguments)],
                 pass_fds=self._descriptors,
-                env=child_environment(1, secrets=True if self._told.get("needs_keys") else (), **self._keys),
+                env=child_environment(1, secrets=True if self._arguments.get("needs_keys") else (), **self._keys),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -224,9 +224,9 @@ class RegistryServer(ServerProcess):
     ):
         self._words = SlotWords(SlotWords.new_file(0), 0, 0)
         journal = str(folder / "registry.jsonl")
-        told = {"epoch": epoch, "settings": asdict(settings), "journal": journal, **transport.told()}
+        arguments = {"epoch": epoch, "settings": asdict(settings), "journal": journal, **transport.to_json()}
         files = {"words_fd": self._words.words_fd}
-        super().__init__("registry", told, files, token, folder / "registry.log", where, lambda: self._words.pulse)
+        super().__init__("registry", arguments, files, token, folder / "registry.log", where, lambda: self._words.pulse)
 
     def close(self, deadline: float) -> None:
         super().close(deadline)
@@ -250,10 +250,11 @@ class ShardServerProcess(ServerProcess):
         assert isinstance(slots, SharedSlots)
         layout_file = folder / f"layout-rank{rank}.json"
         layout_file.write_text(json.dumps(publisher.layout.to_json()))
-        told = {"rank": rank, "layout_file": str(layout_file), "num_slots": slots.count, **transport.told(), **facts}
+        arguments = {"rank": rank, "layout_file": str(layout_file), "num_slots": slots.count}
+        arguments |= {**transport.to_json(), **facts}
         files = {"words_fd": slots.words_fd, "data_fd": slots.data_fd, "bell_fd": publisher.server_bell.fileno()}
         log_file = folder / f"shard-server-rank{rank}.log"
-        super().__init__("shard server", told, files, token, log_file, where, lambda: slots.pulse)
+        super().__init__("shard server", arguments, files, token, log_file, where, lambda: slots.pulse)
 
 
 class ShardServerThread(Supervised):

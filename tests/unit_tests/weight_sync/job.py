@@ -316,7 +316,7 @@ class Job:
             return f"version {last} was committed, version {newest} is the newest that is published"
         if any(not process.alive for process in (self.registry_process, *(rank.process for rank in self.ranks))):
             return "a server is dead"
-        if any(rank.server.live.newest != self.registry.lanes.newest for rank in self.ranks):
+        if any(rank.server.live.newest != self.registry.snapshots.newest for rank in self.ranks):
             return "a shard server does not know the newest version"
         for actor in self.actors:
             serving = actor.puller.serving
@@ -337,15 +337,15 @@ class Job:
         self.train(1)
         self.machine.run(self.machine.now + 0.1)
         while self.machine.now < deadline and (
-            self.registry.lanes.pulls
+            self.registry.snapshots.pulls
             or self.committed[-1] not in self.published_at
             or any(rank.is_busy() for rank in self.ranks)
         ):
             self.machine.run(self.machine.now + 0.2)
         self.machine.run(self.machine.now + 0.1)
-        lanes = self.registry.lanes
-        if lanes.lanes or lanes.pulls:
-            raise Violation(f"lanes {lanes.lanes} and pulls {lanes.pulls} are left")
+        snapshots = self.registry.snapshots
+        if snapshots.retained or snapshots.pulls:
+            raise Violation(f"retained {snapshots.retained} and pulls {snapshots.pulls} are left")
         for rank in self.ranks:
             live = rank.server.live
             held = +live._holds

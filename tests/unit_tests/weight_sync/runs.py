@@ -100,7 +100,7 @@ def break_server(job: Job, which: Callable[[], Process]) -> None:
     elif what == "kill":
         process.kill()
     else:
-        process.hung_lanes.add(rng.choice(("checksums", "deltas-0")))
+        process.hung_threads.add(rng.choice(("checksums", "deltas-0")))
 
 
 def kill_all_servers(job: Job) -> None:
@@ -169,7 +169,7 @@ def run_faults(seed: int, parts: Parts | None = None, small: bool = False) -> Jo
     job.train(versions)
     end = JOIN_SECONDS + versions * shape.interval * 1.1
     for rank in job.ranks:
-        rank.process.longest_in_lane["checksums"] = rng.choice((0.02, 1.5 * shape.interval))
+        rank.process.longest_on_thread["checksums"] = rng.choice((0.02, 1.5 * shape.interval))
     machine.corruption = rng.choice((0.0, 0.0, 0.05))
     impostor = Impostor(job) if rng.random() < 0.3 else None
     for _ in range(rng.randint(1, 1 if small else 3)):
@@ -296,8 +296,8 @@ def run_hung(seed: int, parts: Parts | None = None) -> Job:
     """One actor's engine hangs for ever, in an apply or in a read: in blocking mode it costs one wait."""
     machine = Machine(seed)
     rng = machine.random
-    lane = rng.choice(("apply", "fetch"))
-    shape = replace(draw_shape(rng, 0), by_reference=lane == "fetch", lease_s=2.0, apply_timeout_s=1.0)
+    thread = rng.choice(("apply", "fetch"))
+    shape = replace(draw_shape(rng, 0), by_reference=thread == "fetch", lease_s=2.0, apply_timeout_s=1.0)
     slowest = max(shape.actor_seconds)
     shape = replace(shape, actor_seconds=(*shape.actor_seconds, slowest), progress_timeout_s=0.5)
     job = Job(machine, shape, parts or Parts())
@@ -306,7 +306,7 @@ def run_hung(seed: int, parts: Parts | None = None) -> Job:
     waits: list[float] = []
     for version in range(hangs_at + 6):
         if version == hangs_at:
-            stuck.process.hung_lanes.add(lane)
+            stuck.process.hung_threads.add(thread)
         job.train(1)
         begun = machine.now
         while not all_have(job.registry.status(), version) and machine.now < begun + 30.0:
@@ -314,9 +314,9 @@ def run_hung(seed: int, parts: Parts | None = None) -> Job:
         waits.append(machine.now - begun)
         machine.run(machine.now + shape.interval)
     usual = 2 * slowest * 1.25 + 0.3
-    longest = shape.apply_timeout_s + (shape.lease_s if lane == "fetch" else 0.0) + usual
+    longest = shape.apply_timeout_s + (shape.lease_s if thread == "fetch" else 0.0) + usual
     if waits[hangs_at] > longest or max(waits[:hangs_at] + waits[hangs_at + 1 :]) > usual:
-        raise Violation(f"{stuck.name} hangs in {lane} at version {hangs_at}, and the trainer waited {waits}")
+        raise Violation(f"{stuck.name} hangs in {thread} at version {hangs_at}, and the trainer waited {waits}")
     told = [event for _, event, fields in job.journal if event in ("late", "lost") and fields["actor"] == stuck.name]
     if job.registry.status()["actors"][stuck.name]["state"] != LATE or not told:
         raise Violation(f"{stuck.name} hangs, and nobody says so: {told}")

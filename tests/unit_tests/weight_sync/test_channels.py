@@ -200,7 +200,7 @@ def test_whatever_a_thread_raises_reaches_who_waits_for_it() -> None:
         raise SystemExit(3)
 
     runtime.work("apply", leave, lambda _result, error: errors.append(error))
-    turns_until(runtime, lambda: errors or not runtime._lanes["apply"][0].is_alive())
+    turns_until(runtime, lambda: errors or not runtime._threads["apply"][0].is_alive())
     assert [type(error) for error in errors] == [SystemExit]
     runtime.stop()
     runtime.run()

@@ -52,7 +52,9 @@ def layouts(shapes: list[tuple[int, ...]], ranks: int, dtype: str, bucket_bytes:
 class Inline:
     """A runtime whose work is done at once."""
 
-    def work(self, _lane: str, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+    def work(
+        self, _thread: str, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None]
+    ) -> None:
         try:
             result = function()
         except Exception as error:
@@ -289,7 +291,7 @@ def test_who_reads_latest_sees_whole_versions_only(folder: Folder) -> None:
         {"parts": [[1, "x", -1, 64]]}, {"parts": [[1, "x", float("inf"), 64]]}, {"parts": [[1, "x", 10**20, 64]]},
         {"parts": [[1, "x", None, 64]]}, {"parts": [[1, "x", 0, 65]]}, {"parts": [[1, "x", 0, 63]]},
         {"parts": [[1, "x", 0]]}, {"parts": []}, {"parts": None}, {"parts": [3]}, {"folder": None}, {"element": "2"},
-        {"folder": "simplecache::memory://x"}, {"lane": "0"},
+        {"folder": "simplecache::memory://x"}, {"thread": "0"},
     ],
 )  # fmt: skip
 def test_malformed_references_are_refused(folder: Folder, change: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ def test_all_workers_hold_what_their_actor_serves(start: int) -> None:
         for worker in group.workers:
             worker.process.thaw()
         if job.registry.actors["a"].state == "GIVEN_UP":
-            # Its workers were frozen in three lanes in a row: it is started anew.
+            # Its workers were frozen in three retained snapshots in a row: it is started anew.
             group.replace_leader()
         group.run(20.0)
         newest = max(job.committed)
@@ -247,7 +247,7 @@ def test_memory_that_a_worker_still_applies_from_is_not_overwritten() -> None:
     job, group = serving()
     lost, applying = group.workers
     # Whoever applies checks at the end of that time what it applies from (see SimWorker.apply).
-    applying.process.longest_in_lane["apply"] = 1e6
+    applying.process.longest_on_thread["apply"] = 1e6
     job.train(1)
     order, end = group.leader._workers[1], job.machine.now + 3.0
     while order.answer is not None and job.machine.now < end:
@@ -296,7 +296,7 @@ def test_versions_of_other_numbers_are_not_applied() -> None:
     group.close()
 
 
-def test_workers_that_are_slow_but_get_on_keep_their_lane() -> None:
+def test_workers_that_are_slow_but_get_on_keep_their_snapshot() -> None:
     """Their leader tells the registry how far they are: a version that came meanwhile takes nothing from them."""
     job = Job(Machine(0), SHAPE)
     group = Group(job)
@@ -308,7 +308,7 @@ def test_workers_that_are_slow_but_get_on_keep_their_lane() -> None:
     group.run(1.0)
     job.train(1)
     group.run(3.0)
-    assert group.leader.applied == 1 and not job.registry.lanes.lost
+    assert group.leader.applied == 1 and not job.registry.snapshots.lost
     group.close()
 
 

@@ -8,7 +8,7 @@ from tests.unit_tests.weight_sync.test_puller_alone import BUCKETS, World, bucke
 
 def test_bucket_that_a_thread_writes_is_not_asked_for_over_the_next_channel() -> None:
     world = World()
-    world.process.longest_in_lane["fetch"] = 100.0
+    world.process.longest_on_thread["fetch"] = 100.0
     world.newest(1, 0)
     world.fetched = [world.sheet()[0]]
     world.server.say("bucket", pull=1, rank=0, bucket=0, reference={})

@@ -39,7 +39,7 @@ class Engine(Actor):
 
     def begin(self) -> None:
         super().begin()
-        self.process.longest_in_lane["apply"] = self.apply_seconds
+        self.process.longest_on_thread["apply"] = self.apply_seconds
 
 
 def test_version_of_72b_parameters_is_accepted_with_the_defaults() -> None:
@@ -64,7 +64,7 @@ def test_version_of_72b_parameters_is_accepted_with_the_defaults() -> None:
     for gigabits in (10, 4):
         job.actors.append(Engine(job, f"actor-{gigabits}", size / (gigabits * GIGABYTE / 8), shape.epoch))
     for rank in job.ranks:
-        rank.process.longest_in_lane["checksums"] = size / RANKS / (5 * GIGABYTE)
+        rank.process.longest_on_thread["checksums"] = size / RANKS / (5 * GIGABYTE)
     machine.run(1.0)
     job.train(30)
     machine.run(30 * shape.interval)

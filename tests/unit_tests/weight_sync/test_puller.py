@@ -152,7 +152,7 @@ def test_encoder_makes_a_delta_once_for_all_actors(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("slots", [3, 4])
-def test_slow_actors_share_the_lanes(slots: int) -> None:
+def test_slow_actors_share_the_retained_snapshots(slots: int) -> None:
     job = job_of(slots=slots, actor_seconds=(0.1, 6.0, 9.0))
     job.train(120)
     job.machine.run(130.0)

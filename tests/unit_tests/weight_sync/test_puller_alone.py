@@ -91,7 +91,7 @@ class World:
 
     def live(self, newest: int, **fields: Any) -> None:
         """The registry says what lives."""
-        self.registry.say("live", **{"newest": newest, "lanes": [], "room": True, "dropped": [], **fields})
+        self.registry.say("live", **{"newest": newest, "retained": [], "room": True, "dropped": [], **fields})
 
     def prepare(self, layout: Layout, _message: Message) -> list[BucketKey]:
         return layout.bucket_keys() if self.needs is None else self.needs
@@ -125,7 +125,7 @@ class World:
         if not fields.pop("keep_sheet", False):
             self.sheets[serial] = sheet.data
         manifest = Manifest.of("e1", version, LAYOUT.layout_id(), [sheet.digest()])
-        live = {"newest": serial, "lanes": [], "room": True, "dropped": []}
+        live = {"newest": serial, "retained": [], "room": True, "dropped": []}
         self.registry.say("newest", **{**manifest.to_json(), **live, **fields})
         return manifest
 
@@ -260,10 +260,10 @@ def test_server_out_of_reach_is_tried_less_and_less_often() -> None:
     assert len(dials) == tried + 1
 
 
-def test_superseded_pull_is_given_up_unless_it_has_a_lane() -> None:
+def test_superseded_pull_is_given_up_unless_it_is_retained() -> None:
     world = World()
     world.newest(1, 0)
-    world.newest(2, 1, lanes=[1])
+    world.newest(2, 1, retained=[1])
     assert world.server.count("open") == 1
     world.live(-1)  # of a registry that has published nothing yet
     assert world.server.count("open") == 1
@@ -272,7 +272,7 @@ def test_superseded_pull_is_given_up_unless_it_has_a_lane() -> None:
     # Twice in a row is slow: it waits for room.
     world.newest(3, 2, room=False)
     assert world.registry.count("ended") == 2 and world.server.count("open") == 2 and world.puller.state == "JOINING"
-    world.live(3, lanes=[2], room=False)
+    world.live(3, retained=[2], room=False)
     assert world.server.count("open") == 2
     world.live(3)
     assert world.server.last("open")["serial"] == 3

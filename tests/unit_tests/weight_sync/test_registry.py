@@ -11,7 +11,7 @@ from deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.registry import registry as registry_module
-from torchtitan.weight_sync.registry.registry import MAX_LOST_LANES, STATUS_ACTORS, Registry
+from torchtitan.weight_sync.registry.registry import MAX_LOST_SNAPSHOTS, STATUS_ACTORS, Registry
 from torchtitan.weight_sync.registry.state import Actor, Settings, relay_sources
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, RANK, TRAINER, role_key
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
@@ -100,18 +100,18 @@ def test_newest_of_what_is_whole_when_the_layout_comes_is_published() -> None:
     assert actor.count("newest") == 1 and actor.last("newest")["version"] == 2
 
 
-def test_another_process_of_a_name_has_lost_no_lane() -> None:
+def test_another_process_of_a_name_has_lost_no_snapshot() -> None:
     world = World(lease_s=0.5)
     ranks, actor = world.ranks(), world.actor()
-    for number in range(1, 2 * MAX_LOST_LANES - 1):
-        if number == MAX_LOST_LANES:
+    for number in range(1, 2 * MAX_LOST_SNAPSHOTS - 1):
+        if number == MAX_LOST_SNAPSHOTS:
             actor = world.actor(instance="a-2")
         world.publish(ranks, 2 * number, number)
         actor.say("pulling", serial=2 * number, version=number)
         world.publish(ranks, 2 * number + 1, number)
         world.run(1.0)
         assert not actor.over
-    half = list(range(1, MAX_LOST_LANES))
+    half = list(range(1, MAX_LOST_SNAPSHOTS))
     assert [lost["times"] for lost in world.events("lost_lane")] == half + half
 
 
@@ -463,7 +463,7 @@ def test_registry_that_ends_closes_everything() -> None:
 
 
 def test_who_passes_versions_on() -> None:
-    """The fast ones first, in classes of speed; not who is away, has no address or has lost a lane."""
+    """The fast ones first, in classes of speed; not who is away, has no address or has lost its snapshot."""
     there: Any = object()
 
     def actor(seconds: float | None, channel: Any = there, address: str = "10.0.0.1:1") -> Actor:
@@ -485,6 +485,6 @@ def test_who_passes_versions_on() -> None:
 @pytest.mark.parametrize("relay", [False, True])
 def test_settings_follow_from_the_configuration(relay: bool) -> None:
     config = WeightSync(num_slots=5, relay=relay, relay_fanout=7, progress_timeout_s=2.0)
-    # Of 2 GB: 60 s and 4 s per GB for a lane; 10 s, 2 s per GB and the draining for an apply.
+    # Of 2 GB: 60 s and 4 s per GB to retain a snapshot; 10 s, 2 s per GB and the draining for an apply.
     expected = {"lease_s": 68.0, "apply_timeout_s": 15.0, "progress_timeout_s": 2.0}
-    assert Settings.of(config, 4, 2 * 10**9, 1.0) == Settings(4, lanes=3, relay_fanout=7 * relay, **expected)
+    assert Settings.of(config, 4, 2 * 10**9, 1.0) == Settings(4, retained=3, relay_fanout=7 * relay, **expected)

@@ -168,7 +168,7 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: 
 def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "MAXIMUM_WAITING", 2)
     waiting: list[Any] = []
-    runtime: Any = SimpleNamespace(work=lambda _lane, _function, done: waiting.append(done))
+    runtime: Any = SimpleNamespace(work=lambda _thread, _function, done: waiting.append(done))
     journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
     for _ in range(3):
         journal.write("line", {})
@@ -180,7 +180,7 @@ def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch
 
 def test_an_actor_causes_a_bounded_number_of_lines_and_those_left_out_are_counted(tmp_path: Path) -> None:
     now = [0.0]
-    runtime: Any = SimpleNamespace(now=lambda: now[0], work=lambda _lane, function, done: done(function(), None))
+    runtime: Any = SimpleNamespace(now=lambda: now[0], work=lambda _thread, function, done: done(function(), None))
     journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
     for _ in range(5000):
         journal.write("poisoned", {"actor": "evil"})

@@ -51,10 +51,10 @@ class World:
     def run(self, seconds: float) -> None:
         self.machine.run(self.machine.now + seconds)
 
-    def live(self, newest: int, lanes: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> None:
+    def live(self, newest: int, retained: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> None:
         """What the registry says."""
         assert self.channel is not None
-        told = {"newest": newest, "lanes": list(lanes), "room": not lanes, "dropped": list(dropped)}
+        told = {"newest": newest, "retained": list(retained), "room": not retained, "dropped": list(dropped)}
         self.channel.send({"type": "live", **told})
         self.run(0.05)
 
@@ -128,7 +128,7 @@ def test_beat_stops_when_a_checksum_hangs() -> None:
     world = World()
     world.run(1.0)
     assert world.rank.slots.beat_at > world.machine.now - 0.5
-    world.rank.process.hung_lanes.add("checksums")
+    world.rank.process.hung_threads.add("checksums")
     world.fill(0)
     began = world.machine.now
     world.run(MAX_BUCKET_SECONDS - 1.0)
@@ -286,15 +286,15 @@ def test_half_a_bucket_of_what_has_gone_ends_the_connection(monkeypatch: pytest.
     assert world.serials() == [second]
 
 
-def test_lane_lives_on_for_its_lease_and_no_longer() -> None:
+def test_retained_snapshot_lives_on_for_its_lease_and_no_longer() -> None:
     world = World(lease_s=2.0)
     first = world.fill(0)
     actor = world.actor(rate=1.0)
     actor.say("open", pull=1, serial=first, buckets=[[0, BUCKETS]])
     second = world.fill(1)
-    world.live(second, lanes=(first,))
+    world.live(second, retained=(first,))
     world.run(1.5)
-    world.live(second, lanes=(first,))
+    world.live(second, retained=(first,))
     assert not actor.over and world.serials() == [first, second]
     world.run(1.0)
     assert actor.over and world.serials() == [second]

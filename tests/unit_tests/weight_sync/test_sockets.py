@@ -73,8 +73,8 @@ def test_a_size_that_is_none_is_refused(size: Any) -> None:
 def test_every_thread_begins_as_told() -> None:
     begun: list[str] = []
     runtime, done = SocketRuntime(lambda: begun.append(threading.current_thread().name)), threading.Semaphore(0)
-    for lane in ("checksums", "fetch", "checksums"):
-        runtime.work(lane, lambda: None, lambda _result, _error: done.release())
+    for name in ("checksums", "fetch", "checksums"):
+        runtime.work(name, lambda: None, lambda _result, _error: done.release())
     thread = threading.Thread(target=runtime.run, name="loop")
     thread.start()
     assert all(done.acquire(timeout=PATIENCE_S) for _ in range(3))

@@ -61,7 +61,9 @@ class Inline:
     def __init__(self) -> None:
         self.failures: list[BaseException] = []
 
-    def work(self, _lane: str, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+    def work(
+        self, _thread: str, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None]
+    ) -> None:
         try:
             function()
         except Exception as error:

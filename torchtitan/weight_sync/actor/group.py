@@ -165,7 +165,7 @@ class Leader(Puller):
         if self.transfer is not None:
             for worker in self._workers.values():
                 worker.staged, worker.bytes = NOTHING, 0
-            live = {"newest": serial, "lanes": [], "room": True, "base": self._base, "dropped": []}
+            live = {"newest": serial, "retained": [], "room": True, "base": self._base, "dropped": []}
             self._send({"type": "newest", **live, **manifest.to_json()})
 
     def _ended(self, number: int, worker: _Worker, message: Message) -> None:
@@ -176,7 +176,7 @@ class Leader(Puller):
         elif self.transfer is not None and version == self.transfer.manifest.version:
             if outcome == "staged":
                 worker.staged = version
-                if all(one.staged == version for one in self._workers.values()) and self._complete():
+                if all(other.staged == version for other in self._workers.values()) and self._complete():
                     self._finish_transfer(self.transfer)
             elif outcome in ("gone", "refused"):
                 self._end_pull(outcome, reason)
@@ -206,7 +206,7 @@ class Leader(Puller):
 
     def _answered(self, worker: _Worker, answer: Message | Exception) -> None:
         worker.answer, worker.staged = answer, NOTHING
-        answers = [one.answer for one in self._workers.values()]
+        answers = [worker.answer for worker in self._workers.values()]
         if self._order is None:
             self._react()
         elif None not in answers:
@@ -260,7 +260,7 @@ class Leader(Puller):
             count = message.get("bytes") or 0
             if self.transfer is not None and count > worker.bytes:
                 worker.bytes, self.transfer.moved_at = count, worker.heard_at
-                self.transfer.received["bytes_full"] = sum(one.bytes for one in self._workers.values())
+                self.transfer.received["bytes_full"] = sum(other.bytes for other in self._workers.values())
         elif kind == "ended":
             self._ended(number, worker, message)
         elif kind == "serving":
@@ -282,9 +282,9 @@ class Leader(Puller):
 
 def _merge_figures(figures: list[Message]) -> dict[str, float]:
     """Return how many bytes all workers received together, and how many the one with the most."""
-    received = [{name: one.get(name, 0) for name in BYTES} for one in figures]
-    most = max(sum(one.values()) for one in received)
-    return {"worker_bytes": most, **{name: sum(one[name] for one in received) for name in BYTES}}
+    received = [{name: given.get(name, 0) for name in BYTES} for given in figures]
+    most = max(sum(counts.values()) for counts in received)
+    return {"worker_bytes": most, **{name: sum(counts[name] for counts in received) for name in BYTES}}
 
 
 class LeadingEngine:

@@ -21,7 +21,7 @@ from torchtitan.weight_sync.wire.runtime import Message, PayloadTarget, Protocol
 
 logger = logging.getLogger("torchtitan.weight_sync.actor.puller")
 
-# After this many pulls in a row that ended as gone, an actor is slow, and waits until there is room for another lane.
+# After this many pulls in a row that ended as gone, an actor is slow, and waits until another snapshot may be retained.
 SLOW_AFTER = 2
 # A bucket that arrives corrupt this often ends the pull; the next pull begins after a pause that grows.
 MAX_CORRUPTIONS = 3
@@ -87,7 +87,7 @@ class Puller:
         """The actor that relays this transfer; None: the trainer sends it"""
         self._newest: tuple[int, Manifest, Message | None] | None = None
         """Serial, version, and the actor to pull it from, if any"""
-        self._lanes: set[int] = set()
+        self._retained: set[int] = set()
         self._room = True
         self._pinned: int | None = None
         self._numbers = itertools.count(1)
@@ -236,14 +236,14 @@ class Puller:
         self._pinned = message.get("pinned", self._pinned)
         # A new registry may not have heard yet of what was published before it started.
         if self._newest is None or message["newest"] >= self._newest[0]:
-            self._lanes, self._room, self._base = set(message["lanes"]), message["room"], message.get("base")
+            self._retained, self._room, self._base = set(message["retained"]), message["room"], message.get("base")
 
     # Pulling
 
     def _react(self) -> None:
         """React to a change: end a pull whose snapshot is gone, and begin what is due."""
         pull, newest = self.transfer, self._newest
-        if pull is not None and newest is not None and pull.serial != newest[0] and pull.serial not in self._lanes:
+        if pull is not None and newest is not None and pull.serial != newest[0] and pull.serial not in self._retained:
             self._end_pull("gone", "superseded")
         if self._staged is not None:
             self._apply_staged()
@@ -368,9 +368,9 @@ class Puller:
             if "drop" in asked:
                 return
             transfer.checked_key(source.rank, message)
-            reference, count, is_delta, lane = transfer.plan(key, message["reference"], self._held.get(key))
+            reference, count, is_delta, thread = transfer.plan(key, message["reference"], self._held.get(key))
             fetch = partial(self.engine.fetch, key, reference)
-            self._work(transfer, source, key, fetch, asked, count, is_delta, lane)
+            self._work(transfer, source, key, fetch, asked, count, is_delta, thread)
         elif (placed := transfer.arriving.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
@@ -381,9 +381,9 @@ class Puller:
 
     def _work(
         self, transfer: Transfer, source: ShardServerConnection, key: BucketKey,
-        function: Callable[[], str], asked: Any, count: int = 0, is_delta: bool = False, lane: str = "fetch",
+        function: Callable[[], str], asked: Any, count: int = 0, is_delta: bool = False, thread: str = "fetch",
     ) -> None:  # fmt: skip
-        """Have a thread of this lane write the bucket, and then count `count` bytes as received."""
+        """Have the thread of this name write the bucket, and then count `count` bytes as received."""
         self._held.pop(key, None)
         transfer.arriving[key] = None
         self._writers += 1
@@ -400,7 +400,7 @@ class Puller:
             transfer.count(count, is_delta, self._runtime.now())
             self._verify(source, key, found if error is None else repr(error), asked)
 
-        self._runtime.work(lane, function, written)
+        self._runtime.work(thread, function, written)
 
     def _verify(self, source: ShardServerConnection, key: BucketKey, found: str, asked: Any) -> None:
         pull, (rank, bucket) = self.transfer, key

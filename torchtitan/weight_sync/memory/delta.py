@@ -182,7 +182,7 @@ class Deltas:
         key = _Key(serial, base, bucket)
         if key in self._made or not self._is_possible(serial, base):
             return True
-        if all(key != one for one, _ in self._encoding.values()):
+        if all(key != encoded for encoded, _ in self._encoding.values()):
             self._waiting[key] = None
             self._make_next()
         return False

@@ -80,7 +80,7 @@ _STORAGE = (bytes, int, int, bytes, int, bytes, bool)
 
 def _exported(tensor: torch.Tensor, uuid: str) -> Message:
     _device, *storage = tensor.untyped_storage()._share_cuda_()
-    return {"gpu": uuid, "storage": [one.hex() if isinstance(one, bytes) else one for one in storage]}
+    return {"gpu": uuid, "storage": [field.hex() if isinstance(field, bytes) else field for field in storage]}
 
 
 def open_device_memory(fields: Message) -> torch.Tensor:
@@ -107,6 +107,6 @@ def _read_storage(fields: list[Any]) -> list[Any]:
     try:
         named = {str(place): field for place, field in enumerate(fields)}
         found = [field_of(named, str(place), str if kind is bytes else kind) for place, kind in enumerate(_STORAGE)]
-        return [bytes.fromhex(one) if kind is bytes else one for one, kind in zip(found, _STORAGE, strict=True)]
+        return [bytes.fromhex(field) if kind is bytes else field for field, kind in zip(found, _STORAGE, strict=True)]
     except ValueError as error:
         raise ProtocolError("a handle is not hexadecimal") from error

@@ -230,10 +230,10 @@ def check_coverage(layout: Layout) -> None:
         numbers += len(distinct)
     # One parameter represents all that are cut like it.
     _, first = np.unique(cutting, return_index=True)
-    stands = np.isin(np.arange(len(parameters)), first)
+    represents = np.isin(np.arange(len(parameters)), first)
     pieces: dict[int, list[tuple[int, Box]]] = {index: [] for index in sorted(first.tolist())}
     for rank, shards in enumerate(layout.ranks):
-        for row in np.flatnonzero(stands[shards.parameter]).tolist():
+        for row in np.flatnonzero(represents[shards.parameter]).tolist():
             pieces[int(shards.parameter[row])].append((rank, shards.boxes[shards.box[row]]))
     for index, held in pieces.items():
         _check_parameter(parameters[index], held)

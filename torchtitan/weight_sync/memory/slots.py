@@ -116,7 +116,7 @@ class LiveSlots:
         self._holds: Counter[int] = Counter()
         self.newest = -1
         """Serial of the last published snapshot, as far as is known"""
-        self.lanes: dict[int, float] = {}
+        self.retained: dict[int, float] = {}
         """Serial of each older live snapshot -> since when it is older"""
         self.base: int | None = None
         """Serial of an older snapshot that is kept for deltas"""
@@ -133,7 +133,7 @@ class LiveSlots:
 
     def lives(self, serial: int) -> bool:
         """Return whether this snapshot may be read."""
-        return serial == self.newest or serial in self.lanes
+        return serial == self.newest or serial in self.retained
 
     def readable(self, serial: int) -> tuple[int, int] | None:
         """Return (slot, version) of a snapshot that may be read, else None.
@@ -150,21 +150,21 @@ class LiveSlots:
         return found[0] if found is not None and (serial == self.base or self.lives(serial)) else None
 
     def live(
-        self, newest: int, lanes: Collection[int], dropped: Collection[int], now: float, base: int | None = None
+        self, newest: int, retained: Collection[int], dropped: Collection[int], now: float, base: int | None = None
     ) -> None:
-        """Adopt what the registry says. Lanes that continue keep their start time."""
+        """Adopt what the registry says. Those that are retained further keep their start time."""
         if newest >= self.newest:
             self.newest = newest
             self.base = base
-            self.lanes = {serial: self.lanes.get(serial, now) for serial in lanes}
+            self.retained = {serial: self.retained.get(serial, now) for serial in retained}
             self._dropped = frozenset(dropped)
             self.sweep()
 
     def expire(self, now: float, lease_s: float) -> None:
-        """End lanes that are too old, even if no registry says so."""
-        old = [serial for serial, since in self.lanes.items() if now - since > lease_s]
+        """End retained snapshots that are too old, even if no registry says so."""
+        old = [serial for serial, since in self.retained.items() if now - since > lease_s]
         for serial in old:
-            del self.lanes[serial]
+            del self.retained[serial]
         if old:
             self.sweep()
 

@@ -19,7 +19,7 @@ BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 
 
 # So many threads at most read buckets that references name.
-LANES = 8
+READERS = 8
 # The number by which a rank's sheet of checksums is asked for, before its buckets.
 SHEET = -1
 
@@ -107,13 +107,13 @@ class Transfer:
 
     def plan(self, key: BucketKey, reference: Any, held: int | None) -> tuple[Any, int, bool, str]:
         """Return a bucket's reference with only those parts that have to be read, how many bytes they are, whether all
-        are deltas, and the lane to read them in. held: serial of the snapshot that the bucket is there of."""
+        are deltas, and the thread to read them on. held: serial of the snapshot that the bucket is there of."""
         size = self.bucket_bytes(key)
         if not isinstance(reference, dict) or "parts" not in reference:
             return reference, size, False, "fetch"
         parts = shortest(reference["parts"], size, held)
-        count, lane = sum(part[3] for part in parts), field_of(reference, "lane", int) % LANES
-        return {**reference, "parts": parts}, count, all(part[3] < size for part in parts), f"fetch-{lane}"
+        count, thread = sum(part[3] for part in parts), field_of(reference, "thread", int) % READERS
+        return {**reference, "parts": parts}, count, all(part[3] < size for part in parts), f"fetch-{thread}"
 
     def figures(self, now: float) -> Message:
         """Return what the registry is told when everything has arrived."""
@@ -153,7 +153,7 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
 
 class Engine(Protocol):
     """Where versions end up. `apply`, `fetch` and `patch` run on threads, at most one call of each at a
-    time, but for references that name different lanes."""
+    time, but for references that name different threads."""
 
     def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
         """Allocate staging memory for the layout in `message`. Returns the needed buckets. Raises LayoutError."""

@@ -1,7 +1,7 @@
 """The registry, a process beside rank 0: publishes a version when all ranks have it, and says which snapshots live.
 
 It gives no orders. Shard servers report what they hold, actors what they pull and serve; the registry tells all of them
-the newest version and the lanes. A restarted registry (in a new term) hears all of this again.
+the newest version and the retained snapshots. A restarted registry (in a new term) hears all of this again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
 from torchtitan.weight_sync.registry import state
 from torchtitan.weight_sync.registry.guests import PONG, Guests
-from torchtitan.weight_sync.registry.state import Actor, IncompleteVersion, Lanes, Peer, Settings
+from torchtitan.weight_sync.registry.state import Actor, IncompleteVersion, Peer, Settings, Snapshots
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
@@ -31,8 +31,8 @@ LARGE_STATUS_SECONDS = 0.1
 STATUS_ACTORS = 5
 # How many versions that will never be published are remembered, for shard servers and the trainer.
 MAX_DROPPED = 64
-# An actor that does not finish in this many lanes in a row is given up.
-MAX_LOST_LANES = 3
+# An actor that does not finish in this many retained snapshots in a row is given up.
+MAX_LOST_SNAPSHOTS = 3
 # An actor says three things per version here, of which there may be dozens per second in small runs; a fleet of hostile
 # actors must not take the registry's only thread.
 ACTOR_SHARE = 0.3
@@ -64,7 +64,7 @@ class Registry:
         roles = frozenset((RANK, ACTOR, TRAINER, *([GUEST] if settings.guests and guest_token else [])))
         self._acceptor = Acceptor(runtime, roles, token, self._admit, self._enter, ACTOR_SHARE, guest_token)
         self._token = token
-        self.lanes = Lanes(settings)
+        self.snapshots = Snapshots(settings)
         self._ranks: dict[int, Peer] = {}
         self.guests = Guests(runtime, settings, self._guest_changed, self._guest_leaves)
         self.actors: dict[str, Actor] = {}
@@ -87,7 +87,7 @@ class Registry:
         self._urgent: dict[str, None] = {}
         self._routine: dict[str, None] = {}
         """Names of actors of which the trainer has not been told the latest"""
-        self._told = self._live()
+        self._announced = self._live()
         """What shard servers and actors were last told of what lives"""
 
     def start(self, listener: Any) -> None:
@@ -156,8 +156,8 @@ class Registry:
             if now - incomplete.since > self.settings.snapshot_timeout_s:
                 missing = [rank for rank in range(self.settings.world_size) if rank not in incomplete.snapped]
                 self._drop(serial, incomplete.version, f"rank {missing} did not snapshot it in time")
-        for name in self.lanes.expire(now):
-            self._lost_lane(name)
+        for name in self.snapshots.expire(now):
+            self._lost_snapshot(name)
 
     # Ranks
 
@@ -218,7 +218,7 @@ class Registry:
 
     def _on_snapped(self, rank: int, message: Message) -> None:
         serial, version = message["serial"], message["version"]
-        if serial in self._dropped or (self.lanes.newest is not None and serial <= self.lanes.newest):
+        if serial in self._dropped or (self.snapshots.newest is not None and serial <= self.snapshots.newest):
             return
         incomplete = self._incomplete.setdefault(serial, IncompleteVersion(version, self._runtime.now()))
         if incomplete.version != version:
@@ -227,7 +227,7 @@ class Registry:
         self._publish_complete()
 
     def _publish_complete(self) -> None:
-        whole = [s for s, one in self._incomplete.items() if len(one.snapped) == self.settings.world_size]
+        whole = [serial for serial, found in self._incomplete.items() if len(found.snapped) == self.settings.world_size]
         if whole and self._model:
             self._publish(max(whole))
 
@@ -238,17 +238,17 @@ class Registry:
         sheets = [message["sheet"] for message in snapped]
         self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], sheets)
         self._newest_message = {"type": "newest", **self.newest.to_json()}
-        self._incomplete = {later: one for later, one in self._incomplete.items() if later > serial}
-        self.lanes.publish(serial, self._runtime.now())
+        self._incomplete = {later: version for later, version in self._incomplete.items() if later > serial}
+        self.snapshots.publish(serial, self._runtime.now())
         if self._catalogue is not None:
             self._versions[serial] = gathered.version
             files = [message.get("file") or {} for message in snapped]
             self._catalogue.publish(self.newest, files, self._live_versions())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
-        # One message for both: the version that an actor is pulling may live on as a lane.
-        self._told = live = self._live()
+        # One message for both: the version that an actor is pulling may be retained.
+        self._announced = live = self._live()
         try:
-            sources = state.relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, self._token)
+            sources = state.relay_sources(self.actors, self.snapshots.lost, self.settings.relay_fanout, self._token)
         except Exception:
             # Whatever is wrong with an actor: the newest version is announced to all.
             logger.exception("no actor relays version %d", gathered.version)
@@ -266,7 +266,7 @@ class Registry:
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
         self._incomplete.pop(serial, None)
-        if serial in self._dropped or (self.lanes.newest is not None and serial <= self.lanes.newest):
+        if serial in self._dropped or (self.snapshots.newest is not None and serial <= self.snapshots.newest):
             return
         self._dropped[serial] = version
         while len(self._dropped) > MAX_DROPPED:
@@ -279,17 +279,17 @@ class Registry:
     # What lives
 
     def _live_versions(self) -> list[int]:
-        self._versions = {serial: version for serial, version in self._versions.items() if self.lanes.lives(serial)}
+        self._versions = {serial: version for serial, version in self._versions.items() if self.snapshots.lives(serial)}
         return list(self._versions.values())
 
     def _live(self) -> Message:
-        lanes = self.lanes
+        snapshots = self.snapshots
         return {
             "type": "live",
-            "newest": -1 if lanes.newest is None else lanes.newest,
-            "lanes": sorted(lanes.lanes),
-            "room": lanes.room,
-            "base": lanes.base,
+            "newest": -1 if snapshots.newest is None else snapshots.newest,
+            "retained": sorted(snapshots.retained),
+            "room": snapshots.room,
+            "base": snapshots.base,
             "dropped": sorted(self._dropped),
             **self._pin,
         }
@@ -304,8 +304,8 @@ class Registry:
         """Announce what lives if it has changed, and schedule a status message to the trainer. name: of the actor that
         has changed, if one has; routine: as each does with each version."""
         live = self._live()
-        if live != self._told:
-            self._told = live = Shared(live)
+        if live != self._announced:
+            self._announced = live = Shared(live)
             for channel in self._channels():
                 channel.send(live)
         if name:
@@ -336,7 +336,7 @@ class Registry:
         if actor is None or actor.instance != instance:
             kept = {} if actor is None else {what: getattr(actor, what) for what in state.KEPT}
             actor = self.actors[name] = Actor(None, instance, address, 0.0, **kept)
-            self.lanes.forget(name)
+            self.snapshots.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
         actor.state, actor.version = "JOINING", -1
         if self.newest is not None:
@@ -353,7 +353,7 @@ class Registry:
         actor.channel = actor.applies_since = None
         if actor.leaves:
             del self.actors[name]
-            self.lanes.forget(name)
+            self.snapshots.forget(name)
             self._write("left", {"actor": name, "version": actor.version})
             self._changed(name)
             return
@@ -363,13 +363,13 @@ class Registry:
         actor.evictions, actor.eviction = actor.evictions + 1, actor.reason
         self._evictions += 1
         self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
-        self.lanes.leave(name)
+        self.snapshots.leave(name)
         self._changed(name)
 
-    def _lost_lane(self, name: str) -> None:
-        actor, count = self.actors[name], self.lanes.lost[name]
+    def _lost_snapshot(self, name: str) -> None:
+        actor, count = self.actors[name], self.snapshots.lost[name]
         self._write("lost_lane", {"actor": name, "version": actor.version, "times": count})
-        if count >= MAX_LOST_LANES and actor.channel is not None:
+        if count >= MAX_LOST_SNAPSHOTS and actor.channel is not None:
             actor.state = "GIVEN_UP"
             actor.reason = f"it could not finish a version within {self.settings.lease_s:g} s, {count} times in a row"
             actor.channel.close(actor.reason)
@@ -380,10 +380,10 @@ class Registry:
         actor.heard_at = now
         if kind == "ping":
             channel.send(PONG)
-            self.lanes.progress(name, message.get("bytes") or 0, now)
+            self.snapshots.progress(name, message.get("bytes") or 0, now)
             return
         if kind == "pulling":
-            self.lanes.begin(name, message["serial"], now)
+            self.snapshots.begin(name, message["serial"], now)
             actor.state = "PULLING" if actor.state != "POISONED" else actor.state
             self._write("pulling", {"actor": name, "version": message["version"]})
         elif kind == "ended":
@@ -408,10 +408,10 @@ class Registry:
         """Handle the end of an actor's pull or, if everything was staged, its engine's refusal of the version."""
         outcome = message["outcome"]
         if outcome == "staged":
-            self.lanes.finished(name)
+            self.snapshots.finished(name)
             actor.applies_since, then = self._runtime.now(), "APPLYING"
         else:
-            self.lanes.end(name)
+            self.snapshots.end(name)
             actor.applies_since, then = None, "READY" if actor.version >= 0 else "JOINING"
         actor.state = then if actor.state != "POISONED" else actor.state
         if outcome == "refused":
@@ -464,9 +464,9 @@ class Registry:
             return
         most = STATUS_ACTORS if len(self.actors) > state.MAX_NAMED else state.MAX_NAMED
         routine = [name for name in self._routine if name not in self._urgent][:most]
-        told = self._routine if self._whole else {**self._urgent, **dict.fromkeys(routine)}
-        self._trainer.send(self.status(None if self._whole else told))
-        self._routine = {name: None for name in self._routine if name not in told}
+        named = self._routine if self._whole else {**self._urgent, **dict.fromkeys(routine)}
+        self._trainer.send(self.status(None if self._whole else named))
+        self._routine = {name: None for name in self._routine if name not in named}
         self._urgent, self._whole = {}, False
         if self._routine:
             self._tell_trainer_soon()

@@ -33,14 +33,14 @@ class Settings:
     """From [weight_sync]; times in seconds."""
 
     world_size: int
-    lanes: int = 1
-    """Most lanes at a time"""
+    retained: int = 1
+    """Most retained snapshots at a time: older ones that are still being pulled"""
     lease_s: float = 60.0
-    """The longest life of a lane"""
+    """How long a snapshot is retained at most"""
     relay_fanout: int = 0
     """How many actors pull from the trainer, and from each actor that relays; 0: all pull from the trainer"""
     progress_timeout_s: float = 5.0
-    """A pull that moves no byte for this long loses its lane"""
+    """A pull that moves no byte for this long no longer retains its snapshot"""
     apply_timeout_s: float = 10.0
     snapshot_timeout_s: float = 60.0
     delta: bool = False
@@ -78,7 +78,7 @@ class Settings:
         return cls(
             world_size=world_size,
             guests=guests or {},
-            lanes=config.num_slots - 2,
+            retained=config.num_slots - 2,
             lease_s=lease(config, version_bytes),
             relay_fanout=config.relay_fanout if config.relay else 0,
             progress_timeout_s=config.progress_timeout_s,
@@ -229,35 +229,35 @@ class Pull:
 
 
 @dataclass
-class Lanes:
+class Snapshots:
     """Which published snapshots live, who pulls them, and which one is the base of deltas."""
 
     settings: Settings
     newest: int | None = None
-    lanes: dict[int, float] = field(default_factory=dict)
+    retained: dict[int, float] = field(default_factory=dict)
     """Serial -> when it ceased to be the newest"""
     pulls: dict[str, Pull] = field(default_factory=dict)
     base: int | None = None
     holds: dict[str, int] = field(default_factory=dict)
     """Actor -> the last snapshot that it held completely"""
     lost: dict[str, int] = field(default_factory=dict)
-    """Actor -> lanes in a row that ended before it had finished"""
+    """Actor -> retained snapshots in a row that ended before it had finished"""
 
     @property
     def room(self) -> bool:
-        """Return whether another lane may begin."""
-        return len(self.lanes) < self.settings.lanes
+        """Return whether another snapshot may be retained."""
+        return len(self.retained) < self.settings.retained
 
     def lives(self, serial: int) -> bool:
         """Return whether this snapshot may be read."""
-        return serial == self.newest or serial in self.lanes
+        return serial == self.newest or serial in self.retained
 
     def publish(self, serial: int, now: float) -> None:
         """Make `serial` the newest snapshot."""
         old, self.newest = self.newest, serial
         if old is not None and self.room and any(pull.serial == old for pull in self.pulls.values()):
-            self.lanes[old] = now
-        self._choose_base((old, self.base, *self.lanes))
+            self.retained[old] = now
+        self._choose_base((old, self.base, *self.retained))
         self.pulls = {actor: pull for actor, pull in self.pulls.items() if self.lives(pull.serial)}
 
     def begin(self, actor: str, serial: int, now: float) -> None:
@@ -274,9 +274,9 @@ class Lanes:
             pull.bytes, pull.moved_at = count, now
 
     def end(self, actor: str) -> None:
-        """Record that the actor pulls nothing (any more). A lane that nobody pulls ends."""
+        """Record that the actor pulls nothing (any more). A snapshot that nobody pulls is not retained."""
         pull = self.pulls.pop(actor, None)
-        if pull is not None and (pull.serial in self.lanes or self.settings.delta):
+        if pull is not None and (pull.serial in self.retained or self.settings.delta):
             self._sweep()
 
     def finished(self, actor: str) -> None:
@@ -287,14 +287,14 @@ class Lanes:
         self.end(actor)
 
     def expire(self, now: float) -> list[str]:
-        """End lanes that are too old, and stalled pulls of a lane. Returns the actors that have lost their lane."""
+        """End retained snapshots that are too old, and stalled pulls. Returns the actors that have lost theirs."""
         late = []
         for actor, pull in list(self.pulls.items()):
-            since = self.lanes.get(pull.serial)
+            since = self.retained.get(pull.serial)
             if since is None:
                 continue
-            stands_still = now - max(since, pull.moved_at) > self.settings.progress_timeout_s
-            if stands_still or now - since > self.settings.lease_s:
+            is_stalled = now - max(since, pull.moved_at) > self.settings.progress_timeout_s
+            if is_stalled or now - since > self.settings.lease_s:
                 late.append(actor)
                 del self.pulls[actor]
                 self.lost[actor] = self.lost.get(actor, 0) + 1
@@ -313,9 +313,9 @@ class Lanes:
         self.lost.pop(actor, None)
 
     def _sweep(self) -> None:
-        self._choose_base((self.base, *self.lanes))
+        self._choose_base((self.base, *self.retained))
         pulled = {pull.serial for pull in self.pulls.values()}
-        self.lanes = {serial: since for serial, since in self.lanes.items() if serial in pulled}
+        self.retained = {serial: since for serial, since in self.retained.items() if serial in pulled}
 
     def _choose_base(self, there: Iterable[int | None]) -> None:
         """Choose the snapshot in `there` that most actors hold; the newest if there is a tie."""

@@ -90,7 +90,7 @@ def bucket_bytes_of(version_bytes: int, ranks: int) -> int:
 
 def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, bucket_bytes: int) -> Layout:
     """Return what `rank` sends, as a layout with this one rank: shards in the order of the parameters, without gaps."""
-    placements, which = numbered(one.placed for one in parameters)
+    placements, which = numbered(parameter.placed for parameter in parameters)
     kinds, kind = numbered((dtype, placed.sent_shape) for placed in placements)
     sent = [sent_box(placed, rank) for placed in placements]
     boxes, box_of_sent = numbered(box for box in sent if box is not None)
@@ -99,7 +99,7 @@ def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, buck
 
     parameter = np.flatnonzero(box_of[which] >= 0)
     box = box_of[which[parameter]]
-    table = ParameterTable(tuple(one.name for one in parameters), kinds, kind[which])
+    table = ParameterTable(tuple(parameter.name for parameter in parameters), kinds, kind[which])
     return Layout(bucket_bytes, table, (ShardTable(table, boxes, parameter, box),))
 
 

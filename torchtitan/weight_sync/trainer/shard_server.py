@@ -76,7 +76,7 @@ class ShardServer(BucketServer):
         """Serial -> what the registry is told of a snapshot, and its checksums"""
         self._due: float | None = None
         """When the thread that processes a snapshot must next have progressed; None if it is idle"""
-        self._told_failed = 0
+        self._reported_failure = 0
         fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_registry_message)
 
@@ -94,7 +94,7 @@ class ShardServer(BucketServer):
         """Periodically beat, and end what is too old."""
         if self._works():
             self._slots.beat()
-        # A lane's life is bounded even if no registry is there.
+        # A retained snapshot's life is bounded even if no registry is there.
         self.live.expire(self._runtime.now(), self._lease_s)
         self.close_stale_readers()
         super().tick()
@@ -112,8 +112,8 @@ class ShardServer(BucketServer):
         filled = self.live.filled()
         self._snapped = {serial: found for serial, found in self._snapped.items() if serial in filled}
         for serial, version in self._slots.failed:
-            if serial > self._told_failed and self.registry.connected:
-                self._told_failed = serial
+            if serial > self._reported_failure and self.registry.connected:
+                self._reported_failure = serial
                 self.registry.tell({"type": "failed", "serial": serial, "version": version})
         waiting = [serial for serial in filled if serial not in self._snapped]
         if waiting and self._due is None:
@@ -177,14 +177,14 @@ class ShardServer(BucketServer):
         self.registry.tell({"type": "layout", "layout": self._layout.to_json()})
         for serial in sorted(self._snapped, reverse=True):
             self._tell_snapped(serial)
-        self._told_failed = 0
+        self._reported_failure = 0
         self.look()
 
     def _on_registry_message(self, message: Message) -> None:
         if message["type"] != "live":
             raise ProtocolError(f"a registry does not send {message['type']!r} to a shard server")
-        told = (message["newest"], message["lanes"], message["dropped"])
-        self.live.live(*told, self._runtime.now(), message.get("base"))
+        serials = message["newest"], message["retained"], message["dropped"]
+        self.live.live(*serials, self._runtime.now(), message.get("base"))
         self.deltas.forget_stale()
         self.close_stale_readers()
 

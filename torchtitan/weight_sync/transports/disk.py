@@ -27,7 +27,7 @@ import xxhash
 from torchtitan.weight_sync.memory import weight_files
 from torchtitan.weight_sync.memory.delta import THREADS, Part, decode_into, element_bytes, encode
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest
-from torchtitan.weight_sync.memory.transfer import LANES
+from torchtitan.weight_sync.memory.transfer import READERS
 from torchtitan.weight_sync.transports.stores import Folder, Objects, Place, store_of
 from torchtitan.weight_sync.transports.transport import Transport, in_host_memory
 from torchtitan.weight_sync.wire import hook
@@ -135,8 +135,8 @@ class SlotFiles:
         """Return the reference to the bucket that begins at `start` in this slot."""
         bucket = start // self._layout.bucket_bytes
         # Several are read at once from an object store, whose answers take a while to come.
-        lane = bucket % LANES if isinstance(self._store, Objects) else 0
-        about = {"folder": self._store.url, "element": element_bytes(self._layout), "lane": lane}
+        thread = bucket % READERS if isinstance(self._store, Objects) else 0
+        about = {"folder": self._store.url, "element": element_bytes(self._layout), "thread": thread}
         return {**about, "parts": self._written[slot][bucket]}
 
 

@@ -52,7 +52,7 @@ class Transport:
 
     # Trainer
 
-    def told(self) -> Message:
+    def to_json(self) -> Message:
         """Return what another process of the job makes its own from."""
         return {"transport": self.name, "options": self.options, "needs_keys": self.needs_keys}
 
@@ -92,7 +92,7 @@ def load_transport(name: str) -> type[Transport]:
 
 def off_device() -> str:
     """Return the transports that need no device, for messages."""
-    return " or ".join(name for name, one in TRANSPORTS.items() if not one.on_device)
+    return " or ".join(name for name, descriptor in TRANSPORTS.items() if not descriptor.on_device)
 
 
 def in_host_memory(target: memoryview | torch.Tensor) -> memoryview:

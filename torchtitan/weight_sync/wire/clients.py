@@ -100,18 +100,18 @@ class RegistryClient(ServerConnection):
         beat: Callable[[], Message] = dict,
     ):
         super().__init__(runtime, address, identity, fields)
-        self._on_join, self._on_said, self._retry_for_s, self._beat = on_join, on_message, retry_for_s, beat
+        self._on_join, self._on_registry_message, self._retry_for_s, self._beat = on_join, on_message, retry_for_s, beat
         self.failure = ""
         self.ready: Callable[[], bool] = lambda: True
         """Whether this client may join yet"""
         self._term = 0
         self._heard_at = runtime.now()
-        self._told_at = 0.0
+        self._sent_at = 0.0
         self._closed = False
 
     def tell(self, message: Message) -> None:
         if self.connected:
-            self._told_at = self._runtime.now()
+            self._sent_at = self._runtime.now()
         super().tell(message)
 
     def start(self) -> None:
@@ -166,7 +166,7 @@ class RegistryClient(ServerConnection):
     def _on_message(self, _channel: Channel, message: Message) -> None:
         self._heard_at = self._runtime.now()
         if message["type"] != "pong":
-            self._on_said(message)
+            self._on_registry_message(message)
 
     def _heartbeat(self) -> None:
         if self._closed:
@@ -177,5 +177,5 @@ class RegistryClient(ServerConnection):
             self.hang_up(f"the registry said nothing for {SILENCE_SECONDS:g} s")
         about = self._beat()
         # Whatever was said and heard lately is a sign of life, too.
-        if about or self._runtime.now() - min(self._told_at, self._heard_at) >= 2 * wire.HEARTBEAT_SECONDS:
+        if about or self._runtime.now() - min(self._sent_at, self._heard_at) >= 2 * wire.HEARTBEAT_SECONDS:
             self.tell({"type": "ping", **about})

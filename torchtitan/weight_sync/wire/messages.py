@@ -114,11 +114,11 @@ def _about(value: Any) -> Message:
     return read("hello", _ABOUT, anything(value))
 
 
-# newest: serial of the last published snapshot; lanes: older serials that are still being pulled; room: whether another
-# lane may begin; base: a serial that is kept for deltas; dropped: serials that will never be published. Once the
-# trainer has said so, there is also `pinned`: the version that actors keep, if any.
+# newest: serial of the last published snapshot; retained: older serials that are still being pulled; room: whether
+# another one may be retained; base: a serial that is kept for deltas; dropped: serials that will never be published.
+# Once the trainer has said so, there is also `pinned`: the version that actors keep, if any.
 _LIVE: Fields = {
-    "newest": integer, "lanes": integers, "room": boolean, "base?": maybe(integer), "dropped": integers,
+    "newest": integer, "retained": integers, "room": boolean, "base?": maybe(integer), "dropped": integers,
     "pinned?": maybe(integer),
 }  # fmt: skip
 SCHEMA: dict[str, Fields] = {

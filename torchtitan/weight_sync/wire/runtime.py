@@ -173,8 +173,8 @@ class Runtime(Protocol):
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Run `callback` after `seconds`."""
 
-    def work(self, lane: str, function: Callable[[], Any], done: OnDone) -> None:
-        """Run `function` on a thread kept for such work, then `done` as a callback. The order is not guaranteed."""
+    def work(self, name: str, function: Callable[[], Any], done: OnDone) -> None:
+        """Run `function` on the thread of this name, kept for such work, then `done` as a callback, in any order."""
 
     def dial(
         self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]

@@ -263,7 +263,7 @@ class SocketRuntime:
         self._error: BaseException | None = None
         self._calls: deque[Callable[[], None]] = deque()
         self._begin_thread = begin_thread
-        self._lanes: dict[str, tuple[threading.Thread, Work]] = {}
+        self._threads: dict[str, tuple[threading.Thread, Work]] = {}
         self._thread: threading.Thread | None = None
         self.failure = ""
 
@@ -286,7 +286,7 @@ class SocketRuntime:
             self.loop.stop()
             self.loop.run_forever()  # once more, so that cancelled dials close their sockets
             self.loop.close()
-            for _thread, waiting in self._lanes.values():
+            for _thread, waiting in self._threads.values():
                 waiting.put(None)
         if self._error is not None:
             raise self._error
@@ -334,12 +334,12 @@ class SocketRuntime:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(lambda: self._calls.popleft()())
 
-    def work(self, lane: str, function: Callable[[], Any], done: OnDone) -> None:
-        if lane not in self._lanes:
+    def work(self, name: str, function: Callable[[], Any], done: OnDone) -> None:
+        if name not in self._threads:
             waiting: Work = queue.SimpleQueue()
-            self._lanes[lane] = threading.Thread(target=self._work, args=(waiting,), name=lane, daemon=True), waiting
-            self._lanes[lane][0].start()
-        self._lanes[lane][1].put((function, done))
+            self._threads[name] = threading.Thread(target=self._work, args=(waiting,), name=name, daemon=True), waiting
+            self._threads[name][0].start()
+        self._threads[name][1].put((function, done))
 
     def _work(self, waiting: Work) -> None:
         self._begin_thread()
@@ -352,10 +352,10 @@ class SocketRuntime:
                 error = raised
             self.post(partial(done, result, error))
 
-    def finish_work(self, lane: str, deadline: float) -> None:
-        """After run(): wait until `deadline` (time.monotonic()) for the lane's work, and run all pending callbacks."""
-        if lane in self._lanes and self._lanes[lane][0] is not threading.current_thread():
-            self._lanes[lane][0].join(max(0.0, deadline - time.monotonic()))
+    def finish_work(self, name: str, deadline: float) -> None:
+        """After run(): wait until `deadline` (time.monotonic()) for that thread, and run all pending callbacks."""
+        if name in self._threads and self._threads[name][0] is not threading.current_thread():
+            self._threads[name][0].join(max(0.0, deadline - time.monotonic()))
         while self._calls:
             self._calls.popleft()()
 
