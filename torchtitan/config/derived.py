@@ -99,6 +99,8 @@ def for_source(config: JobConfig, source: Source) -> JobConfig:
     values = {IN_TABLE[key]: value for key, value in source.given().items() if key in IN_TABLE}
     if source.rewards is not None:
         values.setdefault("rewards.weights", [])
+    if source.teacher is not None:
+        values.setdefault("distill.teacher_url", "")
     values |= {f"environment.{key}": value for key, value in (source.environment or {}).items()}
     for table in {key.partition(".")[0] for key in values}:
         setattr(own, table, copy.copy(getattr(config, table)))
@@ -174,15 +176,30 @@ def compares_vocabulary(config: JobConfig) -> bool:
     return config.job.stage == "distill" and config.distill.divergence != "sampled"
 
 
-def has_reference(config: JobConfig) -> bool:
-    """Whether the trainer holds a second policy: one to stay close to, or the teacher."""
-    if config.job.stage == "grpo":
-        return config.grpo.kl_coefficient > 0
-    return config.job.stage == "distill" and bool(config.distill.teacher) and not config.distill.teacher_url
+def teacher_of(own: JobConfig) -> str | None:
+    """What the policy is compared with on the samples of a source: a server's address, a checkpoint directory, or
+    (empty) itself: as it is, with a hint; as it began, for a KL term. None: with nothing."""
+    if own.job.stage != "distill":
+        return "" if own.job.stage == "grpo" and own.grpo.kl_coefficient > 0 else None
+    distill = own.distill
+    if distill.teacher_url or not distill.teacher:
+        return distill.teacher_url or ("" if distill.hint_column else None)
+    return os.path.realpath(distill.teacher)
+
+
+def references_of(config: JobConfig) -> dict[str, JobConfig]:
+    """The second policies that the trainer holds: one to stay close to, or each teacher once. What teacher_of() says ->
+    the configuration of a source that has it."""
+    held: dict[str, JobConfig] = {}
+    for _, own in sources_of(config):
+        name = teacher_of(own)
+        if name is not None and not own.distill.teacher_url and (name or own.job.stage == "grpo"):
+            held.setdefault(name, own)
+    return held
 
 
 def teacher_config(config: JobConfig) -> JobConfig:
-    """The configuration of the policy that teaches: as the trained one is laid out, with weights of its own."""
+    """The configuration of the policy that teaches a source: as the trained one is laid out, with its own weights."""
     own = copy.deepcopy(config)
     own.model.hf_assets_path, own.model.name, own.model.flavor = config.distill.teacher, "auto", ""
     own.lora.rank, own.lora.base_bits, own.grpo.reference_ema_decay = 0, 16, 0.0
@@ -268,7 +285,7 @@ def origins_of_adapters(config: JobConfig) -> dict[str, str]:
     model's, and for a KL term those that they began with, if any."""
     if config.lora.rank == 0:
         return {}
-    close = config.job.stage == "grpo" and has_reference(config)
+    close = config.job.stage == "grpo" and config.grpo.kl_coefficient > 0
     start = {"lora.adapter_path": config.lora.adapter_path} if close else {}
     return {"model.hf_assets_path": config.model.hf_assets_path} | start
 

@@ -86,8 +86,11 @@ class Source:
     environment: Options | None = None
     """Keys of [environment], such as {factory = "package.module:Class", max_turns = 6}"""
 
+    teacher: PathText | None = None
+    """As distill.teacher; sources with the same one share it, and with add_rewards a source may have none (empty)"""
+
     teacher_url: str | None = None
-    """As distill.teacher_url; either all sources have one, or none"""
+    """As distill.teacher_url; without one, a source that has a teacher of its own has it in the trainer's ranks"""
 
     hint_column: str | None = None
     """As distill.hint_column"""
@@ -107,6 +110,7 @@ IN_TABLE = {
     "rewards": "rewards.functions",
     "reward_weights": "rewards.weights",
     "answer_column": "rewards.answer_column",
+    "teacher": "distill.teacher",
     "teacher_url": "distill.teacher_url",
     "hint_column": "distill.hint_column",
     "hint_template": "distill.hint_template",

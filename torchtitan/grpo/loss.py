@@ -133,7 +133,7 @@ class MicroBatchLoss:
         if fixed.trained is not None:
             self._factor = self._factor * fixed.trained
         zero = behaviour.new_zeros(())
-        names = ("tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
+        names = ("tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl", "compared")
         self.sums = {name: zero.clone() for name in names}
         self.ratio_max = zero.clone()
 
@@ -160,7 +160,7 @@ class MicroBatchLoss:
         loss = token.loss * factor * weights
         if fixed.reference is not None:
             kl = KL_ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
-            self.sums["reference_kl"] += kl.detach().sum()
+            self._compare(kl)
             if settings.kl_ratio_correction:
                 # The ratio is to the sampling policy (even in decoupled mode) and detached; no clip bounds it, so the
                 # cap must.
@@ -170,7 +170,7 @@ class MicroBatchLoss:
                 kl = corrected(kl, log_probs, fixed.reference[rows], drawn)
             loss = loss + settings.kl_coefficient * kl * weights
         if divergence is not None:
-            self.sums["reference_kl"] += divergence.detach().sum()
+            self._compare(divergence)
             loss = loss + settings.kl_coefficient * divergence * weights
         if settings.entropy_coefficient:
             loss = loss - settings.entropy_coefficient * entropy * weights
@@ -185,6 +185,10 @@ class MicroBatchLoss:
             if len(ratio):
                 self.ratio_max = torch.maximum(self.ratio_max, ratio.max())
         return loss
+
+    def _compare(self, divergence: torch.Tensor) -> None:
+        self.sums["reference_kl"] += divergence.detach().sum()
+        self.sums["compared"] += len(divergence)
 
     def _masks_in_direct_mode(self, log_ratio: torch.Tensor, rows: slice) -> torch.Tensor:
         kept = torch.ones_like(log_ratio)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan.config.derived import (
-    has_reference,
     is_colocated,
     keeps_start,
+    references_of,
     shard_degree,
     trains_on_gpu,
     trains_only_adapters,
@@ -120,15 +120,14 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
     budget = budget // tensor * (2 if trains_on_gpu() and head.logprob_head == "one_pass" else 1)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
-    reference = 0
-    if has_reference(config):
-        taught = config.job.stage == "distill"
-        second = base if taught or not trains_only_adapters(config) else 0
-        if second and not taught and config.lora.adapter_path:
-            second += adapters * BYTES["float32"]
-        if taught and (teacher := read_teacher_shape(config)) is not None:
-            second = teacher.num_parameters() * master
-        reference = -(-second // (shard * tensor))
+    second = 0
+    for own_config in references_of(config).values():
+        if config.job.stage == "distill":
+            teacher = read_teacher_shape(own_config)
+            second += base if teacher is None else teacher.num_parameters() * master
+        elif not trains_only_adapters(config):
+            second += base + (adapters * BYTES["float32"] if config.lora.adapter_path else 0)
+    reference = -(-second // (shard * tensor))
     # Without FSDP2, parameters are used in place and gradients accumulate in place.
     training_types = {training.mixed_precision_param, training.mixed_precision_reduce, training.dtype}
     fsdp = ranks > 1 or len(training_types) > 1 or (reference > 0 and reference_on_host(config))

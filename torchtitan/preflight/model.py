@@ -11,7 +11,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import compares_vocabulary, has_engines, has_environment, ranks_per_pack, shard_degree
+from torchtitan.config.derived import (
+    compares_vocabulary,
+    has_engines,
+    has_environment,
+    ranks_per_pack,
+    shard_degree,
+    teacher_of,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
@@ -302,12 +309,10 @@ def _check_distill(check: Check) -> None:
     text = "must be 0 in job.stage = distill, where the teacher takes the place of the reference"
     refuse("grpo.kl_coefficient", grpo.kl_coefficient > 0, text)
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0, or nothing is distilled")
-    refuse(
-        TEACHER,
-        not distill.teacher and (distill.teacher_url or not distill.hint_column),
-        "must be the teacher's checkpoint directory, also with distill.teacher_url; without both, "
-        "distill.hint_column makes the policy its own teacher",
-    )
+    text = "must be the teacher's checkpoint directory, also with distill.teacher_url; without both, "
+    text += "distill.hint_column makes the policy its own teacher"
+    untaught = teacher_of(config) is None and not distill.add_rewards
+    refuse(TEACHER, untaught or (distill.teacher_url and not distill.teacher), text)
     if compares_vocabulary(config):
         text = "over the vocabulary needs parallelism.context_parallel_degree = 1"
         refuse("distill.divergence", config.parallelism.context_parallel_degree > 1, text)

@@ -12,6 +12,7 @@ from torchtitan.config.derived import (
     plays_through_gateway,
     reward_weights,
     sources_of,
+    teacher_of,
     weights_of,
 )
 from torchtitan.config.evaluations import tasks_of
@@ -69,10 +70,10 @@ def _problems(config: JobConfig) -> list[str]:
     ]
     if 0 < sum(one.epochs is not None for one in sources) < len(sources):
         texts.append("either all sources have epochs, or none: their shares are compared with each other")
-    if 0 < sum(bool(own.distill.teacher_url) for own in owns) < len(owns):
-        texts.append("either all sources have a teacher_url, or none")
     if config.eval.enable and config.eval.dataset and len(sources) > 1 and not config.eval.set:
         texts.append("eval.dataset must be empty: every source has its own eval_dataset, or its held-out share")
+    if config.job.stage == "distill" and all(teacher_of(own) is None for own in owns):
+        texts.append("none has a teacher: job.stage = grpo learns from rewards alone")
     whole = all(len(own.rewards.weights) in (0, len(own.rewards.functions)) for own in owns)
     if config.grpo.reward_aggregation == "normalize_each" and whole:
         weights = reward_weights(config)

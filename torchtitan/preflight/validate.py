@@ -102,6 +102,8 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     config.inference.servers = expand_servers(config.inference.servers)
     config.model.hf_assets_path = newest_export(config.model.hf_assets_path)
     config.distill.teacher = newest_export(config.distill.teacher)
+    for one in config.source:
+        one.teacher = one.teacher and newest_export(one.teacher)
     config.rollout.replay = without_links(config.rollout.replay)
     config.lora.adapter_path = without_links(config.lora.adapter_path)
     draft.chosen = choose_types(config)

@@ -366,7 +366,7 @@ class Job:
             steps = broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None)
             config.training.steps = int(steps)
         self.trainer = trainer = PolicyTrainer(config, self.dims)
-        policy, optimizer, reference = trainer.policy, trainer.optimizer, trainer.reference
+        policy, optimizer, reference = trainer.policy, trainer.optimizer, trainer.references.get("")
         trainer.is_told_to_stop = lambda: self.signals.told
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(

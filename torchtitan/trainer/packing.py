@@ -16,7 +16,7 @@ from torchtitan.models.attention import PackedLayout
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.mixture_args import MISSING
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.rollout.types import Batch, Sample
+from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.prefixes import clusters, keep_apart, merge
 
 
@@ -107,9 +107,9 @@ def balanced_clusters(
     return min(found, key=lambda one: one[0])[1]
 
 
-def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
-    """Divide the batch's samples into `count` parts of whole groups; group i goes to part i mod count."""
-    return [[sample for group in batch.groups[part::count] for sample in group.samples] for part in range(count)]
+def minibatches(batch: Batch, count: int) -> list[list[Group]]:
+    """Divide the batch into `count` parts of whole groups; group i goes to part i mod count."""
+    return [batch.groups[part::count] for part in range(count)]
 
 
 @dataclass
@@ -141,6 +141,8 @@ class MicroBatch:
     """Of the active positions, and behind them the observed ones"""
     trained: list[Branch]
     """The branches whose sampled tokens the active positions predict, in order"""
+    teacher: str | None = None
+    """What the policy is compared with on all of them, as teacher_of() says it"""
     teacher_log_probs: torch.Tensor | None = None
     """[A], if a teacher behind a server has provided them"""
     routes: torch.Tensor | None = None
@@ -184,6 +186,7 @@ def pack(
     replayed: ModelArgs | None = None,
     merged: bool = False,
     observation_weight: float = 0.0,
+    teacher: str | None = None,
 ) -> MicroBatch:
     """Pack whole branches into one micro-batch; without any, use one inert token (a rank must join every collective).
 
@@ -250,6 +253,7 @@ def pack(
         observation_weight=observation_weight,
         kept=KeptTokens.from_rows([*kept, *([] for _ in observed)], device),
         trained=trained,
+        teacher=teacher,
     )
 
 
@@ -267,9 +271,13 @@ def micro_batches(
     replayed: ModelArgs | None = None,
     merged: bool = False,
     observation_coefficient: float = 0.0,
+    teachers: Sequence[str | None] | None = None,
 ) -> list[MicroBatch]:
     """This rank's share of a minibatch. Every rank gets the same number of micro-batches, each of at most `budget`
     tokens that are computed, and as many that are trained.
+
+    teachers: of each sample, what the policy is compared with. A micro-batch has samples of one teacher only, and all
+    ranks have those of the same teacher at a time.
 
     Each branch of a trajectory is a separate sequence, but its tokens have the weights of the whole trajectory. merged:
     what branches begin with together is computed once in a micro-batch, and counts once in its budget.
@@ -281,16 +289,26 @@ def micro_batches(
     weights = [weight for sample, weight in zip(samples, by_sample, strict=True) for _ in sample.branches]
     active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
     seen = [len(branch.observed_at) if count else 0 for (_, branch), count in zip(rows, active, strict=True)]
-    if merged:
-        headed = [a + b for a, b in zip(active, seen, strict=True)] if observation_coefficient else active
-        bins = balanced_clusters([identities(branch, replayed) for _, branch in rows], headed, budget, ranks)
-    else:
-        bins = balanced_bins([len(branch) - 1 for _, branch in rows], budget, ranks)
+    headed = [a + b for a, b in zip(active, seen, strict=True)] if observation_coefficient else active
+    each = zip(samples, teachers or [None] * len(samples), strict=True)
+    taught = [teacher for sample, teacher in each for _ in sample.branches]
+    bins: list[tuple[str | None, list[int]]] = []
+    for teacher in dict.fromkeys(taught or [None]):
+        mine = [i for i, one in enumerate(taught) if one == teacher]
+        if merged:
+            identified = [identities(rows[i][1], replayed) for i in mine]
+            found = balanced_clusters(identified, [headed[i] for i in mine], budget, ranks)
+        else:
+            found = balanced_bins([len(rows[i][1]) - 1 for i in mine], budget, ranks)
+        bins += [(teacher, [mine[i] for i in members]) for members in found]
     if objective.local:
         # All micro-batches count the same, whatever they contain.
-        for members in bins:
+        for _, members in bins:
             own = objective.token_weights([active[i] for i in members], max_completion_tokens)
             for i, weight in zip(members, own, strict=True):
                 weights[i] = weight / len(bins)
     settings = version, mask_truncated, device, replayed, merged, observation_coefficient / max(sum(seen), 1)
-    return [pack([rows[i] for i in members], [weights[i] for i in members], *settings) for members in bins[rank::ranks]]
+    return [
+        pack([rows[i] for i in members], [weights[i] for i in members], *settings, teacher)
+        for teacher, members in bins[rank::ranks]
+    ]

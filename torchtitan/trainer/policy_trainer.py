@@ -15,13 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.derived import (
     compares_vocabulary,
-    has_reference,
     keeps_start,
     learns_from_rewards,
     longest_completion,
     ranks_per_pack,
+    references_of,
     reward_weights,
+    sources_of,
     teacher_config,
+    teacher_of,
     trains_only_adapters,
 )
 from torchtitan.config.job_config import JobConfig
@@ -46,7 +48,7 @@ from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.logprob_head import HeadFunction
 from torchtitan.models.lora import adapters_off, as_begun, weights, without_dropout
 from torchtitan.models.parallelize import build_policy, reduce_gradients
-from torchtitan.rollout.types import Batch, Sample
+from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
 from torchtitan.trainer.teaching import Teaching
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
+SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl", "compared")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
 OBSERVED_SUMS = ("observation", "observed")
 ALL_SUMS = (*SUMS, *MISMATCH_SUMS, *OBSERVED_SUMS, "replayed", "routed", "computed", "inputs", "operations")
@@ -87,13 +89,14 @@ class PolicyTrainer:
         if config.training.enable_cpu_offload == "optimizer":
             OptimizerOffload(self.optimizer).between_steps()
         self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
-        self.reference = build_reference(config, dims, policy) if has_reference(config) else None
-        teacher = None if self.reference is None else self.reference.policy
-        apart = next((said for one in self._policies() if (said := one.computes_apart())), None)
+        self.references = {name: build_reference(own, dims, policy) for name, own in references_of(config).items()}
+        self._teachers = {name: teacher_of(own) for name, own in sources_of(config)}
+        teachers = {name: one.policy for name, one in self.references.items()}
+        apart = next((said for one in (policy, *teachers.values()) if (said := one.computes_apart())), None)
         self._merged = config.training.merge_prefixes and apart is None
         if config.training.merge_prefixes and apart:
             logger.info("what completions begin with together is computed for each of them: %s", apart)
-        self.teaching = Teaching(config, policy, teacher, self._merged) if compares_vocabulary(config) else None
+        self.teaching = Teaching(config, policy, teachers, self._merged) if compares_vocabulary(config) else None
         self.dims = dims
         self.device = device()
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -103,9 +106,6 @@ class PolicyTrainer:
         self.expert_load = ExpertLoad(policy, rate) if rate else None
         self.is_told_to_stop: Callable[[], bool] = lambda: False
         """Whether a signal has told this rank; rides on the last reduction, too"""
-
-    def _policies(self) -> list[Decoder]:
-        return [self.policy] if self.reference is None else [self.policy, self.reference.policy]
 
     def train_batch(self, batch: Batch, slots: WeightSync | None = None) -> BatchResult:
         """Train on `batch`. `slots` holds copies of versions, where there are any: the new version's is reserved, and
@@ -120,8 +120,10 @@ class PolicyTrainer:
         # AdamW would step on its momentum alone. Every rank sees all samples, and so leaves out the same minibatches.
         masked = self.config.grpo.mask_truncated
         divided = minibatches(batch, self.config.grpo.num_minibatches)
-        divided = [samples for samples in divided if any(trained_tokens(sample, masked) for sample in samples)]
-        parts = [self._pack(samples, batch.version) for samples in divided or [[]]]
+        divided = [
+            part for part in divided if any(trained_tokens(one, masked) for group in part for one in group.samples)
+        ]
+        parts = [self._pack(groups, batch.version) for groups in divided or [[]]]
         totals = _Totals(self.device)
         packs = [micro_batch for part in parts for micro_batch in part]
         totals.add_packs(packs, self._operations(packs))
@@ -155,8 +157,8 @@ class PolicyTrainer:
             self._count_skips(result.last_step_applied, batch.version)
             self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
-        if self.reference is not None:
-            self.reference.follow(self.policy, batch.version + 1)
+        for reference in self.references.values():
+            reference.follow(self.policy, batch.version + 1)
         result.metrics = stage_figures(self.config, totals.reduce(self.dims, len(schedule)))
         seconds = time.perf_counter() - started
         operations = result.metrics.pop("operations") or 0.0
@@ -182,7 +184,7 @@ class PolicyTrainer:
     def cross_entropy(self, batch: Batch) -> dict[str, float]:
         """Collective: `eval/…` figures of the batch's trained tokens, with the weights as they are now."""
         log_probs = []
-        for micro_batch in self._pack(batch.samples, batch.version):
+        for micro_batch in self._pack(batch.groups, batch.version):
             with without_dropout(self.policy):
                 log_probs.append(self._forward(self.policy, micro_batch)[0])
         mine = torch.cat(log_probs)
@@ -194,14 +196,13 @@ class PolicyTrainer:
     def _operations(self, packs: list[MicroBatch]) -> float:
         """What the model needs for these micro-batches."""
         grpo, lora = self.config.grpo, self.config.lora
-        scored = int(grpo.recompute_old_log_probs) + (self.reference is not None)
-        passes = Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
-        return sum(
-            model_flops(
-                self.policy.args, one.layout.lengths, len(one.targets) + len(one.observed), passes, one.layout.starts
-            )
-            for one in packs
-        )
+        total, updated = 0.0, lora.modules_to_save if lora.rank else None
+        for one in packs:
+            scored = int(grpo.recompute_old_log_probs) + (one.teacher in self.references)
+            passes = Passes(grpo.num_iterations, scored, updated=updated)
+            heads = len(one.targets) + len(one.observed)
+            total += model_flops(self.policy.args, one.layout.lengths, heads, passes, one.layout.starts)
+        return total
 
     def _assign_advantages(self, batch: Batch) -> None:
         grpo = self.config.grpo
@@ -219,9 +220,9 @@ class PolicyTrainer:
         if grpo.advantage_level == "turn":
             assign_by_turn(batch, grpo.scale_rewards, grpo.advantage)
 
-    def _pack(self, samples: list[Sample], version: int) -> list[MicroBatch]:
+    def _pack(self, groups: list[Group], version: int) -> list[MicroBatch]:
         return micro_batches(
-            samples,
+            [sample for group in groups for sample in group.samples],
             self.settings.objective,
             version=version,
             budget=self.config.training.tokens_per_micro_batch,
@@ -233,7 +234,12 @@ class PolicyTrainer:
             replayed=self.policy.args if self.config.grpo.routing_replay else None,
             merged=self._merged,
             observation_coefficient=self.config.grpo.observation_coefficient,
+            teachers=[self._teacher(group.source) for group in groups for _ in group.samples],
         )
+
+    def _teacher(self, source: str) -> str | None:
+        # A recorded batch may be of sources that this run does not have.
+        return self._teachers[source] if source in self._teachers else teacher_of(self.config)
 
     def _forward(
         self,
@@ -281,9 +287,10 @@ class PolicyTrainer:
                         one.old, entropy = self._forward(self.policy, micro_batch, entropy=chooses)
                     entropies.append(entropy)
                     totals.add_mismatch(one.old, micro_batch)
-                if self.reference is not None and self.teaching is None:
-                    with self.reference.active():
-                        one.reference, _ = self._forward(self.reference.policy, micro_batch, entropy=False)
+                if micro_batch.teacher in self.references and self.teaching is None:
+                    reference = self.references[micro_batch.teacher]
+                    with reference.active():
+                        one.reference, _ = self._forward(reference.policy, micro_batch, entropy=False)
         if chooses:
             # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
             values = gather_values(torch.cat(entropies)).sort().values
@@ -461,7 +468,7 @@ class _Totals:
             "masked_fraction": sums["masked"] / tokens,
             "ratio/mean": sums["ratio"] / tokens,
             "ratio/max": largest["ratio"],
-            "reference_kl": sums["reference_kl"] / tokens,
+            "reference_kl": sums["reference_kl"] / max(sums["compared"], 1.0),
             "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
             "mismatch_kl/max": largest["mismatch"],
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
@@ -476,8 +483,8 @@ class _Totals:
 
 
 def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
-    """The reference for `policy`: its teacher, or itself with the adapters that it began with where those are all that
-    is trained, or else a second one that begins as it does.
+    """The reference for `policy`: the teacher of `config`, or itself with the adapters that it began with where those
+    are all that is trained, or else a second one that begins as it does.
 
     A collective.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,35 +42,39 @@ class _Operands:
 
 
 class Teaching:
-    """The teacher of a run: `reference` if the trainer holds one, a server's answers if distill.teacher_url is set, or
+    """The teacher of each source: one of `teachers` if the trainer holds it, a server's answers with teacher_url, or
     else the policy itself as it is now, with another prompt (OPSD, Zhao et al. 2026; SDFT, Shenfeld et al. 2026).
 
     merged: what sequences begin with together is computed once, with the teacher's prompts, too.
     """
 
-    def __init__(self, config: JobConfig, policy: Decoder, reference: Decoder | None, merged: bool):
+    def __init__(self, config: JobConfig, policy: Decoder, teachers: Mapping[str, Decoder], merged: bool):
         self._distill, self._temperature = config.distill, config.rollout.temperature or 1.0
-        self._policy, self._merged = policy if reference is None else reference, merged
-        self._gathers: FSDPModule | None = None
-        teacher: Any = reference
-        if isinstance(teacher, FSDPModule):
-            # Its head's weight is needed until the policy's backward is done with it.
-            teacher.set_reshard_after_forward(False, recurse=False)
-            self._gathers = teacher
+        self._teachers: dict[str, Any] = {"": policy, **teachers}
+        self._merged = merged
+        for teacher in teachers.values():
+            if isinstance(teacher, FSDPModule):
+                # Its head's weight is needed until the policy's backward is done with it.
+                teacher.set_reshard_after_forward(False, recurse=False)
 
     @contextlib.contextmanager
-    def compare(self, micro_batch: MicroBatch) -> Iterator[Comparison]:
-        """Inside the block, forward and backward of the policy's head can use the comparison. A collective."""
-        kind, beta = self._distill.divergence, self._distill.jsd_beta
-        if self._distill.teacher_url:
+    def compare(self, micro_batch: MicroBatch) -> Iterator[Comparison | None]:
+        """Inside the block, forward and backward of the policy's head can use the comparison; None without a teacher.
+        A collective."""
+        kind, beta, name = self._distill.divergence, self._distill.jsd_beta, micro_batch.teacher
+        if name is None:
+            yield None
+            return
+        if name not in self._teachers:
             yield Comparison(top_tokens(micro_batch.trained, self._distill.top_k), kind, beta)
             return
+        teacher = self._teachers[name]
         operands = _Operands()
         token_ids, layout, active = micro_batch.token_ids, micro_batch.layout, micro_batch.active
         if any(one.hint_ids is not None for branch in micro_batch.trained for one in branch.sampled):
             token_ids, layout, active = hinted(micro_batch.trained, self._merged)
-        with torch.no_grad(), without_dropout(self._policy):
-            hidden = self._policy(
+        with torch.no_grad(), without_dropout(teacher):
+            hidden = teacher(
                 token_ids,
                 layout,
                 micro_batch.targets,
@@ -80,8 +84,8 @@ class Teaching:
                 function=operands,
             )
         yield Comparison(TeacherStates(hidden, operands.weight, operands.softcap), kind, beta)
-        if self._gathers is not None:
-            self._gathers.reshard()
+        if name and isinstance(teacher, FSDPModule):
+            teacher.reshard()
 
 
 def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, PackedLayout, torch.Tensor]:

@@ -199,10 +199,9 @@ def train_with_everything(checkpoint: str) -> dict[str, Any]:
             assert known.trained is not None
             # No two tokens have the same: their names.
             trained += zip(micro_batch.behaviour_log_probs.tolist(), known.trained.tolist(), strict=True)
-    assert trainer.reference is not None
     tokens = torch.arange(3, 23)
     with torch.no_grad():
-        log_probs, _ = trainer.reference.policy(tokens[:-1], PackedLayout([19]), tokens[1:])
+        log_probs, _ = trainer.references[""].policy(tokens[:-1], PackedLayout([19]), tokens[1:])
     return {"figures": figures, "trained": trained, "reference": log_probs.tolist()}
 
 

@@ -39,8 +39,9 @@ def config(tiny_checkpoint: Callable[..., Path]) -> Iterator[JobConfig]:
 
 def build(config: JobConfig) -> tuple[Decoder, Reference, PolicyTrainer]:
     trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, world_size=1, rank=0))
-    assert isinstance(trainer.reference, ReferencePolicy)
-    return trainer.policy, trainer.reference, trainer
+    reference = trainer.references[""]
+    assert isinstance(reference, ReferencePolicy)
+    return trainer.policy, reference, trainer
 
 
 def weights(policy: Decoder) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.distributed_launcher import run_distributed
 from tests.patience import asynchronous
 from tests.unit_tests.trainer.test_stages import Trained, demonstrations, make_config
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.sources import Source
 from torchtitan.distributed import device
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
@@ -50,6 +52,7 @@ def configured(checkpoints: list[str], divergence: str, teacher: str | None = No
     config = make_config("distill", checkpoints)
     config.distill.divergence, config.distill.jsd_beta, config.distill.coefficient = divergence, BETA, 0.7
     config.distill.teacher = config.distill.teacher if teacher is None else teacher
+    config.distill.hint_column = "hint" if teacher == "" else ""
     config.rollout.temperature = 0.8
     for name, value in lora.items():
         setattr(config.lora, name, value)
@@ -102,6 +105,55 @@ def test_the_gradient_is_that_of_transformers_in_float64(
             torch.testing.assert_close(
                 trainer.gradients[name], one.grad.float(), rtol=1e-3, atol=2e-6 * float(one.grad.abs().max() + 1)
             )
+
+
+@pytest.mark.parametrize("divergence", ["sampled", "jsd"])
+def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], divergence: str) -> None:
+    """Loss and gradients are the sums of those of each source alone with its teacher, summed in float64. One source has
+    none, and teaches nothing."""
+    config = configured(checkpoints, divergence, "")
+    config.rollout.temperature, config.distill.hint_column = 1.0, ""
+    named = {"a": checkpoints[1], "b": checkpoints[0] + "/../checkpoint", "c": "", "d": checkpoints[1]}
+    config.source = [Source(name, teacher=path) for name, path in named.items()]
+    batch = sampled(config)
+    for group, name in zip(batch.groups, itertools.cycle(named), strict=False):
+        group.source = name
+        for sample in group.samples:
+            for completion in sample.branches[0].sampled:
+                completion.log_probs = [-2.0] * len(completion.token_ids)
+    trainer = Trained(config)
+    # The same directory is held once, however it is written.
+    assert [*trainer.references] == [os.path.realpath(path) for path in (checkpoints[1], checkpoints[0])]
+    # A policy that moved is another one than its own checkpoint.
+    generator = torch.Generator().manual_seed(2)
+    noise = [0.05 * torch.randn(one.shape, generator=generator) for one in trainer.policy.parameters()]
+
+    def figures(trainer: Trained, batch: Batch) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        with torch.no_grad():
+            for one, moved in zip(trainer.policy.parameters(), noise, strict=True):
+                one.add_(moved)
+        return trainer.train_batch(batch).metrics, {name: one.double() for name, one in trainer.gradients.items()}
+
+    together, gradients = figures(trainer, copy.deepcopy(batch))
+    loss, kl, taught, count = 0.0, 0.0, 0, 0
+    total = {name: torch.zeros_like(one) for name, one in gradients.items()}
+    for name, path in named.items():
+        part = Batch(0, [group for group in batch.groups if group.source == name])
+        tokens = sum(len(sample.completion_ids) for sample in part.samples)
+        count += tokens
+        if path:
+            alone = configured(checkpoints, divergence, path)
+            alone.rollout.temperature = 1.0
+            metrics, own = figures(Trained(alone), copy.deepcopy(part))
+            loss, kl, taught = loss + tokens * metrics["loss"], kl + tokens * metrics["teacher_kl"], taught + tokens
+            for key, one in own.items():
+                total[key] += tokens * one
+    assert kl / taught > 1e-3
+    assert together["loss"] == pytest.approx(loss / count, rel=1e-5, abs=1e-7)
+    assert together["teacher_kl"] == pytest.approx(kl / taught, rel=1e-5)
+    for name, one in gradients.items():
+        scale = float(one.abs().max() + 1e-3)
+        torch.testing.assert_close(one, total[name] / count, rtol=1e-3, atol=2e-5 * scale)
 
 
 def test_what_a_teacher_reads_is_computed_once(checkpoints: list[str]) -> None:
