@@ -23,7 +23,9 @@ from torchtitan.distributed import device
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
+from torchtitan.models.costs import estimate_memory
 from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.shape import read_shape
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.group_maker import Teacher
 from torchtitan.rollout.journal import decode_batch, encode_batch
@@ -124,6 +126,10 @@ def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], d
     trainer = Trained(config)
     # The same directory is held once, however it is written.
     assert [*trainer.references] == [os.path.realpath(path) for path in (checkpoints[1], checkpoints[0])]
+    shape = read_shape(config)
+    assert shape is not None
+    held = sum(one.nbytes for each in trainer.references.values() for one in each.policy.parameters())
+    assert estimate_memory(config, shape, 1).reference == held
     # A policy that moved is another one than its own checkpoint.
     generator = torch.Generator().manual_seed(2)
     noise = [0.05 * torch.randn(one.shape, generator=generator) for one in trainer.policy.parameters()]
