@@ -10,15 +10,12 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.config.derived import environment_name, for_source, source_name, sources_of
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.sources import IN_TABLE, Source, SourceName
-from torchtitan.config.values import TABLE, Column, Count, CountOrZero, Options, PathText, Positive
+from torchtitan.config.sources import IN_TABLE, Source, Task
+from torchtitan.config.values import TABLE, Count, CountOrZero, PathText, Positive
 
 
 @dataclass(config=TABLE)
-class EvalSet:
-    name: SourceName
-    """Name of the set in metrics (eval/NAME/pass@1) and messages"""
-
+class EvalSet(Task):
     source: str = ""
     """Name of the source whose prompts, environment and rewards it has; empty: those of [rollout], [environment] and
     [rewards]"""
@@ -29,29 +26,8 @@ class EvalSet:
     dataset_split: str | None = None
     """As eval.dataset_split"""
 
-    prompt_column: Column | None = None
-    """As rollout.prompt_column"""
-
-    chat_template: bool | None = None
-    """As rollout.chat_template"""
-
-    system_prompt: str | None = None
-    """As rollout.system_prompt"""
-
-    max_completion_tokens: Count | None = None
-    """As rollout.max_completion_tokens"""
-
-    stop_token_ids: list[int] | None = None
-    """As rollout.stop_token_ids"""
-
     rewards: list[str] | None = None
     """As rewards.functions; the first of them decides whether a sample passes (at 1.0)"""
-
-    answer_column: Column | None = None
-    """As rewards.answer_column"""
-
-    environment: Options | None = None
-    """Keys of [environment], such as {factory = "package.module:Class", max_turns = 6}"""
 
     prompts: Count | None = None
     """As eval.num_prompts"""

@@ -29,10 +29,39 @@ SourceName = Annotated[
 
 
 @dataclass(config=TABLE)
-class Source:
-    name: SourceName
-    """Name of the source in metrics, completions and messages"""
+class Task:
+    """What a source and an evaluation set both have."""
 
+    name: SourceName
+    """Its name in metrics (of a set eval/NAME/pass@1), completions and messages"""
+
+    prompt_column: Column | None = None
+    """As rollout.prompt_column"""
+
+    chat_template: bool | None = None
+    """As rollout.chat_template"""
+
+    system_prompt: str | None = None
+    """As rollout.system_prompt"""
+
+    max_completion_tokens: Count | None = None
+    """As rollout.max_completion_tokens"""
+
+    stop_token_ids: list[int] | None = None
+    """As rollout.stop_token_ids"""
+
+    answer_column: Column | None = None
+    """As rewards.answer_column"""
+
+    environment: Options | None = None
+    """Keys of [environment], such as {factory = "package.module:Class", max_turns = 6}"""
+
+    rewards: list[str] | None = None
+    """As rewards.functions"""
+
+
+@dataclass(config=TABLE)
+class Source(Task):
     weight: Positive | None = None
     """Its share of every batch is this in relation to the weights of the other sources; 1 if nothing is given"""
 
@@ -50,15 +79,6 @@ class Source:
     dataset_split: str | None = None
     """As rollout.dataset_split"""
 
-    prompt_column: Column | None = None
-    """As rollout.prompt_column"""
-
-    chat_template: bool | None = None
-    """As rollout.chat_template"""
-
-    system_prompt: str | None = None
-    """As rollout.system_prompt"""
-
     held_out_fraction: ShareBelowOne | None = None
     """As rollout.held_out_fraction"""
 
@@ -68,23 +88,8 @@ class Source:
     eval_dataset_split: str | None = None
     """As eval.dataset_split"""
 
-    max_completion_tokens: Count | None = None
-    """As rollout.max_completion_tokens"""
-
-    stop_token_ids: list[int] | None = None
-    """As rollout.stop_token_ids"""
-
-    rewards: list[str] | None = None
-    """As rewards.functions"""
-
     reward_weights: Weights | None = None
     """As rewards.weights; where only rewards are given, each counts 1"""
-
-    answer_column: Column | None = None
-    """As rewards.answer_column"""
-
-    environment: Options | None = None
-    """Keys of [environment], such as {factory = "package.module:Class", max_turns = 6}"""
 
     teacher: PathText | None = None
     """As distill.teacher; sources with the same one share it, and with add_rewards a source may have none (empty)"""
@@ -132,4 +137,7 @@ def fields_of(kind: type) -> dict[str, Any]:
     """Key of [[source]] or [[eval.set]], as `kind` has them -> its type, rules, default and documentation, as
     known_keys() has those of the tables."""
     fields: dict[str, Any] = getattr(kind, "__pydantic_fields__")  # noqa: B009
+    # A key that both have is documented in Task, whose text pydantic does not hand down.
+    for key, shared in getattr(Task, "__pydantic_fields__").items():  # noqa: B009
+        fields[key].description = fields[key].description or shared.description
     return fields
