@@ -230,7 +230,7 @@ def test_two_ranks_train_the_same_tokens_and_follow_alike(tiny_checkpoint: Calla
 def entropy_of_tokens(checkpoint: str) -> dict[float, float]:
     trainer = SpiedTrainer(run_config(checkpoint))
     found: dict[float, float] = {}
-    for micro_batch in trainer._pack(make_batch(0).samples, 0):
+    for micro_batch in trainer._pack(make_batch(0).groups, 0):
         with torch.no_grad():
             _, entropy = trainer._forward(trainer.policy, micro_batch)
         found |= dict(zip(micro_batch.behaviour_log_probs.tolist(), entropy.tolist(), strict=True))

@@ -17,7 +17,7 @@ from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import FLAVORS
-from torchtitan.rollout.types import Sample
+from torchtitan.rollout.types import Group, Sample
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
 
@@ -45,7 +45,7 @@ def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., P
     trainer, batch = SpiedTrainer(config), make_batch(0)
     with FlopCounterMode(display=False) as counter:
         metrics = trainer.train_batch(batch).metrics
-    flops = trainer._operations(trainer._pack(batch.samples, 0))
+    flops = trainer._operations(trainer._pack(batch.groups, 0))
     attention = attention_flops(trainer.policy.args, batch.samples, 3 + scored)
     # The head leaves out tokens without weight.
     assert flops - attention == pytest.approx(products(counter), rel=0.02)
@@ -68,7 +68,7 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
         args, samples = trainer.policy.args, batch.samples
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples)
         adapters = 6 * args.num_hidden_layers * sum(args.projection_shapes()["o_proj"]) * tokens
-        ours = trainer._operations(trainer._pack(samples, 0))
+        ours = trainer._operations(trainer._pack([Group(0, samples)], 0))
         return products(counter) - adapters, ours - attention_flops(args, samples, 3)
 
     torch_alone, ours_alone = count()
@@ -97,7 +97,7 @@ def test_what_is_computed_once_counts_once(tiny_checkpoint: Callable[..., Path])
         trainer, batch = SpiedTrainer(config), make_batch(0)
         with FlopCounterMode(display=False) as counter:
             metrics = trainer.train_batch(batch).metrics
-        (pack,) = trainer._pack(batch.samples, 0)
+        (pack,) = trainer._pack(batch.groups, 0)
         pairs = float((pack.layout.positions + 1).sum())
         args = trainer.policy.args
         attention = 3 * args.num_hidden_layers * args.num_attention_heads * args.head_dim * pairs * 2 * 2
