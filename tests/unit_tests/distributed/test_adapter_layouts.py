@@ -26,7 +26,7 @@ from torchtitan.models.hf_checkpoint import export_policy, save_adapter
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.optimizer import build_optimizer
-from torchtitan.trainer.policy_trainer import build_reference
+from torchtitan.trainer.reference import build_reference
 
 LAYOUTS: list[dict[str, Any]] = [
     {},

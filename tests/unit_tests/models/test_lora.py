@@ -36,7 +36,7 @@ from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape import trained_parameters
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.trainer.policy_trainer import build_reference
+from torchtitan.trainer.reference import build_reference
 from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 TOKENS = torch.arange(3, 31)

@@ -47,7 +47,7 @@ from torchtitan.models.shape import read_args
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.trainer.policy_trainer import build_reference
+from torchtitan.trainer.reference import build_reference
 from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 

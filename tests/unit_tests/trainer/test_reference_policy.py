@@ -21,7 +21,8 @@ from torchtitan.models.hf_checkpoint import save_adapter
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape import read_shape
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.policy_trainer import PolicyTrainer, Reference, ReferencePolicy, build_reference
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.reference import Reference, ReferencePolicy, build_reference
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.trainer.packing import MicroBatch
-from torchtitan.trainer.policy_trainer import PolicyTrainer, build_reference
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.reference import build_reference
 from torchtitan.utils.json_lines import read_json_lines
 
 FUNCTION = "tests.unit_tests.trainer.test_stages:train_stages"

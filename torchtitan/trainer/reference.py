@@ -1,0 +1,88 @@
+"""The policy that log-probs are compared with: that of the KL term, or a teacher."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config.derived import keeps_start, teacher_config, trains_only_adapters
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.placement import ParallelDims
+from torchtitan.models.costs import reference_on_host
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import adapters_off, as_begun, weights
+from torchtitan.models.parallelize import build_policy
+
+
+def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
+    """The reference for `policy`: the teacher of `config`, or itself with the adapters that it began with where those
+    are all that is trained, or else a second one that begins as it does.
+
+    A collective.
+    """
+    if config.job.stage == "distill":
+        return ReferencePolicy(teacher_config(config), dims)
+    if trains_only_adapters(config):
+        return OwnReference(policy, keeps_start(config))
+    return ReferencePolicy(config, dims)
+
+
+class OwnReference:
+    """The trained policy itself, with the adapters that it began with: copies of them (kept), or none."""
+
+    follows = False
+
+    def __init__(self, policy: Decoder, kept: bool):
+        self.policy, self._kept = policy, kept
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference."""
+        return as_begun(self.policy) if self._kept else adapters_off(self.policy)
+
+    def follow(self, policy: Decoder, version: int) -> None:
+        """What the policy began with does not change."""
+
+
+class ReferencePolicy:
+    """A second policy, laid out over the ranks as the trained one, without gradients.
+
+    Begins with the weights of model.hf_assets_path, and the adapters of lora.adapter_path, also in a resumed run; one
+    that follows is in the checkpoints.
+    """
+
+    def __init__(self, config: JobConfig, dims: ParallelDims):
+        own = copy.deepcopy(config)
+        own.training.enable_cpu_offload = reference_on_host(config)
+        own.activation_checkpoint.mode = "none"
+        # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
+        own.parallelism.fsdp_reshard_after_forward = "always"
+        if not config.lora.adapter_path:
+            # The model that adapters were added to, in as many bits.
+            own.lora.rank = 0
+        self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
+        self._decay, self._interval = config.grpo.reference_ema_decay, config.grpo.reference_sync_interval
+
+    @property
+    def follows(self) -> bool:
+        """Whether its weights change."""
+        return self._decay > 0
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference: here it always is."""
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def follow(self, policy: Decoder, version: int) -> None:
+        """After a batch: every reference_sync_interval versions, w_ref ← decay · w_ref + (1 - decay) · w."""
+        if not self.follows or version % self._interval:
+            return
+        for mine, theirs in zip(weights(self.policy).values(), weights(policy).values(), strict=True):
+            # Both are laid out alike, so every rank moves its own part.
+            own, new = (one.to_local() if isinstance(one, DTensor) else one for one in (mine, theirs))
+            own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)
+
+
+Reference = OwnReference | ReferencePolicy
