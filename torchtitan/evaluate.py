@@ -7,8 +7,9 @@
 
 What is evaluated comes first: run folders, trainer checkpoints, and Hugging Face directories. Those of a run have its
 configuration unless --config names another; further options are keys, such as --eval.temperature 0.7. Nothing is
-trained. The result is a table, evaluation.json and a report in {job.dump_folder}/evaluations. For a model that needs
-several ranks: torchrun --nproc-per-node N -m torchtitan.evaluate …
+trained. The result is a table, and in {job.dump_folder}/evaluations evaluation.json, every completion with its reward
+(completions.jsonl) and a report that shows them. For a model that needs several ranks:
+torchrun --nproc-per-node N -m torchtitan.evaluate …
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torchtitan.errors import UserError
 from torchtitan.grpo_train import follow_commands
 from torchtitan.models.shape import newest_export
 from torchtitan.preflight.validate import ready
+from torchtitan.report.metrics import COMPLETIONS_FILE
 from torchtitan.report.page import evaluation_table
 from torchtitan.trainer.run_dir import CONFIG_FILE, MARKER, whole_steps
 from torchtitan.utils.json_lines import read_json_lines, write_whole
@@ -225,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments, options = parse(sys.argv[1:] if argv is None else argv)
     rows: list[dict[str, Any]] = []
+    folders: list[Path] = []
     try:
         jobs: dict[tuple[str, Path, bool], Evaluated] = {}
         for one in [find(path, arguments.config) for path in arguments.paths]:
@@ -234,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one, config in [(one, configure(one, options, arguments.set)) for one in jobs.values()]:
             folder, figures, code = evaluate(one, config)
             rows += figures
+            folders.append(folder)
             if code:
                 return code
         if from_torchrun("RANK", "0") == 0:
@@ -241,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             output = arguments.output or folder / RESULT_FILE
             write_whole(output, json.dumps({"evaluations": rows}, indent=1) + "\n")
             print(output)
+            print(*(folder / COMPLETIONS_FILE for folder in folders), sep="\n")
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return getattr(error, "exit_code", 1)

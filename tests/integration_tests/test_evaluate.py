@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S
+from torchtitan.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -77,4 +78,11 @@ def test_evaluations_of_checkpoints_and_export_equal_those_of_the_run(tmp_path: 
     figures, expected = [of_the_policy(row) for row in curve], [of_the_policy(row) for row in rows]
     assert figures[1:] == [expected[2], expected[2]] and "eval/pass@1" not in expected[1]
     assert expected[1] == {key: value for key, value in figures[0].items() if key in expected[1]}
+    files = [Path(line) for line in done.stdout.splitlines() if line.endswith("completions.jsonl")]
+    assert [len(read_json_lines(tmp_path / file)) for file in files] == [2 * 32 * (3 + 1), 32 * (3 + 1)]
+    written = [row for row in read_json_lines(tmp_path / files[0]) if (row["step"], row["source"]) == (1, "digits")]
+    assert [row["tokens"] for row in written] == [len(tokens) for tokens, _ in first]
+    assert [row["greedy"] for row in written] == [False] * 72 + [True] * 24
+    sampled = [row["rewards"]["digits"] for row in written if not row["greedy"]]
+    assert sum(sampled) / 72 == pytest.approx(figures[0]["eval/digits/pass@1"])
     assert {"eval/digits/pass@3", "eval/sums/pass@2", "eval/interval_low"} <= set(figures[0])

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,16 @@ class MetricsLogger:
             row = describe_sample(step, batch.version, sample, tokenizer, labels)
             row |= {"source": name} if (name := sources[id(sample)]) else {}
             self._completions.write(row | (describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {}))
+
+    def log_evaluated(
+        self, name: str, tokenizer: Tokenizer, step: int, version: int, samples: Iterable[tuple[Sample, bool]]
+    ) -> None:
+        """Write all samples of an evaluation set as text; the second of each pair: whether it is greedy."""
+        labels = reward_labels(self.config)
+        for number, (sample, greedy) in enumerate(samples):
+            row = describe_sample(step, version, sample, tokenizer, labels) | ({"source": name} if name else {})
+            row |= {"greedy": greedy} | (describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {})
+            self._completions.write(row)
 
     def close(self) -> None:
         """Close the files and the display; calling it again does nothing."""

@@ -197,6 +197,10 @@ class Controller:
             if restored.version >= config.training.steps:
                 logger.warning("training.steps = %d: nothing is left to train", config.training.steps)
         self.metrics = MetricsLogger(config, run_dir, resumed_step=None if restored is None else restored.version)
+        if config.training.steps == 0:
+            # Nothing is trained, so completions.jsonl is that of the evaluations.
+            for name, evaluator in self._evaluators.items():
+                evaluator.record = functools.partial(self.metrics.log_evaluated, name, self.tokenizer)
         rows = read_json_lines(run_dir / METRICS_FILE)
         self._evaluated = {row["step"] for row in rows if "eval/version" in row}
         self.sync_metrics = SyncMetrics(run_dir, rows)

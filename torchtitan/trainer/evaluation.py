@@ -12,7 +12,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.types import Prompt, Trajectory
+from torchtitan.rollout.types import Prompt, Sample, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
 Result = TypeVar("Result")
@@ -52,6 +52,8 @@ class Evaluator:
         self.prompts = list(prompts)
         self.groups = groups
         self.events = events
+        self.record: Callable[[int, int, Iterable[tuple[Sample, bool]]], None] | None = None
+        """Called with the step, the version, and every sample and whether it is greedy"""
 
     async def evaluate(self, step: int, version: int, timeout_s: float) -> dict[str, float | int | None] | None:
         """Return the `eval/…` figures of one version, which the actors already serve; None if they are missing.
@@ -79,6 +81,8 @@ class Evaluator:
         prompts = self.prompts * (2 if self.config.eval.greedy else 1)
         trajectories, redone = await self._sample_pinned(prompts, requests, version, deadline)
         rewards = await self._score(prompts, trajectories, deadline)
+        if self.record is not None:
+            self.record(step, version, self._samples(trajectories, rewards))
         sampled, greedy = rewards[: len(self.prompts)], rewards[len(self.prompts) :]
         judged = [[reward for reward in group if reward is not None] for group in sampled]
         counts = [(len(group), sum(reward >= PASSING_REWARD for reward in group)) for group in judged]
@@ -144,6 +148,16 @@ class Evaluator:
         name = judging_reward(self.config)
         work = [self.groups.score(prompt, group, [name]) for prompt, group in zip(prompts, trajectories, strict=True)]
         return [[rewards.get(name) for _, rewards in group] for group in await _before(deadline, work)]
+
+    def _samples(
+        self, trajectories: list[list[Trajectory]], rewards: list[list[float | None]]
+    ) -> Iterator[tuple[Sample, bool]]:
+        name = judging_reward(self.config)
+        for number, group in enumerate(zip(trajectories, rewards, strict=True)):
+            for trajectory, reward in zip(*group, strict=True):
+                judged = math.nan if reward is None else reward
+                sample = Sample(trajectory.branches, trajectory.finish_reason, judged, {name: reward})
+                yield sample, number >= len(self.prompts)
 
     def _request(self, step: int, prompt: Prompt, greedy: bool) -> GenerateRequest:
         rollout, settings = self.config.rollout, self.config.eval
