@@ -88,9 +88,9 @@ def source_name(config: JobConfig) -> str:
 
 def weights_of(config: JobConfig, rows: Sequence[int]) -> dict[str, float]:
     """The weight of every source by its name. rows: the number of training rows of each."""
-    weights = [count * one.epochs if one.epochs else one.weight or 1.0
-               for one, count in zip(config.source, rows, strict=False)]  # fmt: skip
-    return dict(zip((one.name for one in config.source), weights, strict=True)) or {"": 1.0}
+    weights = [count * source.epochs if source.epochs else source.weight or 1.0
+               for source, count in zip(config.source, rows, strict=False)]  # fmt: skip
+    return dict(zip((source.name for source in config.source), weights, strict=True)) or {"": 1.0}
 
 
 def for_source(config: JobConfig, source: Source) -> JobConfig:

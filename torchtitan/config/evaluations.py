@@ -63,8 +63,8 @@ def sets_of(config: JobConfig) -> list[tuple[str, JobConfig]]:
     """The name of every set, and the run's configuration as it is for that set: what it gives is in the tables. A run
     without [[eval.set]] has one set for each source, by the source's name."""
     sources = dict(sources_of(config))
-    sets = [EvalSet(**one) for one in config.eval.set]
-    return [(one.name, _for_set(sources.get(one.source, config), one)) for one in sets] or sources_of(config)
+    sets = [EvalSet(**given) for given in config.eval.set]
+    return [(given.name, _for_set(sources.get(given.source, config), given)) for given in sets] or sources_of(config)
 
 
 def tasks_of(config: JobConfig) -> dict[str, JobConfig]:
@@ -73,20 +73,20 @@ def tasks_of(config: JobConfig) -> dict[str, JobConfig]:
     return {source_name(own): own for _, own in (*sources_of(config), *sets)}
 
 
-def _for_set(base: JobConfig, one: EvalSet) -> JobConfig:
-    values = one.given()
+def _for_set(base: JobConfig, eval_set: EvalSet) -> JobConfig:
+    values = eval_set.given()
     shared = {key: value for key, value in values.items() if key in (*IN_TABLE, "environment") and key not in OF_EVAL}
     shared.pop("rewards", None)
-    own = for_source(base, Source(one.name, **shared))
+    own = for_source(base, Source(eval_set.name, **shared))
     # A source may have the same name.
-    own.source[0].name = f"eval/{one.name}"
+    own.source[0].name = f"eval/{eval_set.name}"
     own.eval, own.distill = copy.copy(base.eval), copy.copy(base.distill)
     own.eval.set, own.distill.teacher_url = [], ""
     for key, value in values.items():
         if key in OF_EVAL:
             setattr(own.eval, OF_EVAL[key], value)
-    if one.k is None:
+    if eval_set.k is None:
         own.eval.pass_at_k = [k for k in own.eval.pass_at_k if k <= own.eval.samples_per_prompt] or [1]
-    if one.rewards or one.environment:
-        own.eval.reward_function = one.rewards[0] if one.rewards else environment_name(own)
+    if eval_set.rewards or eval_set.environment:
+        own.eval.reward_function = eval_set.rewards[0] if eval_set.rewards else environment_name(own)
     return own

@@ -117,8 +117,8 @@ class Draft:
 
     def set_sources(self, sources: Any, place: str) -> None:
         """Take the tables of [[source]], in place of earlier ones."""
-        if isinstance(sources, list) and all(isinstance(one, Mapping) for one in sources):
-            self.sources, self.written[SOURCES] = [dict(one) for one in sources], (place, "")
+        if isinstance(sources, list) and all(isinstance(source, Mapping) for source in sources):
+            self.sources, self.written[SOURCES] = [dict(source) for source in sources], (place, "")
         else:
             self.refuse(SOURCES, f"{place}: source must be an array of tables: [[source]]")
 
@@ -144,8 +144,8 @@ class Draft:
             try:
                 tables[table] = kind(**values)
             except ValidationError as error:
-                wrong = {str(one["loc"][0]): one for one in error.errors()}
-                problems += [self._wrong_value(f"{table}.{key}", one) for key, one in wrong.items()]
+                wrong = {str(mistake["loc"][0]): mistake for mistake in error.errors()}
+                problems += [self._wrong_value(f"{table}.{key}", mistake) for key, mistake in wrong.items()]
                 tables[table] = kind(**{key: value for key, value in values.items() if key not in wrong})
         config = JobConfig(**tables)
         for number, given in enumerate(self.sources, start=1):
@@ -155,7 +155,7 @@ class Draft:
         for number, given in enumerate(sets, start=1):
             called = show(given["name"]) if given.get("name") else f"number {number}"
             built = self._build_inner(EvalSet, SETS, f"[[eval.set]] {called}", given, config, problems)
-            config.eval.set += [one.given() for one in built]
+            config.eval.set += [eval_set.given() for eval_set in built]
         return config, problems
 
     def _build_inner(
@@ -175,17 +175,17 @@ class Draft:
                 source.environment = {key: getattr(whole, key) for key in table}
             return [source]
         except ValidationError as error:
-            for one in error.errors():
-                key = str(one["loc"][0])
+            for mistake in error.errors():
+                key = str(mistake["loc"][0])
                 name = inner + key
-                if one["type"] == "unexpected_keyword_argument":
+                if mistake["type"] == "unexpected_keyword_argument":
                     known = known_keys() if inner else keys
                     said = f"unknown key {name} = {show(table[key])}{nearest(name, known)}"
                 elif key not in table:
                     said = f"{name} is missing"
                 else:
                     takes = (known_keys()[name] if inner else keys[key]).annotation
-                    why = one["msg"] if one["type"] == RULE else f"{name} takes {describe_type(takes)}"
+                    why = mistake["msg"] if mistake["type"] == RULE else f"{name} takes {describe_type(takes)}"
                     said = f"{name} = {show(table[key])} is not allowed: {why}"
                 problems.append(Problem(f"{table_key}.{name}", f"{place}: {called}: {said}"))
         return []

@@ -27,4 +27,4 @@ TRANSPORTS: dict[str, Descriptor] = {
     "ipc": Descriptor("memory shared on one machine", on_device=True),
     "nccl": Descriptor("a communicator per actor worker; gloo without CUDA", on_device=True),
 }
-MEANING = f"How weights travel: {', '.join(f'{name} ({one.about})' for name, one in TRANSPORTS.items())}"
+MEANING = f"How weights travel: {', '.join(f'{name} ({facts.about})' for name, facts in TRANSPORTS.items())}"

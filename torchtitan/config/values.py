@@ -154,7 +154,7 @@ def without_none(kind: Any) -> Any:
     """The type of an optional value without None and rules."""
     if type(None) not in get_args(kind):
         return kind
-    kind = next(one for one in get_args(kind) if one is not type(None))
+    kind = next(option for option in get_args(kind) if option is not type(None))
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 

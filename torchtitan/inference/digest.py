@@ -114,8 +114,8 @@ def _names_in_bucket(layout: Layout, rank: int, bucket: int) -> list[str]:
 def _equal(live: torch.Tensor, staged: torch.Tensor) -> bool:
     """Compare bit by bit: identical NaNs are equal, 0 and -0 are not."""
     with in_background(live.device):
-        one, other = (tensor.detach().to(staged.dtype).cpu().contiguous() for tensor in (live, staged))
-        return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+        held, other = (tensor.detach().to(staged.dtype).cpu().contiguous() for tensor in (live, staged))
+        return torch.equal(held.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def _listed(names: list[str]) -> str:

@@ -227,5 +227,5 @@ def mean_difference(expected: Sequence[float], found: Sequence[float]) -> tuple[
     """Mean absolute difference, and where the largest is; infinite where lengths differ or a number is none."""
     if len(expected) != len(found) or not expected or not all(map(math.isfinite, found)):
         return math.inf, 0
-    differences = [abs(one - other) for one, other in zip(expected, found, strict=True)]
+    differences = [abs(value - other) for value, other in zip(expected, found, strict=True)]
     return sum(differences) / len(differences), max(range(len(differences)), key=differences.__getitem__)

@@ -177,9 +177,9 @@ class InferencePool:
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has given an actor up: its requests go to others, and a probe decides about itself."""
-        for one in self._actors:
-            if one.name == actor:
-                one.lost_from_sync(reason)
+        for member in self._actors:
+            if member.name == actor:
+                member.lost_from_sync(reason)
 
     async def sleep(self) -> None:
         """Have the actors give their memory back, as inference.sleep_level says. Nothing is sent to them before

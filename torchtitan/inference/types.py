@@ -241,10 +241,10 @@ class Body(BaseModel):
 def mistakes_of(error: ValidationError) -> str:
     """What is wrong with a JSON object, in one line."""
     texts = []
-    for one in error.errors(include_url=False)[:MAX_MISTAKES]:
-        text = one["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-        got = "" if one["type"] == "missing" else f", got {one['input']!r:.100}"
-        texts.append(f"{'.'.join(map(str, one['loc']))}: {text}{got}")
+    for mistake in error.errors(include_url=False)[:MAX_MISTAKES]:
+        text = mistake["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+        got = "" if mistake["type"] == "missing" else f", got {mistake['input']!r:.100}"
+        texts.append(f"{'.'.join(map(str, mistake['loc']))}: {text}{got}")
     return "; ".join(texts)
 
 

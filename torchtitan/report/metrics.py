@@ -195,7 +195,7 @@ def describe_tokens(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the text and the engine's log-prob of each of the first tokens, and the trainer's log-prob if known."""
     ids = sample.completion_ids[:DETAILED_TOKENS]
     known = [branch.trainer_log_probs for branch in sample.branches]
-    trainer = [] if any(one is None for one in known) else [value for one in known for value in one.tolist()]
+    trainer = [] if any(row is None for row in known) else [value for row in known for value in row.tolist()]
     return {
         "token_texts": token_texts(ids, tokenizer),
         "log_probs": [round(value, 4) if math.isfinite(value) else None for value in sample.log_probs[: len(ids)]],

@@ -176,7 +176,7 @@ def _mean(rows: list[Row], key: str) -> float | None:
 
 def _weight_sync(actors: dict[str, dict[str, float]]) -> tuple[list[str], Lines]:
     """Per actor: the number of versions by outcome, means over applied versions, and evictions by phase."""
-    columns = [one for one in _SYNC_COLUMNS if any(one[1] in figures for figures in actors.values())]
+    columns = [column for column in _SYNC_COLUMNS if any(column[1] in figures for figures in actors.values())]
     lines: Lines = []
     for actor, figures in actors.items():
         values = [figures[name] * unit if name in figures else None for _, name, unit in columns]

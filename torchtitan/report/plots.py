@@ -169,7 +169,7 @@ def _lines(rows: list[Row], plot: Plot) -> Figure | None:
     sources = [name[len("groups/") : -len("/trained")] for name in names if fnmatchcase(name, "groups/*/trained")]
     for key, label in plot.keys:
         if SOURCE in key:
-            lines += [(name, one, _with_figure(rows, name)) for one in sources for name in [key.replace(SOURCE, one)]]
+            lines += [(name, own, _with_figure(rows, name)) for own in sources for name in [key.replace(SOURCE, own)]]
             continue
         found = [name for name in names if fnmatchcase(name, key)] if "*" in key else [key]
         lines += [(name, label or name.removeprefix("eval/"), _with_figure(rows, name)) for name in found]
@@ -264,7 +264,7 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
         for track in tracks:
             _draw(axes, track, begin, end, top, shown)
         here = (TRAINER, SYNC) if top == 0.0 else (name,)
-        moments = [one for one in timeline.moments if one.process in here and begin <= one.time <= end]
+        moments = [moment for moment in timeline.moments if moment.process in here and begin <= moment.time <= end]
         _draw_moments(axes, moments, begin, top + LANE - 0.3, shown)
         axes.axhline(top + LANE + 0.1, color="#e3e6ea", linewidth=0.6)
     axes.set_ylim(len(lanes) * (LANE + 0.2) - 0.1, -0.45)
@@ -295,7 +295,7 @@ def _window(timeline: Timeline, steps: int, last_step: int | None) -> tuple[floa
         return None
     newest = max(span.details["step"] for span in spans)
     # An earlier launch may have trained the same step numbers; its spans precede those of the last launch.
-    chosen = sorted((span for span in spans if span.details["step"] > newest - steps), key=lambda one: one.end)
+    chosen = sorted((span for span in spans if span.details["step"] > newest - steps), key=lambda span: span.end)
     end = chosen[-1].end
     return min(span.begin for span in chosen[-steps * len(_ranks(timeline)) :]), end
 
@@ -337,12 +337,12 @@ def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown:
 
 
 def _draw_moments(axes: Axes, moments: list[Moment], begin: float, y: float, shown: set[str]) -> None:
-    for one in moments:
-        if one.name in _SHAPES:
+    for moment in moments:
+        if moment.name in _SHAPES:
             axes.plot(
-                [one.time - begin], [y], marker=_SHAPES[one.name], color=TIMELINE_COLORS["failed"], markersize=8,
+                [moment.time - begin], [y], marker=_SHAPES[moment.name], color=TIMELINE_COLORS["failed"], markersize=8,
                 markeredgecolor="white", markeredgewidth=0.7, linestyle="", zorder=5,
-                label=_once(shown, one.name),
+                label=_once(shown, moment.name),
             )  # fmt: skip
 
 

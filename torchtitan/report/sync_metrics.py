@@ -443,12 +443,12 @@ class SyncMetrics:
         self._file = None
 
     def _note(self, entries: Iterable[Entry]) -> None:
-        for one in entries:
-            self._sums.add(one)
-            if isinstance(one, Delivery):
-                self._write(one.row() | self._trainer.get(one.version, dict.fromkeys(TRAINER_FIGURES)))
-            elif isinstance(one, Publication) and one.dropped:
-                self._write_undelivered(one.version, "dropped", one.dropped)
+        for entry in entries:
+            self._sums.add(entry)
+            if isinstance(entry, Delivery):
+                self._write(entry.row() | self._trainer.get(entry.version, dict.fromkeys(TRAINER_FIGURES)))
+            elif isinstance(entry, Publication) and entry.dropped:
+                self._write_undelivered(entry.version, "dropped", entry.dropped)
 
     def _note_step(self, row: Mapping[str, Any]) -> None:
         version = row.get("policy_version")

@@ -81,16 +81,16 @@ class Timeline:
         """Return the part of the timeline after `moment`; a span that is open at `moment` begins there."""
         tracks = []
         for track in self.tracks:
-            spans = [replace(one, begin=max(one.begin, moment)) for one in track.spans if one.end > moment]
+            spans = [replace(span, begin=max(span.begin, moment)) for span in track.spans if span.end > moment]
             tracks.append(Track(track.process, track.name, nested(spans)))
-        return Timeline(tracks, [one for one in self.moments if one.time >= moment])
+        return Timeline(tracks, [event for event in self.moments if event.time >= moment])
 
 
 def nested(spans: Iterable[Span]) -> list[Span]:
     """Sort spans and cut each where its enclosing span ends; a span that becomes empty is kept with zero length."""
     result: list[Span] = []
     around: list[Span] = []
-    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         while around and span.begin >= around[-1].end:
             around.pop()
         end = max(span.begin, min(span.end, around[-1].end) if around else span.end)
@@ -105,21 +105,21 @@ def read_timeline(run_dir: Path) -> Timeline:
     notes = {path.stem: read_json_lines(path) for path in files.glob("*.jsonl")}
     ranks = {int(name.removeprefix("rank-")): notes.pop(name) for name in list(notes) if name.startswith("rank-")}
     entries = deque(read_journal(run_dir, JOURNAL_BYTES), MAX_RECORDS)
-    deliveries = [one for one in entries if isinstance(one, Delivery)]
-    publications = [one for one in entries if isinstance(one, Publication)]
-    incidents = [one for one in entries if isinstance(one, Incident)]
+    deliveries = [entry for entry in entries if isinstance(entry, Delivery)]
+    publications = [entry for entry in entries if isinstance(entry, Publication)]
+    incidents = [entry for entry in entries if isinstance(entry, Incident)]
     tracks = []
     for rank, rows in sorted(ranks.items()):
         tracks.append(Track(TRAINER, f"rank {rank}", nested(_steps(rows))))
         tracks.append(Track(TRAINER, f"rank {rank}{SNAPSHOTS}", nested(_snapshots(rows))))
     reached = {version: end for row in ranks.get(0, []) for version, _, end in row["snapshots"]}
     tracks.append(Track(SYNC, "publish", nested(_publishing(publications, reached))))
-    for actor in sorted({one.actor for one in deliveries if one.attempts} | set(notes)):
-        spans = (span for one in deliveries if one.actor == actor for span in _delivery(one))
+    for actor in sorted({delivery.actor for delivery in deliveries if delivery.attempts} | set(notes)):
+        spans = (span for delivery in deliveries if delivery.actor == actor for span in _delivery(delivery))
         tracks.append(Track(actor, "weights", nested(spans)))
         tracks.append(Track(actor, "generation", nested(_activity(notes.get(actor, [])))))
     moments = [*_incidents(incidents), *_events(run_dir)]
-    return Timeline([track for track in tracks if track.spans], sorted(moments, key=lambda one: one.time))
+    return Timeline([track for track in tracks if track.spans], sorted(moments, key=lambda moment: moment.time))
 
 
 def _steps(rows: list[dict[str, Any]]) -> Iterator[Span]:
@@ -138,12 +138,12 @@ def _snapshots(rows: list[dict[str, Any]]) -> Iterator[Span]:
 def _publishing(publications: Iterable[Publication], reached: dict[int, float]) -> Iterator[Span]:
     """Yield spans from rank 0's snapshot to the publication (all ranks' fences and checksums), without overlap."""
     before = -math.inf
-    for one in publications:
-        begin = max(before, reached.get(one.version, one.time))
-        name = f"v{one.version} dropped" if one.dropped else f"v{one.version}"
-        details = {"version": one.version, "epoch": one.epoch} | ({"reason": one.dropped} if one.dropped else {})
-        yield Span(name, "dropped" if one.dropped else "publish", min(begin, one.time), one.time, details)
-        before = one.time
+    for event in publications:
+        begin = max(before, reached.get(event.version, event.time))
+        name = f"v{event.version} dropped" if event.dropped else f"v{event.version}"
+        about = {"version": event.version, "epoch": event.epoch} | ({"reason": event.dropped} if event.dropped else {})
+        yield Span(name, "dropped" if event.dropped else "publish", min(begin, event.time), event.time, about)
+        before = event.time
 
 
 def _delivery(delivery: Delivery) -> Iterator[Span]:
@@ -186,9 +186,9 @@ def _activity(rows: list[dict[str, Any]]) -> Iterator[Span]:
 
 
 def _incidents(incidents: Iterable[Incident]) -> Iterator[Moment]:
-    for one in incidents:
-        details = {"phase": one.phase, "reason": one.text} if one.phase else {"reason": one.text}
-        yield Moment(one.time, one.kind, one.actor or SYNC, details)
+    for incident in incidents:
+        details = {"phase": incident.phase, "reason": incident.text} if incident.phase else {"reason": incident.text}
+        yield Moment(incident.time, incident.kind, incident.actor or SYNC, details)
 
 
 def _events(run_dir: Path) -> Iterator[Moment]:
@@ -225,7 +225,7 @@ def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events:
         if len(begins) > most_events:
             timeline = timeline.since(begins[most_events])
     begin = timeline.begin
-    names = {track.process for track in timeline.tracks} | {one.process for one in timeline.moments}
+    names = {track.process for track in timeline.tracks} | {moment.process for moment in timeline.moments}
     events: list[Event] = []
     for pid, process in enumerate(sorted(names, key=_place), start=1):
         tracks = [track for track in timeline.tracks if track.process == process]
@@ -234,8 +234,8 @@ def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events:
             events += _named(pid, tid, "thread", track.name, tid)
         for tid, track in enumerate(tracks, start=1):
             events += [_complete(span, begin) | {"pid": pid, "tid": tid} for span in track.spans]
-        moments = [one for one in timeline.moments[-most_events:] if one.process == process]
-        events += [_instant(one, begin) | {"pid": pid, "tid": 0} for one in moments]
+        moments = [moment for moment in timeline.moments[-most_events:] if moment.process == process]
+        events += [_instant(moment, begin) | {"pid": pid, "tid": 0} for moment in moments]
     shown = sum(len(track.spans) for track in timeline.tracks)
     extent = {"begins_at": _clock(begin), "ends_at": _clock(timeline.end)}
     summary = {"spans_left_out": whole - shown, "window_minutes": minutes, **extent}

@@ -73,7 +73,7 @@ def collect(
             if isinstance(value, torch.Tensor):
                 # The state of eight bits is of a rank's part alone, and only fits a rank that has the same one.
                 alone = is_distributed(parameter) and not is_distributed(value) and value.dim() > 0
-                part = [f"{one.start}:{one.stop}" for one in local_region(parameter)] if alone else []
+                part = [f"{held.start}:{held.stop}" for held in local_region(parameter)] if alone else []
                 state[f"optimizer.{name}.{key}" + f"[{','.join(part)}]" * alone] = value
     # The only buffers are those that a model cannot do without.
     state |= {f"model.{name}": buffer for name, buffer in policy.named_buffers()}
@@ -86,9 +86,9 @@ def collect(
 
 
 def _trained(policy: nn.Module) -> dict[str, nn.Parameter]:
-    named = {name: one for name, one in policy.named_parameters() if one.requires_grad}
+    named = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     for wrapper in _WRAPPERS:
-        named = {name.replace(wrapper, ""): one for name, one in named.items()}
+        named = {name.replace(wrapper, ""): parameter for name, parameter in named.items()}
     return named
 
 
@@ -399,7 +399,7 @@ class Checkpointer:
             state_dict_saver.save, state, storage_writer=FileSystemWriter(str(temporary), sync_files=True)
         )
         described = self._on_ranks(lambda: self._describe(temporary), all_ranks=True)
-        files = {name: one for own in described for name, one in own.items()}
+        files = {name: file for own in described for name, file in own.items()}
         self._on_ranks(lambda: self._finish(step, files))
         if self.rank == 0:
             logger.info("checkpoint of step %d written in %.1f s", step, time.perf_counter() - started)

@@ -362,7 +362,7 @@ class Controller:
         elif self.demonstrations is None:
             return
         self._due = {
-            name: one for name, one in self._evaluators.items() if self._is_due(version, one.config.eval.interval)
+            name: own for name, own in self._evaluators.items() if self._is_due(version, own.config.eval.interval)
         }
         regular = bool(self._due) if self._evaluators else self._is_due(version, self.config.eval.interval)
         self._evaluation_due = self.config.eval.enable and regular and version not in self._evaluated

@@ -98,13 +98,13 @@ class Evaluator:
             answers = [reward for group in greedy for reward in group if reward is not None]
             figures["eval/greedy"] = _mean([float(reward >= PASSING_REWARD) for reward in answers])
         flat = [trajectory for group in trajectories[: len(self.prompts)] for trajectory in group]
-        lengths = [sum(len(turn.token_ids) for turn in sampled_segments(one.branches)) for one in flat]
+        lengths = [sum(len(turn.token_ids) for turn in sampled_segments(trajectory.branches)) for trajectory in flat]
         return figures | {
             "eval/prompts": len(self.prompts),
             "eval/samples": sum(n for n, _ in counts),
             "eval/unscored": sum(reward is None for group in rewards for reward in group),
             "eval/length_mean": _mean(lengths),
-            "eval/truncated_fraction": _mean([float(one.finish_reason == "length") for one in flat]),
+            "eval/truncated_fraction": _mean([float(trajectory.finish_reason == "length") for trajectory in flat]),
             "eval/redone": redone,
         }
 
@@ -124,9 +124,9 @@ class Evaluator:
             ]
             redone += len(wanted) if round_number else 0
             # Actors that serve an older version are left out.
-            groups = await _before(deadline, [self.groups.sample(*one, version) for one in batch])
+            groups = await _before(deadline, [self.groups.sample(*request, version) for request in batch])
             for index, group in zip(wanted, groups, strict=True):
-                turns = [turn for one in group for turn in sampled_segments(one.branches)]
+                turns = [turn for trajectory in group for turn in sampled_segments(trajectory.branches)]
                 # Samples that an environment lost are left out, because the version is not to blame.
                 if turns and all(is_pinned(turn, self.epoch, version) for turn in turns):
                     results[index] = group
@@ -196,11 +196,11 @@ async def evaluate_all(
     merged: dict[str, float | int | None] = {}
     if len(found) == sets:
         for key in dict.fromkeys(key for figures in found.values() for key in figures):
-            values = [value for one in found.values() if (value := one.get(key)) is not None]
+            values = [value for figures in found.values() if (value := figures.get(key)) is not None]
             if len(values) == sets:
                 merged[key] = sum(values) if key in COUNTS else _mean(values)
         for key, sign in (("eval/interval_low", -1), ("eval/interval_high", 1)):
-            squares = [((one["eval/pass@1"] or 0) - (one[key] or 0)) ** 2 for one in found.values()]
+            squares = [((figures["eval/pass@1"] or 0) - (figures[key] or 0)) ** 2 for figures in found.values()]
             merged[key] = (merged["eval/pass@1"] or 0) + sign * math.sqrt(sum(squares)) / sets
     for name, figures in found.items():
         merged |= {key.replace("/", f"/{name}/", 1): value for key, value in figures.items() if "/" in key}
@@ -239,7 +239,7 @@ def is_pinned(completion: Completion, epoch: str, version: int) -> bool:
 async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Return all results; if one fails or time runs out, the others are cancelled. Raises TimeoutError."""
     left = max(deadline - time.perf_counter(), 0.0)
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(task) for task in work]
     try:
         return list(await asyncio.wait_for(asyncio.gather(*tasks), left))
     except asyncio.TimeoutError:

@@ -48,12 +48,12 @@ class Matrix(NamedTuple):
     def within(self, region: Sequence[slice]) -> tuple[tuple[slice, slice], tuple[int | slice, ...]] | None:
         """Its part in a region of the parameter, and the index of that in a tensor of the region; None if empty."""
         *stack, rows, columns = region
-        if not all(one.start <= entry < one.stop for entry, one in zip(self.entry, stack, strict=True)):
+        if not all(piece.start <= entry < piece.stop for entry, piece in zip(self.entry, stack, strict=True)):
             return None
         part, index = zip(_overlap(self.rows, rows), _overlap(self.columns, columns), strict=True)
-        if any(one.start == one.stop for one in part):
+        if any(piece.start == piece.stop for piece in part):
             return None
-        return part, (*(entry - one.start for entry, one in zip(self.entry, stack, strict=True)), *index)
+        return part, (*(entry - piece.start for entry, piece in zip(self.entry, stack, strict=True)), *index)
 
 
 def _overlap(places: range, held: slice) -> tuple[slice, slice]:
@@ -110,12 +110,12 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        trained = [one for one in group["params"] if one.grad is not None]
-        for one in trained:
-            if not self.state[one]:
-                self.state[one]["momentum_buffer"] = torch.zeros_like(one.grad)
-            local_tensor(self.state[one]["momentum_buffer"]).lerp_(local_tensor(one.grad), 1 - MOMENTUM)
-            local_tensor(one).mul_(1 - group["lr"] * group["weight_decay"])
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in trained:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            local_tensor(self.state[parameter]["momentum_buffer"]).lerp_(local_tensor(parameter.grad), 1 - MOMENTUM)
+            local_tensor(parameter).mul_(1 - group["lr"] * group["weight_decay"])
         if len(trained) != len(self._planned) or any(a is not b for a, b in zip(trained, self._planned, strict=True)):
             self._buckets, self._planned = plan(trained, self._parts), trained
         for bucket in self._buckets:
@@ -130,7 +130,7 @@ class Muon(torch.optim.Optimizer):
             torch.empty((len(alike), *shape), dtype=PRECISION, device=device()) for shape, alike in shapes.items()
         ]
         for alike, stack in zip(shapes.values(), stacks, strict=True):
-            whole |= {id(matrix): one for matrix, one in zip(alike, stack, strict=True)}
+            whole |= {id(matrix): tensor for matrix, tensor in zip(alike, stack, strict=True)}
         for move, values in exchange(bucket.to_owners, bucket.local, lambda move: self._direction(move.matrix)):
             whole[id(move.matrix)][move.part] = values
         for stack in stacks:
@@ -141,9 +141,9 @@ class Muon(torch.optim.Optimizer):
 
     def _direction(self, matrix: Matrix) -> torch.Tensor:
         """This rank's part of what is orthogonalised: the gradient and its momentum (Nesterov's form)."""
-        one = matrix.parameter
-        momentum = _held(matrix, self.state[one]["momentum_buffer"])
-        return _held(matrix, one.grad).lerp(momentum, MOMENTUM).to(device(), PRECISION)
+        parameter = matrix.parameter
+        momentum = _held(matrix, self.state[parameter]["momentum_buffer"])
+        return _held(matrix, parameter.grad).lerp(momentum, MOMENTUM).to(device(), PRECISION)
 
 
 def _held(matrix: Matrix, tensor: Any) -> torch.Tensor:
@@ -159,12 +159,12 @@ def plan(
     """Divide the matrices into buckets of similar ones, and the work of each bucket among the ranks: the same plan on
     all ranks. A rank that has all of a matrix is its owner, so that experts stay where they are."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    regions = {one: _regions(one, ranks) for one in parameters}
+    regions = {parameter: _regions(parameter, ranks) for parameter in parameters}
     matrices = [
-        Matrix(one, entry, *places)
-        for one in parameters
-        for entry in itertools.product(*map(range, one.shape[:-2]))
-        for places in parts[one]
+        Matrix(parameter, entry, *places)
+        for parameter in parameters
+        for entry in itertools.product(*map(range, parameter.shape[:-2]))
+        for places in parts[parameter]
     ]
     matrices.sort(key=lambda matrix: -matrix.work)
     buckets: list[Bucket] = []

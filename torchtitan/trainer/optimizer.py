@@ -35,11 +35,11 @@ def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.O
     Raises:
         UserError: bitsandbytes is missing.
     """
-    trained = {name: one for name, one in policy.named_parameters() if one.requires_grad}
-    roles = {one: role_of(policy, name) for name, one in trained.items()}
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    roles = {p: role_of(policy, name) for name, p in trained.items()}
     if config.name == "Muon":
-        matrices = {one: matrices_of(policy, name) for name, one in trained.items() if roles[one] is Role.MATRIX}
-        rest = {one: role for one, role in roles.items() if role is not Role.MATRIX}
+        matrices = {p: matrices_of(policy, name) for name, p in trained.items() if roles[p] is Role.MATRIX}
+        rest = {p: role for p, role in roles.items() if role is not Role.MATRIX}
         muon = [Muon(matrices, config.lr, config.weight_decay)] if matrices else []
         return OptimizersContainer([*muon, *([_adamw(rest, config)] if rest else [])])
     return _adamw(roles, config)
@@ -80,19 +80,19 @@ class _OnShards(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, make: Callable[..., torch.optim.Optimizer]):
         super().__init__(groups, {"lr": lr})
-        self._parts = {one: nn.Parameter(local_tensor(one.detach())) for group in groups for one in group["params"]}
+        self._parts = {p: nn.Parameter(local_tensor(p.detach())) for group in groups for p in group["params"]}
         self._optimizer = make([{**group, "params": [self._parts[p] for p in group["params"]]} for group in groups])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group, inner in zip(self.param_groups, self._optimizer.param_groups, strict=True):
             inner["lr"] = group["lr"]
-        for one, part in self._parts.items():
+        for parameter, part in self._parts.items():
             # FSDP2 may have moved it.
-            part.data = local_tensor(one.detach())
-            if one.grad is not None and part.numel():
-                part.grad = local_tensor(one.grad)
-                self._optimizer.state[part] = self.state[one]
+            part.data = local_tensor(parameter.detach())
+            if parameter.grad is not None and part.numel():
+                part.grad = local_tensor(parameter.grad)
+                self._optimizer.state[part] = self.state[parameter]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

@@ -86,7 +86,7 @@ def balanced_bins(sizes: Sequence[int], budget: int, ranks: int) -> list[list[in
             heapq.heapreplace(filled, (tokens + sizes[index], place))
             bins[place].append(index)
         if max(filled)[0] <= budget:
-            return [sorted(bins[place]) for _, place in sorted(filled, key=lambda one: (-one[0], one[1]))]
+            return [sorted(bins[place]) for _, place in sorted(filled, key=lambda entry: (-entry[0], entry[1]))]
         count += ranks
 
 
@@ -101,10 +101,10 @@ def balanced_clusters(
     for part in (0, 1, 2, 4, 8) if ranks > 1 else (0,):
         members, sizes = clusters(identified, trained, min(budget, share // part) if part else budget)
         bins = balanced_bins(sizes, budget, ranks)
-        tokens = [sum(sizes[cluster] for cluster in one) for one in bins]
-        together = [sorted(i for cluster in one for i in members[cluster]) for one in bins]
+        tokens = [sum(sizes[cluster] for cluster in chosen) for chosen in bins]
+        together = [sorted(i for cluster in chosen for i in members[cluster]) for chosen in bins]
         found.append((sum(max(tokens[first : first + ranks]) for first in range(0, len(bins), ranks)), together))
-    return min(found, key=lambda one: one[0])[1]
+    return min(found, key=lambda candidate: candidate[0])[1]
 
 
 def minibatches(batch: Batch, count: int) -> list[list[Group]]:
@@ -170,10 +170,10 @@ def turn_advantages(sample: Sample, branch: Branch) -> list[float]:
     if not sample.turn_advantages:
         return [sample.advantage] * len(branch.sampled)
     begin = 0
-    for one in sample.branches:
-        if one is branch:
+    for earlier in sample.branches:
+        if earlier is branch:
             break
-        begin += len(one.sampled)
+        begin += len(earlier.sampled)
     return sample.turn_advantages[begin : begin + len(branch.sampled)]
 
 
@@ -294,7 +294,7 @@ def micro_batches(
     taught = [teacher for sample, teacher in each for _ in sample.branches]
     bins: list[tuple[str | None, list[int]]] = []
     for teacher in dict.fromkeys(taught or [None]):
-        mine = [i for i, one in enumerate(taught) if one == teacher]
+        mine = [i for i, name in enumerate(taught) if name == teacher]
         if merged:
             identified = [identities(rows[i][1], replayed) for i in mine]
             found = balanced_clusters(identified, [headed[i] for i in mine], budget, ranks)

@@ -87,8 +87,8 @@ class PolicyTrainer:
         self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.references = {name: build_reference(own, dims, policy) for name, own in references_of(config).items()}
         self._teachers = {name: teacher_of(own) for name, own in sources_of(config)}
-        teachers = {name: one.policy for name, one in self.references.items()}
-        apart = next((said for one in (policy, *teachers.values()) if (said := one.computes_apart())), None)
+        teachers = {name: reference.policy for name, reference in self.references.items()}
+        apart = next((said for decoder in (policy, *teachers.values()) if (said := decoder.computes_apart())), None)
         self._merged = config.training.merge_prefixes and apart is None
         if config.training.merge_prefixes and apart:
             logger.info("what completions begin with together is computed for each of them: %s", apart)
@@ -117,7 +117,7 @@ class PolicyTrainer:
         masked = self.config.grpo.mask_truncated
         divided = minibatches(batch, self.config.grpo.num_minibatches)
         divided = [
-            part for part in divided if any(trained_tokens(one, masked) for group in part for one in group.samples)
+            part for part in divided if any(trained_tokens(own, masked) for group in part for own in group.samples)
         ]
         parts = [self._pack(groups, batch.version) for groups in divided or [[]]]
         totals = _Totals(self.device)
@@ -193,11 +193,11 @@ class PolicyTrainer:
         """What the model needs for these micro-batches."""
         grpo, lora = self.config.grpo, self.config.lora
         total, updated = 0.0, lora.modules_to_save if lora.rank else None
-        for one in packs:
-            scored = int(grpo.recompute_old_log_probs) + (one.teacher in self.references)
+        for pack in packs:
+            scored = int(grpo.recompute_old_log_probs) + (pack.teacher in self.references)
             passes = Passes(grpo.num_iterations, scored, updated=updated)
-            heads = len(one.targets) + len(one.observed)
-            total += model_flops(self.policy.args, one.layout.lengths, heads, passes, one.layout.starts)
+            heads = len(pack.targets) + len(pack.observed)
+            total += model_flops(self.policy.args, pack.layout.lengths, heads, passes, pack.layout.starts)
         return total
 
     def _assign_advantages(self, batch: Batch) -> None:
@@ -276,25 +276,25 @@ class PolicyTrainer:
         fixed = [[FixedLogProbs() for _ in part] for part in parts]
         entropies, chooses = [], grpo.entropy_top_share < 1
         for part, ours in zip(parts, fixed, strict=True):
-            for micro_batch, one in zip(part, ours, strict=True):
-                one.reference = micro_batch.teacher_log_probs if self.teaching is None else None
+            for micro_batch, log_probs in zip(part, ours, strict=True):
+                log_probs.reference = micro_batch.teacher_log_probs if self.teaching is None else None
                 if grpo.recompute_old_log_probs:
                     with without_dropout(self.policy):
-                        one.old, entropy = self._forward(self.policy, micro_batch, entropy=chooses)
+                        log_probs.old, entropy = self._forward(self.policy, micro_batch, entropy=chooses)
                     entropies.append(entropy)
-                    totals.add_mismatch(one.old, micro_batch)
+                    totals.add_mismatch(log_probs.old, micro_batch)
                 if micro_batch.teacher in self.references and self.teaching is None:
                     reference = self.references[micro_batch.teacher]
                     with reference.active():
-                        one.reference, _ = self._forward(reference.policy, micro_batch, entropy=False)
+                        log_probs.reference, _ = self._forward(reference.policy, micro_batch, entropy=False)
         if chooses:
             # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
             values = gather_values(torch.cat(entropies)).sort().values
             place = int((1 - grpo.entropy_top_share) * len(values))
             # A batch may have no trained token at all.
             threshold = values[place] if place < len(values) else 0.0
-            for one, entropy in zip((one for ours in fixed for one in ours), entropies, strict=True):
-                one.trained = (entropy >= threshold).float()
+            for log_probs, entropy in zip((log_probs for ours in fixed for log_probs in ours), entropies, strict=True):
+                log_probs.trained = (entropy >= threshold).float()
         return fixed
 
     def _forward_backward(

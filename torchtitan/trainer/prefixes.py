@@ -69,7 +69,7 @@ def clusters(sequences: Sequence[np.ndarray], trained: Sequence[int], budget: in
                 continue
         found.append([number])
         needs.append((length, trained[number], length))
-    return found, [size(*one) for one in needs]
+    return found, [size(*need) for need in needs]
 
 
 def merge(sequences: Sequence[np.ndarray]) -> MergedRuns:

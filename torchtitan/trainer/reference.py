@@ -81,7 +81,7 @@ class ReferencePolicy:
             return
         for mine, theirs in zip(weights(self.policy).values(), weights(policy).values(), strict=True):
             # Both are laid out alike, so every rank moves its own part.
-            own, new = (one.to_local() if isinstance(one, DTensor) else one for one in (mine, theirs))
+            own, new = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (mine, theirs))
             own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)
 
 

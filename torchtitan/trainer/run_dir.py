@@ -193,8 +193,8 @@ def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
 
 def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]:
     """The keys of tables that have other values in `config` -> both values; how a launch begins is none of them."""
-    now = {**asdict(config), "": {"source": [one.given() for one in config.source]}}
-    sources = [{key: value for key, value in one.items() if value is not None} for one in before.get("source", [])]
+    now = {**asdict(config), "": {"source": [source.given() for source in config.source]}}
+    sources = [{key: value for key, value in given.items() if value is not None} for given in before.get("source", [])]
     before = {**{table: values for table, values in before.items() if table != "source"}, "": {"source": sources}}
     return {
         f"{table}.{key}".lstrip("."): f"{show(value)} -> {show(now[table][key])}"

@@ -37,7 +37,7 @@ class _Operands:
         options: HeadOptions,
     ) -> tuple[torch.Tensor, ...]:
         # FSDP fills the same memory again when it next gathers the weight.
-        self.weight, self.softcap = [one.detach() for one in weight], options.get("softcap")
+        self.weight, self.softcap = [part.detach() for part in weight], options.get("softcap")
         return tuple(hidden)
 
 
@@ -71,7 +71,7 @@ class Teaching:
         teacher = self._teachers[name]
         operands = _Operands()
         token_ids, layout, active = micro_batch.token_ids, micro_batch.layout, micro_batch.active
-        if any(one.hint_ids is not None for branch in micro_batch.trained for one in branch.sampled):
+        if any(segment.hint_ids is not None for branch in micro_batch.trained for segment in branch.sampled):
             token_ids, layout, active = hinted(micro_batch.trained, self._merged)
         with torch.no_grad(), without_dropout(teacher):
             hidden = teacher(
@@ -111,7 +111,7 @@ def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, Pack
 
 def top_tokens(branches: Sequence[Branch], count: int) -> TopTokens:
     """What a server has said of all sampled tokens, in order."""
-    rows = [row for branch in branches for one in branch.sampled for row in one.teacher_top or []]
+    rows = [row for branch in branches for segment in branch.sampled for row in segment.teacher_top or []]
     ids, log_probs = ([row[part] for row in rows] for part in (0, 1))
     return TopTokens(
         torch.tensor(ids, dtype=torch.int64, device=device()).view(-1, count),

@@ -107,9 +107,9 @@ def _control_groups(controller: str) -> Iterator[Path]:
             continue
         root = CONTROL_GROUPS / controllers
         folder = root / path.strip("/")
-        for one in (folder, *folder.parents):
-            yield one
-            if one == root:
+        for ancestor in (folder, *folder.parents):
+            yield ancestor
+            if ancestor == root:
                 break
 
 

@@ -63,7 +63,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         passed = json.loads(arguments.engine_arguments)
     except ValueError as error:
         parser.error(f"--engine-arguments is not JSON: {error}")
-    if not isinstance(passed, list) or not all(isinstance(one, str) for one in passed):
+    if not isinstance(passed, list) or not all(isinstance(word, str) for word in passed):
         parser.error("--engine-arguments is a list of strings")
     arguments.passed = [*passed, *arguments.rest]
     return arguments

@@ -48,7 +48,7 @@ class Round:
     @classmethod
     def decode(cls, data: bytes) -> Round:
         fields = json.loads(data)
-        fields["requests"] = [[GenerateRequest.from_json(one) for one in mine] for mine in fields["requests"]]
+        fields["requests"] = [[GenerateRequest.from_json(request) for request in mine] for mine in fields["requests"]]
         return cls(**fields)
 
 
@@ -75,7 +75,7 @@ def decode_answers(data: bytes) -> list[Answer]:
     if not data:
         return []
     return [
-        Answer(row["request_id"], [Completion.from_json(one) for one in row["completions"]], row["refused"])
+        Answer(row["request_id"], [Completion.from_json(done) for done in row["completions"]], row["refused"])
         for row in json.loads(data)
     ]
 

@@ -81,7 +81,7 @@ class Replica:
         for _ in range(round_.steps):
             if not self._engine.busy:
                 break
-            answers += [answer for name, one in self._engine.step() if (answer := self._take(name, one)) is not None]
+            answers += [answer for name, done in self._engine.step() if (answer := self._take(name, done)) is not None]
         gathered = gather_bytes(encode_answers(answers) if self._leads else b"")
         self.busy_s += time.perf_counter() - started
         return None if gathered is None else [answer for part in gathered for answer in decode_answers(part)]
@@ -162,7 +162,7 @@ class Replica:
         if samples is None:
             return None
         samples[int(sample)] = completion
-        finished = [one for one in samples if one is not None]
+        finished = [sample for sample in samples if sample is not None]
         if len(finished) < len(samples):
             return None
         del self._groups[request_id]

@@ -122,7 +122,7 @@ class VllmEngine:
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one step of all samples and return those that finished in it."""
-        finished = [(one.request_id, _completion(one.outputs[0])) for one in self._engine.step() if one.finished]
+        finished = [(done.request_id, _completion(done.outputs[0])) for done in self._engine.step() if done.finished]
         for name, _ in finished:
             self._samples.pop(name, None)
         return finished

@@ -496,8 +496,8 @@ def _hashes(token_ids: np.ndarray) -> list[int]:
     return values
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def _common(ours: np.ndarray, theirs: np.ndarray) -> int:
     """With how many equal tokens both begin."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(ours), len(theirs))
+    differing = np.flatnonzero(ours[:length] != theirs[:length])
     return int(differing[0]) if len(differing) else length

@@ -239,7 +239,7 @@ class Engine:
         self.statistics.steps += 1
         finished, self._finished = self._finished, []
         self.statistics.finished_requests += len(finished)
-        return [(one.request.request_id, [done for done in one.completions if done is not None]) for one in finished]
+        return [(run.request.request_id, [done for done in run.completions if done is not None]) for run in finished]
 
     def take_failures(self) -> dict[str, str]:
         """Requests that failed since the last call, with the reason."""
@@ -267,10 +267,10 @@ class Engine:
             count = min(sampling.n - running.next_sample, self._cache.room(length, used) - used)
             if count <= 0:
                 break
-            alike = [one for one in running.sequences if one.prefilled_under == self._updates]
+            alike = [sequence for sequence in running.sequences if sequence.prefilled_under == self._updates]
             whole_only = rows.stands_at if self.args.delta_layers else None
             if whole_only is not None:
-                alike = [one for one in alike if rows.lengths[one.row] == len(prompt)]
+                alike = [sequence for sequence in alike if rows.lengths[sequence.row] == len(prompt)]
             sibling = alike[0] if alike else None
             source: Prefix | None = None
             shared = 0
@@ -305,7 +305,7 @@ class Engine:
             if prefills:
                 logits = self._forward_prompts([part for _, part in prefills])
                 if self._recorder is not None:
-                    self._recorder.note([(rows.sequences[one.row], one.start, one.tokens) for _, one in prefills])
+                    self._recorder.note([(rows.sequences[part.row], part.start, part.tokens) for _, part in prefills])
                 for (running, _), row_logits in zip(prefills, logits, strict=True):
                     running.prompt_logits = row_logits
         for prefix in begun:
@@ -337,12 +337,12 @@ class Engine:
         rows.lengths[used:width] = rows.last[used:width] = 0
         logits = self._forwards.next_tokens(rows.lengths[:width], rows.last[:width], used)
         if self._recorder is not None:
-            self._recorder.note([(one, int(rows.lengths[one.row]), 1) for one in rows.sequences])
+            self._recorder.note([(sequence, int(rows.lengths[sequence.row]), 1) for sequence in rows.sequences])
         rows.lengths[:used] += 1
         self._emit(0, self._sampler, logits)
 
     def _make_sampler(self, first: int) -> BatchSampler:
-        parameters = [one.owner.request.sampling for one in self._rows.sequences[first:]]
+        parameters = [sequence.owner.request.sampling for sequence in self._rows.sequences[first:]]
         return BatchSampler(parameters, self._rows.keys[first : len(self._rows)].copy(), self.device)
 
     def _emit(self, first: int, sampler: BatchSampler, logits: torch.Tensor) -> None:
@@ -358,11 +358,11 @@ class Engine:
                 if sequence.kept is not None:
                     sequence.kept.append(kept)
         if not np.isfinite(choice.log_probs).all():
-            broken = [one for one, value in zip(sequences, choice.log_probs, strict=True) if not np.isfinite(value)]
+            broken = [own for own, value in zip(sequences, choice.log_probs, strict=True) if not np.isfinite(value)]
             self._fail(broken)
             # What failed may have been released from rows before `first`, and new rows have taken their places.
             first, sequences = 0, list(rows.sequences)
-        stopped = [one for one in sequences if int(rows.last[one.row]) in one.owner.stops]
+        stopped = [sequence for sequence in sequences if int(rows.last[sequence.row]) in sequence.owner.stops]
         for sequence in stopped:
             self._release(sequence, "stop")
         left = slice(first, len(rows))
@@ -375,7 +375,7 @@ class Engine:
         message = f"log-probs under version {self.version} are not finite"
         for sequence in broken:
             self._cache.clear_row(sequence.row)
-        for request_id in {one.owner.request.request_id for one in broken}:
+        for request_id in {sequence.owner.request.request_id for sequence in broken}:
             self.abort(request_id)
             self._failures[request_id] = message
 
@@ -402,7 +402,7 @@ class Engine:
 
     def _rescore(self) -> None:
         ended, self._ended = self._ended, []
-        rescore(self.policy, [(one.request.prompt_ids, done, one.request.sampling.temperature) for one, done in ended])
+        rescore(self.policy, [(run.request.prompt_ids, done, run.request.sampling.temperature) for run, done in ended])
 
     # Memory
 

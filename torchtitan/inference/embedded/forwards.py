@@ -221,14 +221,14 @@ def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> No
 
 def _routes(completions: list[Completion], lengths: list[int], device: torch.device) -> torch.Tensor | None:
     """[T, layers, k]: the experts that the tokens were sampled with, as the trainer will have them."""
-    told = [one.routes for one in completions if one.routes is not None]
+    told = [completion.routes for completion in completions if completion.routes is not None]
     if not told:
         return None
     rows = torch.full((sum(lengths), *told[0].experts.shape[1:]), MISSING, dtype=torch.int16)
-    for one, place in zip(completions, rows.split(lengths), strict=True):
-        if one.routes is not None:
-            known = torch.from_numpy(one.routes.experts.astype("int16"))
-            place[one.routes.first : one.routes.first + len(known)] = known
+    for completion, place in zip(completions, rows.split(lengths), strict=True):
+        if completion.routes is not None:
+            known = torch.from_numpy(completion.routes.experts.astype("int16"))
+            place[completion.routes.first : completion.routes.first + len(known)] = known
     return rows.to(device)
 
 
@@ -339,14 +339,14 @@ class BatchSampler:
     def __init__(self, parameters: list[SamplingParameters], keys: np.ndarray, device: torch.device):
         self._keys, self._device = keys, device
         # Greedy log-probs are those at temperature 1, over all tokens.
-        greedy = [one.temperature == 0.0 for one in parameters]
-        temperatures = [one.temperature or 1.0 for one in parameters]
+        greedy = [sampling.temperature == 0.0 for sampling in parameters]
+        temperatures = [sampling.temperature or 1.0 for sampling in parameters]
         self._all_greedy = all(greedy)
         self._greedy = torch.tensor(greedy, device=device) if any(greedy) and not self._all_greedy else None
         self._temperature: float | torch.Tensor = temperatures[0]
-        if any(one != temperatures[0] for one in temperatures):
+        if any(temperature != temperatures[0] for temperature in temperatures):
             self._temperature = torch.tensor(temperatures, device=device)[:, None]
-        truncated = [row for row, one in enumerate(parameters) if one.truncated]
+        truncated = [row for row, sampling in enumerate(parameters) if sampling.truncated]
         self._truncated = truncated
         if truncated:
             self._truncated_rows = torch.tensor(truncated, device=device)

@@ -232,8 +232,8 @@ class Rows:
     def copy(self, row: int, first: int, count: int, tokens: int) -> None:
         """The first tokens of a row for `count` others from `first` on."""
         self._cache.copy_row(row, first, count, tokens)
-        for one in self.sequences[first : first + count]:
-            one.begin_routes(self.sequences[row].known_routes, tokens)
+        for sequence in self.sequences[first : first + count]:
+            sequence.begin_routes(self.sequences[row].known_routes, tokens)
 
     def add(self, first: int, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
         """One more token for each row from `first` on; both [rows]."""

@@ -107,7 +107,7 @@ class EngineServer(ActorServer):
     async def _generate(self, request: web.Request) -> web.Response:
         body = await parse_body(request, GenerateBody)
         completions = await self._run(GenerateRequest.from_json(body.model_dump()))
-        return answer({"completions": [one.to_json() for one in completions]})
+        return answer({"completions": [completion.to_json() for completion in completions]})
 
     async def _score(self, request: web.Request) -> web.Response:
         """{"token_ids", "top"}: log-probs at temperature 1 of all but the first, ids and log-probs of the `top`

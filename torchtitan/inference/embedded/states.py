@@ -133,7 +133,7 @@ class _Continued:
         memory, tokens = self._states.of(layer.index), len(self._new)
         q, k, v = layer.operands(self._convolved(layer, mixed[:tokens], memory.inputs))
         new = (q, k, v, g[:tokens], beta[:tokens])
-        operands = [one.new_zeros(self._total, *one.shape[1:]).index_copy_(0, self._new, one) for one in new]
+        operands = [part.new_zeros(self._total, *part.shape[1:]).index_copy_(0, self._new, part) for part in new]
         for (row, _, _), first, before in zip(self._parts, self._bounds.tolist(), self._before, strict=False):
             # The queries of tokens that are known already are not asked again.
             for operand, kept in zip(operands[1:], memory[1:5], strict=True):
@@ -142,8 +142,8 @@ class _Continued:
         initial = torch.where(begun, memory.state[self._rows], 0.0)
         q, k, v, g, beta = operands
         out, chunked = delta_rule(q, k, v, g, beta, self._places, self._bounds, initial)
-        for kept, one in zip(memory[1:], chunked, strict=True):
-            kept[self._rows] = one[self._last]
+        for kept, last in zip(memory[1:], chunked, strict=True):
+            kept[self._rows] = last[self._last]
         return F.pad(out.index_select(0, self._new), (0, 0, 0, 0, 0, len(mixed) - tokens))
 
     def _convolved(self, layer: GatedDeltaNet, mixed: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ class _Continued:
             length += len(own)
             inputs[row] = own[len(own) - back :]
         joint, place = torch.cat(pieces), torch.cat(places).to(mixed.device)
-        return layer.convolve([joint.index_select(0, place - one) for one in range(back + 1)])
+        return layer.convolve([joint.index_select(0, place - offset) for offset in range(back + 1)])
 
 
 class _Decoded:
@@ -170,12 +170,12 @@ class _Decoded:
 
     def __call__(self, layer: GatedDeltaNet, mixed: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         rows, place = self._rows, self._place
-        memory = _Memory(*(one[: len(rows)] for one in self._states.of(layer.index)))
+        memory = _Memory(*(state[: len(rows)] for state in self._states.of(layer.index)))
         earlier = memory.inputs.flip(1).unbind(1)
         q, k, v = layer.operands(layer.convolve([mixed, *earlier]))
         memory.inputs.copy_(torch.cat((memory.inputs[:, 1:], mixed[:, None]), 1))
-        for kept, one in zip(memory[1:5], (k, v, g, beta), strict=True):
-            kept[rows, :, place] = one
+        for kept, value in zip(memory[1:5], (k, v, g, beta), strict=True):
+            kept[rows, :, place] = value
         asked = torch.zeros_like(memory.k)
         asked[rows, :, place] = q
         terms = chunk_terms(*memory[1:5])

@@ -39,8 +39,8 @@ FINISH_SECONDS = 4.0
 def _live(policy: Decoder) -> dict[str, torch.Tensor]:
     tensors = {**dict(policy.named_parameters(remove_duplicate=False)), **dict(policy.named_buffers())}
     return {
-        name: one.stack.detach()[one.index] if isinstance(one, StackPart) else one
-        for name, one in in_files(policy, tensors).items()
+        name: tensor.stack.detach()[tensor.index] if isinstance(tensor, StackPart) else tensor
+        for name, tensor in in_files(policy, tensors).items()
     }
 
 

@@ -282,7 +282,7 @@ class SGLang(ForeignEngine):
         rows = about["input_token_logprobs"]
         given = [row[1] for row in rows]
         # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
-        if len(given) != len(token_ids) or any(one not in (own, 0) for one, own in zip(given, token_ids, strict=True)):
+        if len(given) != len(token_ids) or any(its not in (own, 0) for its, own in zip(given, token_ids, strict=True)):
             raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
         span = _spans(about, 1)[0]
         return ScoredTokens([float(row[0]) for row in rows[1:]], span.epoch, span.version)

@@ -255,7 +255,7 @@ def _through_loaders(
     for name, tensor in weights:
         before, _, leaf = name.rpartition(".")
         if before.endswith(".mlp.experts") and leaf in STACKS:
-            yield from ((f"{before}.{expert}.{leaf}", one) for expert, one in enumerate(tensor.unbind(0)))
+            yield from ((f"{before}.{expert}.{leaf}", part) for expert, part in enumerate(tensor.unbind(0)))
             continue
         if leaf == "sinks":
             sinks.append((name, tensor))
