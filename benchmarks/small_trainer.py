@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 from benchmarks import common  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.utils.machine import keep_freed_memory  # noqa: E402
-from torchtitan.weight_sync.actor.actor import Actor  # noqa: E402
+from torchtitan.weight_sync.actor.actor import SyncActor  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.memory.staging import StagedVersion, to_copy  # noqa: E402
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
@@ -153,7 +153,7 @@ def run_actor(arguments: dict[str, Any]) -> None:
     common.run_on(*arguments["cores"])
     torch.set_num_threads(1)
     names = (arguments[name] for name in ("registry", "name", "epoch", "key"))
-    actor = Actor(*names, copying_engine(len(arguments["cores"])))
+    actor = SyncActor(*names, copying_engine(len(arguments["cores"])))
     actor.start()
     sys.stdin.read()
 

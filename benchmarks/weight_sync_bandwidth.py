@@ -42,7 +42,7 @@ from benchmarks import common  # noqa: E402
 from benchmarks.bare_socket import BareSocket  # noqa: E402
 from benchmarks.small_trainer import Job, copying_engine  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync.actor.actor import Actor  # noqa: E402
+from torchtitan.weight_sync.actor.actor import SyncActor  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.wire.handshake import ACTOR as ACTOR_ROLE  # noqa: E402
 from torchtitan.weight_sync.wire.handshake import role_key  # noqa: E402
@@ -187,7 +187,7 @@ def actor_turns(
     address: list[Any] = [None]
     dist.broadcast_object_list(address, src=0)
     key = role_key("token", ACTOR_ROLE, ACTOR)
-    actor = Actor(address[0], ACTOR, "1-benchmark", key, copying_engine(os.cpu_count() or 1))
+    actor = SyncActor(address[0], ACTOR, "1-benchmark", key, copying_engine(os.cpu_count() or 1))
     actor.start()
     stack.callback(actor.close)
     served = [torch.zeros(shape, dtype=torch.bfloat16) for shape in sizes]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory.staging import StagedVersion
 
 SHAPES = ((512, 640), (1000, 150), (7,), (3, 5, 11), ())
@@ -52,7 +52,7 @@ class Engine:
         self._random = random.Random(os.getpid())
         self._log = log.open("a", buffering=1)
         self._tokens = self._torn = 0
-        self.actor: Actor | None = None
+        self.actor: SyncActor | None = None
 
     def apply(self, staged: StagedVersion) -> float:
         """Between two steps, one parameter after the other."""
@@ -99,7 +99,7 @@ def main() -> None:
     epoch = arguments["epoch"]
     engine = Engine(epoch, Path(arguments["log"]))
     names = (arguments[name] for name in ("registry", "actor", "epoch", "key"))
-    engine.actor = Actor(*names, engine.apply, relay_host="127.0.0.1")
+    engine.actor = SyncActor(*names, engine.apply, relay_host="127.0.0.1")
     engine.actor.start()
     stop = threading.Event()
     threading.Thread(target=engine.generate, args=(stop,), daemon=True).start()

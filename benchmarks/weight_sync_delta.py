@@ -40,7 +40,7 @@ import torch
 from benchmarks import common
 from tests import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
@@ -123,7 +123,7 @@ class Pair:
         config = WeightSyncConfig(bucket_bytes=16 << 20, delta=delta, apply_timeout_s=SECONDS)
         self.publication = WeightSync(config, self.weights, epoch=EPOCH, token=token, run_dir=folder, dtype="bfloat16")
         address, key = self.publication.registry_address, role_key(token, ACTOR, "actor")
-        self.actor = Actor(address, "actor", EPOCH, key, self._apply)
+        self.actor = SyncActor(address, "actor", EPOCH, key, self._apply)
         self.actor.start()
         assert self.publication.watcher is not None
         self.watcher = self.publication.watcher

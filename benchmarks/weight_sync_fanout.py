@@ -34,7 +34,7 @@ from benchmarks import common
 from tests import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
@@ -51,7 +51,7 @@ def serve(arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     for name in arguments["names"]:
         key = role_key(arguments["token"], ACTOR, name)
-        Actor(arguments["registry"], name, EPOCH, key, lambda _staged: None, relay_host="127.0.0.1").start()
+        SyncActor(arguments["registry"], name, EPOCH, key, lambda _staged: None, relay_host="127.0.0.1").start()
     common.say({"actors": len(arguments["names"])})
     sys.stdin.read()
 

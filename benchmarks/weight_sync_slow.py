@@ -36,7 +36,7 @@ import torch
 from benchmarks import common
 from tests import faults
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
@@ -68,7 +68,7 @@ def serve(arguments: dict[str, Any]) -> None:
     common.die_with_parent()
     torch.set_num_threads(1)
     for name, key, log in arguments["actors"]:
-        Actor(arguments["registry"], name, EPOCH, key, partial(_note, Path(log))).start()
+        SyncActor(arguments["registry"], name, EPOCH, key, partial(_note, Path(log))).start()
     common.say({"actors": len(arguments["actors"])})
     sys.stdin.read()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.integration_tests.versioned_weights import holds_sparse, version_held
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory.staging import StagedVersion
 
 
@@ -31,7 +31,7 @@ def run(arguments: Mapping[str, Any], until_the_end: Callable[[], None]) -> None
         log.write(json.dumps({"announced": staged.version, "held": held, "digest": staged.digest}) + "\n")
 
     names = ("registry", "name", "epoch", "key")
-    actor = Actor(
+    actor = SyncActor(
         *[arguments[name] for name in names],
         apply,
         relay_host=arguments["relay_host"],

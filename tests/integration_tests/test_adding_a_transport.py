@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.config.job_config import JobConfig, WeightSync as Table
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.transports.transport import load_transport
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
@@ -28,7 +28,7 @@ weight = torch.arange(100_000, dtype=torch.float32)
 table = Table(transport="spool", bucket_bytes=65536)
 sync = WeightSync(table, {"w": weight}, epoch="e1", token="secret", run_dir=folder)
 apply = lambda staged: held.append([staged.version, bool(torch.equal(staged.tensors["w"][:], weight))])
-actor = Actor(sync.registry_address, "actor-0", "e1", role_key("secret", ACTOR, "actor-0"), apply)
+actor = SyncActor(sync.registry_address, "actor-0", "e1", role_key("secret", ACTOR, "actor-0"), apply)
 try:
     actor.start()
     for version in (1, 2):

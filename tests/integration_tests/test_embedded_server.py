@@ -23,7 +23,7 @@ from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.actor.puller import Served
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
@@ -311,7 +311,7 @@ def test_what_a_replaced_connection_brings_no_longer_changes_the_weights(tiny_ch
     weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
 
     async def scenario(server: EngineServer, client: Client) -> None:
-        async def connect(epoch: str) -> Actor:
+        async def connect(epoch: str) -> SyncActor:
             body = {"registry": "127.0.0.1:1", "actor": "actor-0", "epoch": epoch, "key": "its key"}
             assert (await client.call("POST", "/weights/connect", json=body))[0] == 200
             assert server._weights is not None

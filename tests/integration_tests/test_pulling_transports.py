@@ -22,7 +22,7 @@ from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, free_ports, has_ended, status_of
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory import device_slots
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.staging import StagedVersion
@@ -242,7 +242,7 @@ def test_slots_on_a_device_are_read_where_they_are(
         held.append((staged.version, version_held({name: tensor.clone() for name, tensor in staged.tensors.items()})))
 
     key = role_key(job.token, ACTOR, "actor-0")
-    actor = Actor(job.publication.registry_address, "actor-0", EPOCH, key, apply)
+    actor = SyncActor(job.publication.registry_address, "actor-0", EPOCH, key, apply)
     actor.start()
     try:
         for version in range(4):

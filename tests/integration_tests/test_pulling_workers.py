@@ -21,7 +21,7 @@ from tests.journals import journal_of
 from tests.patience import PATIENCE_S
 from tests.processes import fork
 from torchtitan.weight_sync.actor import puller
-from torchtitan.weight_sync.actor.actor import Actor, Worker
+from torchtitan.weight_sync.actor.actor import SyncActor, Worker
 from torchtitan.weight_sync.actor.puller import Served
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
@@ -35,7 +35,7 @@ class Group:
         self.job, self.hold, self.served = job, job.folder / "hold", list[int]()
         self.key = role_key(job.token, ACTOR, "a")
         registry = job.publication.registry_address
-        self.leader = Actor(registry, "a", EPOCH, self.key, self._apply, workers=WORKERS, **options)
+        self.leader = SyncActor(registry, "a", EPOCH, self.key, self._apply, workers=WORKERS, **options)
         self.leader.start()
         self.processes: dict[int, BaseProcess] = {}
 

@@ -21,7 +21,7 @@ from tests.journals import journal_of
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor import puller
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.registry.state import MAX_FAILURES
@@ -45,7 +45,7 @@ class Job:
             quick_config(**changes), self.parameters, epoch=self.epoch, token=self.token, run_dir=run_dir
         )
         self.version = -1
-        self._actors: list[Actor] = []
+        self._actors: list[SyncActor] = []
 
     def step(self) -> str:
         """The optimizer makes the next version, and it is published or skipped."""
@@ -72,10 +72,10 @@ class Job:
         for parameter in self.parameters.values():
             parameter.fill_(-1.0)  # whatever reads the parameters after the boundary is wrong
 
-    def actor(self, name: str, apply: Callable[[StagedVersion], float | None], **options: Any) -> Actor:
+    def actor(self, name: str, apply: Callable[[StagedVersion], float | None], **options: Any) -> SyncActor:
         """An actor as a thread of this process."""
         epoch, token = options.pop("epoch", self.epoch), options.pop("token", self.token)
-        actor = Actor(self.sync.registry_address, name, epoch, role_key(token, ACTOR, name), apply, **options)
+        actor = SyncActor(self.sync.registry_address, name, epoch, role_key(token, ACTOR, name), apply, **options)
         actor.start()
         self._actors.append(actor)
         return actor
@@ -285,9 +285,9 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
     def apply(staged: StagedVersion) -> None:
         received[staged.version] = {name: tensor.clone() for name, tensor in staged.tensors.items()}
 
-    actors: list[Actor] = []
+    actors: list[SyncActor] = []
     if rank == 0:
-        actors.append(Actor(address[0], "a", "1-e", role_key("t", ACTOR, "a"), apply))
+        actors.append(SyncActor(address[0], "a", "1-e", role_key("t", ACTOR, "a"), apply))
         actors[-1].start()
     equal = []
     for version in range(3):

@@ -25,7 +25,7 @@ from torchtitan.inference.client import LEAVING
 from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.utils.http_site import HttpSite
 from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.wire import runtime as wire
 
@@ -117,7 +117,7 @@ class ActorServer(abc.ABC):
         self._token, self._relay_host = token, relay_host
         self._turn = asyncio.Lock()
         self._connecting = threading.Lock()
-        self._weights: Actor | None = None
+        self._weights: SyncActor | None = None
         """Pulls the weights of the trainer that was named last"""
         self._lost: str | None = None
         """Why that connection has to be replaced"""
@@ -130,10 +130,10 @@ class ActorServer(abc.ABC):
     # For subclasses to override
 
     def weights_options(self) -> dict[str, Any]:
-        """Return further options for the Actor that pulls the weights."""
+        """Return further options for the SyncActor that pulls the weights."""
         return {}
 
-    def connected(self, weights: Actor) -> None:  # noqa: B027 nothing, unless a subclass has to know
+    def connected(self, weights: SyncActor) -> None:  # noqa: B027 nothing, unless a subclass has to know
         """Called when a connection has begun."""
 
     @abc.abstractmethod
@@ -275,7 +275,7 @@ class ActorServer(abc.ABC):
                 served = None
             apply = functools.partial(self._commands.apply, number)
             options = {"relay_host": self._relay_host if body.relay else "", **self.weights_options()}
-            weights = Actor(body.registry, body.actor, body.epoch, body.key, apply, served=served, **options)
+            weights = SyncActor(body.registry, body.actor, body.epoch, body.key, apply, served=served, **options)
             self._weights, self._lost = weights, None
             weights.start()
             self.connected(weights)

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.distributed.device import reachable_host
 from torchtitan.weight_sync.actor import group
-from torchtitan.weight_sync.actor.actor import Actor, StagingEngine
+from torchtitan.weight_sync.actor.actor import StagingEngine, SyncActor
 from torchtitan.weight_sync.actor.group import LeadingEngine, as_figures
 from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.slots import SharedSlots
@@ -42,7 +42,7 @@ def test_others_are_told_an_address_that_they_reach(host: str, peer: str, told: 
 
 
 def test_a_thread_that_fails_says_so() -> None:
-    actor = Actor("127.0.0.1:9", "a", "e", "k", lambda _staged: None, relay_host="127.0.0.1")
+    actor = SyncActor("127.0.0.1:9", "a", "e", "k", lambda _staged: None, relay_host="127.0.0.1")
     assert (
         actor.status()["failure"] is None and actor.status()["state"] == "JOINING" and not actor.status()["connected"]
     )

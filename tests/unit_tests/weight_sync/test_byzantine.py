@@ -24,7 +24,7 @@ from tests.hostile import enter, message
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.report.sync_metrics import SyncMetrics
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import ACTOR, Identity, role_key
@@ -66,7 +66,7 @@ def test_neither_the_trainer_nor_an_honest_actor_notices(tmp_path: Path) -> None
     config = WeightSyncConfig(bucket_bytes=1 << 16)
     sync = WeightSync(config, weights, epoch=EPOCH, token=token, run_dir=tmp_path)
     assert sync.watcher is not None and sync.registry is not None
-    actor = Actor(sync.registry_address, "good", EPOCH, role_key(token, ACTOR, "good"), lambda _staged: None)
+    actor = SyncActor(sync.registry_address, "good", EPOCH, role_key(token, ACTOR, "good"), lambda _staged: None)
     actor.start()
     try:
         until(lambda: "good" in sync.actors())

@@ -12,7 +12,7 @@ from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.registry import registry as registry_module
 from torchtitan.weight_sync.registry.registry import MAX_LOST_SNAPSHOTS, STATUS_ACTORS, Registry
-from torchtitan.weight_sync.registry.state import Actor, Settings, relay_sources
+from torchtitan.weight_sync.registry.state import ActorRecord, Settings, relay_sources
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, RANK, TRAINER, role_key
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
 
@@ -466,8 +466,8 @@ def test_who_passes_versions_on() -> None:
     """The fast ones first, in classes of speed; not who is away, has no address or has lost its snapshot."""
     there: Any = object()
 
-    def actor(seconds: float | None, channel: Any = there, address: str = "10.0.0.1:1") -> Actor:
-        return Actor(channel, "i", address, 0.0, figures={} if seconds is None else {"transfer_s": seconds})
+    def actor(seconds: float | None, channel: Any = there, address: str = "10.0.0.1:1") -> ActorRecord:
+        return ActorRecord(channel, "i", address, 0.0, figures={} if seconds is None else {"transfer_s": seconds})
 
     actors = {"new": actor(None), "late": actor(90.0), "b": actor(1.1), "a": actor(1.0), "at once": actor(0.0)}
     others = {"gone": actor(0.1, channel=None), "mute": actor(0.1, address=""), "slow": actor(0.1)}

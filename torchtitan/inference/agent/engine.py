@@ -28,7 +28,7 @@ from torchtitan.inference.types import (
 )
 
 if TYPE_CHECKING:
-    from torchtitan.weight_sync.actor.actor import Actor
+    from torchtitan.weight_sync.actor.actor import SyncActor
     from torchtitan.weight_sync.memory.staging import StagedVersion
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -206,10 +206,10 @@ class WeightLoader:
     own."""
 
     workers = 0
-    """0: the agent stages complete versions. n: n workers inside the engine stage them (pull.actor.Worker), led by the
-    agent; `staged.tensors` is then empty and `staged.apply_on_workers()` makes them apply."""
+    """0: the agent stages complete versions. n: n workers inside the engine (weight_sync.actor.actor.Worker) stage them
+    and the agent leads them; `staged.tensors` is then empty and `staged.apply_on_workers()` makes them apply."""
 
-    def connected(self, weights: Actor) -> None:
+    def connected(self, weights: SyncActor) -> None:
         """The agent has begun to pull `weights`. If there are workers, have them connect to weights.workers_address.
 
         Called after every connection; replaces earlier ones. Raises EngineError.

@@ -32,7 +32,7 @@ from torchtitan.inference.types import TAGS
 from torchtitan.inference.versions import BaseWeights
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import ActivityLog
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class AgentServer(ActorServer):
     def weights_options(self) -> dict[str, Any]:
         return {"workers": self._loader.workers, "workers_timeout_s": self._timeout_s}
 
-    def connected(self, weights: Actor) -> None:
+    def connected(self, weights: SyncActor) -> None:
         try:
             self._loader.connected(weights)
         except EngineError as error:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from torchtitan.inference.agent.engine import EngineControl, EngineError, EngineOptions, WeightLoader
-from torchtitan.weight_sync.actor.actor import Actor
+from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class DirectLoader(WeightLoader):
             "verify_every": options.verify_every,
         }
 
-    def connected(self, weights: Actor) -> None:
+    def connected(self, weights: SyncActor) -> None:
         joining = {
             "leader": weights.workers_address,
             "actor": weights.name,

@@ -1,6 +1,6 @@
 """An actor's weights: a thread pulls versions into staging memory and has the engine apply them.
 
-    actor = Actor("10.0.0.1:5000", "actor-0", epoch, key, apply=engine_apply)
+    actor = SyncActor("10.0.0.1:5000", "actor-0", epoch, key, apply=engine_apply)
     actor.start()
 
 `apply(staged)` is called once per version, on its own thread. It returns only after the engine has copied the new
@@ -167,7 +167,7 @@ class _PullerThread:
             self._runtime.finish_work("apply", deadline)
 
 
-class Actor(_PullerThread):
+class SyncActor(_PullerThread):
     """An actor that pulls versions.
 
     registry: `host:port`; name: unique; key: role_key of the actor's role and name. served: what the engine already

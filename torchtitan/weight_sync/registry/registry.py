@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
 from torchtitan.weight_sync.registry import state
 from torchtitan.weight_sync.registry.guests import PONG, Guests
-from torchtitan.weight_sync.registry.state import Actor, IncompleteVersion, Peer, Settings, Snapshots
+from torchtitan.weight_sync.registry.state import ActorRecord, IncompleteVersion, Peer, Settings, Snapshots
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
@@ -67,7 +67,7 @@ class Registry:
         self.snapshots = Snapshots(settings)
         self._ranks: dict[int, Peer] = {}
         self.guests = Guests(runtime, settings, self._guest_changed, self._guest_leaves)
-        self.actors: dict[str, Actor] = {}
+        self.actors: dict[str, ActorRecord] = {}
         self._trainer: Channel | None = None
         self._layouts: dict[int, Message] = {}
         self._model: Message = {}
@@ -335,7 +335,7 @@ class Registry:
         actor = self.actors.get(name)  # one that leaves is gone with its connection
         if actor is None or actor.instance != instance:
             kept = {} if actor is None else {what: getattr(actor, what) for what in state.KEPT}
-            actor = self.actors[name] = Actor(None, instance, address, 0.0, **kept)
+            actor = self.actors[name] = ActorRecord(None, instance, address, 0.0, **kept)
             self.snapshots.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
         actor.state, actor.version = "JOINING", -1
@@ -404,7 +404,7 @@ class Registry:
             raise ProtocolError(f"an actor does not send {kind!r}")
         self._changed(name, routine=kind in ("pulling", "ended", "serving") and not actor.failures)
 
-    def _on_ended(self, name: str, actor: Actor, message: Message) -> None:
+    def _on_ended(self, name: str, actor: ActorRecord, message: Message) -> None:
         """Handle the end of an actor's pull or, if everything was staged, its engine's refusal of the version."""
         outcome = message["outcome"]
         if outcome == "staged":
@@ -418,7 +418,7 @@ class Registry:
             actor.failures, actor.reason = actor.failures + 1, message["reason"]
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
 
-    def _on_serving(self, name: str, actor: Actor, message: Message) -> None:
+    def _on_serving(self, name: str, actor: ActorRecord, message: Message) -> None:
         newest, claim = self.newest, (message["version"], message["digest"])
         if newest is not None and claim[0] >= newest.version and claim != (newest.version, newest.digest):
             raise ProtocolError(f"{name} serves version {message['version']} of other bytes than were published")

@@ -97,7 +97,7 @@ class Peer:
 
 
 @dataclass
-class Actor:
+class ActorRecord:
     """An actor that is connected, or was recently."""
 
     channel: Channel | None
@@ -174,7 +174,7 @@ class Actor:
         return {**about, **{name: getattr(self, name) for name in shown}}
 
 
-def tally(actors: Iterable[Actor]) -> Message:
+def tally(actors: Iterable[ActorRecord]) -> Message:
     """Return how many actors are in which state, serve which version (-1: none), and how many of those that the trainer
     waits for serve which."""
     states, serving, awaited = Counter[str](), Counter[int](), Counter[int]()
@@ -197,7 +197,9 @@ class IncompleteVersion:
     """What each rank has reported about it"""
 
 
-def relay_sources(actors: Mapping[str, Actor], slow: Container[str], fanout: int, token: str) -> dict[str, Message]:
+def relay_sources(
+    actors: Mapping[str, ActorRecord], slow: Container[str], fanout: int, token: str
+) -> dict[str, Message]:
     """Map each actor that pulls from another one to its source and the key for it. The fastest actors pull from the
     trainer, and are left out.
 
