@@ -4,7 +4,6 @@ every mistake in them becomes a Problem."""
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import re
 import sys
@@ -24,17 +23,6 @@ from torchtitan.config.sources import Source, fields_of
 from torchtitan.config.values import OPTIONS, RULE, read_toml, show, spelled, value_of_words, without_none
 from torchtitan.errors import nearest
 
-logger = logging.getLogger(__name__)
-
-GONE_KEYS: dict[str, str] = {
-    "weight_sync.streams": "one connection uses the whole bandwidth",
-    "weight_sync.full_every": "an actor that lacks the version before gets the new one in full",
-    "weight_sync.offer_timeout_s": "actors ask for versions themselves",
-    "weight_sync.evict_after_versions": "slow actors delay nobody; see weight_sync.lease_s",
-    "rollout.gate_on": "the gate always uses the oldest token of a sample",
-    "inference.pin_cores": "start servers on cores of their own (taskset), and name them in inference.servers",
-}
-"""A key that has no meaning any more -> why; it is passed over for now, and a line says so"""
 PLACE = "command line"
 SOURCES, SETS = "source", "eval.set"
 Inner = TypeVar("Inner", Source, EvalSet)
@@ -105,9 +93,7 @@ class Draft:
         key = str(name)
         # TOML has neither; Python's callers have both.
         value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value
-        if key in GONE_KEYS:
-            logger.warning("%s: %s no longer has any effect: %s", place, key, GONE_KEYS[key])
-        elif table := free_table(key):
+        if table := free_table(key):
             self._set_option(table, key.removeprefix(f"{table}."), value, place)
         elif key not in known_keys():
             self.refuse(key, f"{place}: unknown key {key} = {show(value)}{nearest_key(key)}")
@@ -268,7 +254,7 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
     if free := free_table(name):
         return free + option[len(free) :], words
     takes_options = free_table(f"{name}.") == name
-    if not takes_options and (name in known_keys() or name in GONE_KEYS):
+    if not takes_options and name in known_keys():
         return name, words
     switches_off = positive != name and positive in known_keys() and _is_switch(_kind(positive))
     if name == "dry_run" or switches_off:
@@ -296,8 +282,6 @@ def _value(name: str, words: list[str]) -> Any:
     """What the words mean for this key; words that mean nothing are left as they are, and refused with the rest."""
     if free_table(name):
         return value_of_words(words)
-    if name in GONE_KEYS:
-        return " ".join(words)
     kind = _kind(name)
     if get_origin(kind) is list:
         # Several words, or one that is a list as TOML writes it.

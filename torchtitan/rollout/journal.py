@@ -68,11 +68,9 @@ def batch_from_json(data: dict[str, Any]) -> Batch:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("not a recorded batch of this format")
     given = [_unpack(text) for text in data["given"]]
-    # Journals before there were sources have no names.
-    sources = data.get("sources") or [""] * len(data["groups"])
     groups = [
         Group(index, [_sample_from_json(one, given) for one in samples], source)
-        for (index, samples), source in zip(data["groups"], sources, strict=True)
+        for (index, samples), source in zip(data["groups"], data["sources"], strict=True)
     ]
     return Batch(data["version"], groups, data["statistics"])
 
@@ -266,8 +264,6 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def batch_of(path: Path, record: Mapping[str, Any]) -> Batch:
     """Return the batch of a record of the journal `path`. Raises UserError if it is damaged."""
     version = record["version"]
-    if "zlib" not in record and record.get("format") == FORMAT:
-        raise UserError(f"{path} was written by an older version of this program, whose batches are not compressed")
     try:
         batch = decode_batch(zlib.decompress(base64.b64decode(record["zlib"], validate=True)))
     except (ValueError, TypeError, KeyError, zlib.error) as error:

@@ -162,18 +162,6 @@ def test_the_home_folder_is_resolved_once_for_everybody(
         load_config([*arguments, "--model.hf_assets_path=~nobody-of-this-name/x"])
 
 
-def test_keys_that_are_gone_are_passed_over_with_a_line(
-    write_config: WriteConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    arguments = write_config(more="[weight_sync]\noffer_timeout_s = 2.5\n")
-    config = load_config([*arguments, "--weight_sync.streams", "3"])
-    assert not hasattr(config.weight_sync, "streams")
-    assert [message.partition(":")[2] for message in caplog.messages] == [
-        " weight_sync.offer_timeout_s no longer has any effect: actors ask for versions themselves",
-        " weight_sync.streams no longer has any effect: one connection uses the whole bandwidth",
-    ]
-
-
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if kind is bool:
         return st.booleans()

@@ -199,13 +199,6 @@ def test_no_flipped_bit_of_a_batch_is_trained_on(tmp_path: Path) -> None:
     assert ReplaySource(tmp_path).read_batch(1) == make_batch(1)
 
 
-def test_a_record_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    record = {"record": "batch", **json.loads(encode_batch(make_batch(0)))}
-    (tmp_path / JOURNAL_NAME).write_text(json.dumps(record) + "\n")
-    with pytest.raises(UserError, match="written by an older version"):
-        ReplaySource(tmp_path).next_batch(0)
-
-
 def test_batches_are_compressed(tmp_path: Path) -> None:
     batch = make_batch(0)
     batch.groups[0].samples *= 50
