@@ -9,7 +9,6 @@ import abc
 import asyncio
 import contextlib
 import functools
-import hmac
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from pydantic import Field
 
 from torchtitan.inference.client import LEAVING
 from torchtitan.inference.types import TAGS, Body, Tag
-from torchtitan.utils.http_site import HttpSite
+from torchtitan.utils.http_site import HttpSite, has_token
 from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
 from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory.staging import StagedVersion
@@ -189,8 +188,7 @@ class ActorServer(abc.ABC):
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Require the token, and turn exceptions into answers."""
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if not has_token(request, self._token):
             return answer({"error": "the bearer token is missing or wrong"}, 401)
         if self._site is not None:
             self._site.trust(request)

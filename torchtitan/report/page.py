@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import json
 import os
 import re
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -34,7 +32,8 @@ from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FIL
 from torchtitan.report.plots import COLORS, PLOTS, plot_timeline, run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline
-from torchtitan.utils.child_process import child_environment, end_with_parent
+from torchtitan.utils.child_process import child_environment, end_process, end_with_parent, start_beside
+from torchtitan.utils.http_site import has_token
 from torchtitan.utils.json_lines import CHUNK_BYTES, JsonTail, line_start, read_json_lines, read_lines, write_whole
 from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
 
@@ -243,28 +242,17 @@ class LivePage:
         token = secrets.token_urlsafe(24)
         log_file = run_dir / "logs" / "live.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        with listen(port, "metrics.live_port") as listener, log_file.open("ab") as log:
+        with listen(port, "metrics.live_port") as listener:
             arguments = [str(run_dir), str(listener.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "torchtitan.report.page", *arguments],
-                env=child_environment(threads=1, **{TOKEN_VARIABLE: token}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", "torchtitan.report.page", *arguments]
+            environment = child_environment(threads=1, **{TOKEN_VARIABLE: token})
+            self._process = start_beside(command, environment, log_file, [listener.fileno()])
             # Not to the log: others may read that file.
             print(f"live page: {url_of(listener, token)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """End the process. May be called twice."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, STOP_SECONDS)
 
 
 def serve_run(run_dir: Path, port: int) -> None:
@@ -316,9 +304,7 @@ class LiveServer:
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in HOST_NAMES:
             return web.Response(status=403, text="this address is not one of this machine's own\n")
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = bearer if scheme == "Bearer" else request.query.get("token", "")
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
+        if not has_token(request, self._token, in_query=True):
             return web.Response(
                 status=401, text="the token is missing or wrong: take the address that the run printed\n"
             )

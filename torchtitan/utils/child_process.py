@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -233,6 +234,27 @@ class ChildProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     if os.getsid(pid) == process.pid:
                         os.kill(pid, signal.SIGKILL)
+
+
+def start_beside(
+    command: Sequence[str], environment: Mapping[str, str], log_file: Path, files: Collection[int]
+) -> subprocess.Popen[bytes]:
+    """Start a process without an asyncio loop; end_process() ends it. It leads a session of its own, as signals to our
+    process group are ours alone. What it prints is appended to `log_file`; it inherits the descriptors `files`."""
+    with log_file.open("ab") as log:
+        return subprocess.Popen(
+            command, stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True, pass_fds=files
+        )
+
+
+def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Terminate a process, and kill it after `grace_s`. May be called twice."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(KILL_GRACE_S)
 
 
 def _read_number(path: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import resource
 
 from aiohttp import web
@@ -26,6 +27,14 @@ def raise_descriptor_limit() -> None:
     wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def has_token(request: web.Request, token: str, in_query: bool = False) -> bool:
+    """Whether a request has the bearer token, compared in constant time. in_query: without one, `?token=` counts."""
+    given = request.headers.get("Authorization", "")
+    if in_query and not given.startswith("Bearer "):
+        given = f"Bearer {request.query.get('token', '')}"
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {token}".encode())
 
 
 class HttpSite:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
-from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.child_process import child_environment, end_process, start_beside
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.registry.state import Settings
@@ -159,17 +158,10 @@ class ServerProcess(Supervised):
 
     def _begin(self) -> None:
         arguments = {**self._arguments, "term": self.restarts + 1}
-        with self._log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, json.dumps(arguments)],
-                pass_fds=self._descriptors,
-                env=child_environment(1, secrets=True if self._arguments.get("needs_keys") else (), **self._keys),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # The trainer handles signals to its process group; this process ends when its parent does.
-                start_new_session=True,
-            )
+        secrets = True if self._arguments.get("needs_keys") else ()
+        environment = child_environment(1, secrets=secrets, **self._keys)
+        command = [sys.executable, "-m", MODULE, json.dumps(arguments)]
+        self.process = start_beside(command, environment, self._log_file, self._descriptors)
         if self._closing.is_set():
             self.process.terminate()
 
@@ -182,12 +174,7 @@ class ServerProcess(Supervised):
 
     def _end(self, deadline: float) -> None:
         """Terminate the process, and kill it if it has not ended by `deadline`."""
-        self.process.terminate()
-        try:
-            self.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(1.0)
+        end_process(self.process, max(0.1, deadline - time.monotonic()))
 
 
 def local_address_towards(registry: str) -> str:

@@ -132,13 +132,13 @@ def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monke
     started = subprocess.Popen
 
     def start_once(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr("torchtitan.weight_sync.servers.subprocess.Popen", no_start)
+        monkeypatch.setattr("torchtitan.utils.child_process.subprocess.Popen", no_start)
         return started(*arguments, **options)
 
     def no_start(*_arguments: Any, **_options: Any) -> Any:
         raise OSError(errno.EAGAIN, "no more processes")
 
-    monkeypatch.setattr("torchtitan.weight_sync.servers.subprocess.Popen", start_once)
+    monkeypatch.setattr("torchtitan.utils.child_process.subprocess.Popen", start_once)
     monkeypatch.setattr(servers, "MODULE", "short_life")
     process = ServerProcess("helper", {}, {}, "token", tmp_path / "log", ("127.0.0.1", 0, 3), int)
     process._thread.join(PATIENCE_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import json
 import logging
 import os
@@ -41,7 +40,7 @@ from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import find_format
 from torchtitan.utils.child_process import end_with_parent
-from torchtitan.utils.http_site import HttpSite, raise_descriptor_limit
+from torchtitan.utils.http_site import HttpSite, has_token, raise_descriptor_limit
 from torchtitan.utils.logs import log_to
 
 logger = logging.getLogger(__name__)
@@ -141,8 +140,7 @@ class GatewayServer:
     # Calls from the run
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if not has_token(request, self._token):
             raise web.HTTPUnauthorized
         self.site.trust(request)
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES)
