@@ -5,7 +5,6 @@ All of them are computed in one pass over the registry's journal and the trainer
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 from collections import Counter, defaultdict
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_json_lines
 from torchtitan.weight_sync.wire.messages import parse_record
@@ -49,17 +48,9 @@ _REMEMBERED_VERSIONS = 1024
 _REMEMBERED_ATTEMPTS = 100
 
 
-class Outcome(enum.Enum):
-    PENDING = "pending"
-    """The version waits for the actor or is being transferred."""
-    APPLIED = "applied"
-    SUPERSEDED = "superseded"
-    """A newer version was published before the actor began to pull this one."""
-    ABORTED = "aborted"
-    """The pull ended before the actor had all of this version, usually because a newer one was published."""
-    REFUSED = "refused"
-    POISONED = "poisoned"
-    EVICTED = "evicted"
+Outcome = Literal["pending", "applied", "superseded", "aborted", "refused", "poisoned", "evicted"]
+"""pending: the version waits for the actor or is being transferred. superseded: a newer one was published before the
+actor began to pull this one. aborted: the pull ended before the actor had all of it, usually for a newer one."""
 
 
 @dataclass
@@ -85,7 +76,7 @@ class Delivery:
     actor: str
     published_at: float | None = None
     attempts: list[Attempt] = field(default_factory=list)
-    outcome: Outcome = Outcome.PENDING
+    outcome: Outcome = "pending"
     evicted_in: str = ""
     """The phase in which the actor was evicted during this delivery"""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -104,18 +95,18 @@ class Delivery:
 
     def end(self, otherwise: Outcome) -> Delivery:
         """Make the delivery final: if pending, its outcome is that of its last failed attempt, else `otherwise`."""
-        if self.outcome is Outcome.PENDING:
+        if self.outcome == "pending":
             self.outcome = (self.failed and self.failed[-1].failure) or otherwise
         return self
 
     def row(self) -> dict[str, Any]:
         """Return the delivery as an object of versions.jsonl."""
-        applied = self.attempts and self.outcome is Outcome.APPLIED
+        applied = self.attempts and self.outcome == "applied"
         return {
             "epoch": self.epoch,
             "version": self.version,
             "actor": self.actor,
-            "outcome": self.outcome.value,
+            "outcome": self.outcome,
             "published_at": self.published_at,
             "begun_at": self.attempts[0].begun_at if self.attempts else None,
             "applied_at": self.attempts[-1].ended_at if applied else None,
@@ -155,7 +146,7 @@ Entry = Delivery | Publication | Incident
 
 
 # Outcomes of a pull that delivers nothing.
-_ENDS = {"gone": Outcome.ABORTED, "lost": Outcome.ABORTED, "refused": Outcome.REFUSED}
+_ENDS: dict[str, Outcome] = {"gone": "aborted", "lost": "aborted", "refused": "refused"}
 
 
 class DeliveryBook:
@@ -204,7 +195,7 @@ class DeliveryBook:
             newest = max(deliveries)
             self._end(actor, newest - 1)
             delivery = deliveries.pop(newest)
-            self._entries.append(delivery if actor in self._live else delivery.end(Outcome.EVICTED))
+            self._entries.append(delivery if actor in self._live else delivery.end("evicted"))
 
     def _delivery(self, actor: str, version: int) -> Delivery:
         deliveries = self._open.setdefault(actor, {})
@@ -216,7 +207,7 @@ class DeliveryBook:
         """End the deliveries of versions up to `up_to`, which were applied or superseded."""
         deliveries = self._open.get(actor, {})
         for version in sorted(version for version in deliveries if version <= up_to):
-            self._entries.append(deliveries.pop(version).end(Outcome.SUPERSEDED))
+            self._entries.append(deliveries.pop(version).end("superseded"))
 
     def _attempt(self, actor: str, version: int | None = None) -> Attempt | None:
         """Return the attempt that is in progress for an actor."""
@@ -239,7 +230,7 @@ class DeliveryBook:
     def _on_start(self, record: Record) -> None:
         for actor in self._open:
             attempt = self._attempt(actor)
-            self._fail(attempt, record, Outcome.ABORTED, "", "the registry was started again")
+            self._fail(attempt, record, "aborted", "", "the registry was started again")
         epoch = record.get("epoch", self.epoch)
         if epoch != self.epoch:
             self._end_all()
@@ -259,9 +250,9 @@ class DeliveryBook:
         """Handle the version that an actor already has when it joins."""
         actor, version = record["actor"], record["version"]
         found = self._open.get(actor, {}).get(version)
-        if found is not None and found.outcome is Outcome.PENDING:
+        if found is not None and found.outcome == "pending":
             # The actor applied it but the report was lost, or another launch of this process has it.
-            found.outcome = Outcome.APPLIED
+            found.outcome = "applied"
             if found.attempts:
                 found.attempts[-1].ended_at = found.attempts[-1].ended_at or record["time"]
         self._end(actor, version)
@@ -293,16 +284,16 @@ class DeliveryBook:
     def _on_left(self, record: Record) -> None:
         actor = record["actor"]
         self._live.discard(actor)
-        self._fail(self._attempt(actor), record, Outcome.ABORTED, "", "the actor has left")
+        self._fail(self._attempt(actor), record, "aborted", "", "the actor has left")
         self._end(actor, max(self._open.get(actor, ()), default=-1))
 
     def _on_poisoned(self, record: Record) -> None:
-        self._fail(self._attempt(record["actor"], record.get("version")), record, Outcome.POISONED, "APPLYING")
+        self._fail(self._attempt(record["actor"], record.get("version")), record, "poisoned", "APPLYING")
 
     def _on_applied(self, record: Record) -> None:
         actor, version = record["actor"], record["version"]
         delivery = self._delivery(actor, version)
-        delivery.outcome, delivery.figures = Outcome.APPLIED, dict(record.get("figures", {}))
+        delivery.outcome, delivery.figures = "applied", dict(record.get("figures", {}))
         moved = sum(delivery.figures.get(name, 0) for name in BYTES)
         if moved and delivery.figures.get("transfer_s"):
             delivery.figures["gigabytes_per_s"] = moved / delivery.figures["transfer_s"] / 1e9
@@ -313,7 +304,7 @@ class DeliveryBook:
     def _on_lost(self, record: Record) -> None:
         actor, phase = record["actor"], str(record.get("phase", ""))
         self._live.discard(actor)
-        self._fail(self._attempt(actor), record, Outcome.EVICTED, phase)
+        self._fail(self._attempt(actor), record, "evicted", phase)
         deliveries = self._open.get(actor, {})
         tried = [delivery for delivery in deliveries.values() if delivery.attempts]
         for delivery in (tried or list(deliveries.values()))[-1:]:
@@ -340,7 +331,7 @@ class Sums:
             self._totals[row["outcome"]] += 1
         for name in BYTES:
             self._totals[name] += row[name] or 0
-        for name in MEANS if entry.outcome is Outcome.APPLIED else ():
+        for name in MEANS if entry.outcome == "applied" else ():
             if row[name] is not None:
                 self._values.setdefault(name, []).append(row[name])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.report.metrics import run_folder
-from torchtitan.report.sync_metrics import Attempt, Delivery, Incident, Outcome, Publication, read_journal
+from torchtitan.report.sync_metrics import Attempt, Delivery, Incident, Publication, read_journal
 from torchtitan.utils.json_lines import TIMELINE, read_json_lines, write_whole
 
 TRAINER, SYNC = "trainer", "weight sync"
@@ -149,11 +149,11 @@ def _publishing(publications: Iterable[Publication], reached: dict[int, float]) 
 def _delivery(delivery: Delivery) -> Iterator[Span]:
     for number, attempt in enumerate(delivery.attempts, start=1):
         last = number == len(delivery.attempts)
-        applied = last and delivery.outcome is Outcome.APPLIED
+        applied = last and delivery.outcome == "applied"
         end = attempt.ended_at
         if end is None:
             end = attempt.applying_at or attempt.begun_at
-        kind = "delivery" if applied or attempt.failure is None else attempt.failure.value
+        kind = "delivery" if applied or attempt.failure is None else attempt.failure
         name = f"v{delivery.version}" if kind == "delivery" else f"v{delivery.version} {kind}"
         details: dict[str, Any] = {"version": delivery.version, "attempt": number}
         details["queue_wait_s"] = delivery.queue_wait_s
