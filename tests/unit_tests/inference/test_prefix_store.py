@@ -13,8 +13,8 @@ import torch
 
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
-from torchtitan.inference.embedded.cache import PrefixStore
 from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.embedded.prefixes import PrefixStore
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
@@ -168,7 +168,7 @@ def test_single_turns_leave_little_behind_and_still_share_instructions(tiny_chec
 
 
 def test_unequal_tokens_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.inference.embedded.cache.hash", lambda _: 5, raising=False)
+    monkeypatch.setattr("torchtitan.inference.embedded.prefixes.hash", lambda _: 5, raising=False)
     store = PrefixStore()
     store.keep(np.arange(40), [torch.zeros(2)])
     assert store.find(np.arange(40))[1] == 40

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan.inference.embedded.cache import KeyValueCache, Prefix
+from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.forwards import (
     FORWARD_TOKENS,
     BatchSampler,
@@ -27,6 +27,7 @@ from torchtitan.inference.embedded.forwards import (
     packs,
     rescore,
 )
+from torchtitan.inference.embedded.prefixes import Prefix
 from torchtitan.inference.embedded.sequences import Rows, Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.weights import EngineWeights
 from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag

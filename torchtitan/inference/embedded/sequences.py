@@ -11,8 +11,9 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field
 
 from torchtitan.errors import UserError
-from torchtitan.inference.embedded.cache import KeyValueCache, Prefix, PrefixStore
+from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.forwards import RouteRecorder, stream_keys
+from torchtitan.inference.embedded.prefixes import Prefix, PrefixStore
 from torchtitan.inference.types import (
     Body,
     Completion,
