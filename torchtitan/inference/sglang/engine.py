@@ -3,7 +3,6 @@ and answers."""
 
 from __future__ import annotations
 
-import base64
 import getpass
 import os
 import re
@@ -27,21 +26,18 @@ from torchtitan.inference.agent.engine import (
     PauseMode,
     aborted,
     make_completion,
+    read_routes,
     read_spans,
 )
-from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.engine_server import PREFIX_KEYS
 from torchtitan.inference.types import (
     TAGS,
     Capabilities,
     Completion,
     GenerateRequest,
-    Routes,
     ScoredTokens,
     Tag,
     VersionSpan,
-    check_routes,
-    compact,
     stream_seed,
 )
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
@@ -318,24 +314,13 @@ def _completion(sample: Any, request: GenerateRequest) -> Completion:
         log_probs = [float(value) for value in about["output_token_sampling_logprobs"]]
         kept = [[int(token) for token in tokens] for tokens in about["output_token_sampling_mask"]]
     spans = _spans(about, len(token_ids))
-    routes = None
-    if request.sampling.routes:
-        routes = _routes(about.get("routed_experts"), len(request.prompt_ids) + len(token_ids))
+    known = len(request.prompt_ids) + len(token_ids) - 1
+    # int32, flat; how many layers there are the model says.
+    routes = read_routes(
+        request, len(token_ids), about.get("routed_experts"),
+        lambda data: np.frombuffer(data, "<i4").reshape(known, 1, -1), "SGLang",
+    )  # fmt: skip
     return make_completion(token_ids, [row[1] for row in rows], log_probs, finished, spans, kept, routes)
-
-
-def _routes(numbers: str | None, tokens: int) -> Routes:
-    """int32 as base64, flat: [tokens - 1, layers, experts per token]. How many layers there are the model says."""
-    if numbers is None:
-        raise RequestRefused(
-            "generate",
-            "this SGLang does not report the experts of its tokens, which grpo.routing_replay needs: start it with "
-            "--enable-return-routed-experts",
-        )
-    experts = np.frombuffer(base64.b64decode(numbers, validate=True), "<i4")
-    routes = Routes(0, compact(experts.reshape(tokens - 1, 1, -1)))
-    check_routes(routes, tokens)
-    return routes
 
 
 def _spans(about: dict[str, Any], tokens: int) -> list[VersionSpan]:

@@ -3,7 +3,6 @@ tokens and answers."""
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import os
@@ -26,6 +25,7 @@ from torchtitan.inference.agent.engine import (
     WeightLoader,
     aborted,
     make_completion,
+    read_routes,
     read_spans,
 )
 from torchtitan.inference.client import RequestRefused
@@ -33,12 +33,9 @@ from torchtitan.inference.types import (
     Capabilities,
     Completion,
     GenerateRequest,
-    Routes,
     ScoredTokens,
     Tag,
     VersionSpan,
-    check_routes,
-    compact,
 )
 from torchtitan.inference.vllm.serve import BACKEND
 from torchtitan.utils.machine import has_gpu, host_memory
@@ -256,23 +253,12 @@ def _completion(choice: dict[str, Any], request: GenerateRequest) -> Completion:
     rows = choice["logprobs"]["content"]
     scored, log_probs = [row["token_id"] for row in rows], [float(row["logprob"]) for row in rows]
     spans = _spans(choice, len(token_ids))
-    routes = None
-    if request.sampling.routes:
-        routes = _routes(choice.get("routed_experts"), len(request.prompt_ids) + len(token_ids))
+    # Of numpy's own file format.
+    routes = read_routes(
+        request, len(token_ids), choice.get("routed_experts"),
+        lambda data: np.load(io.BytesIO(data), allow_pickle=False), "vLLM",
+    )  # fmt: skip
     return make_completion(token_ids, scored, log_probs, finished, spans, kept if truncated else None, routes)
-
-
-def _routes(npy: str | None, tokens: int) -> Routes:
-    """numpy's own file format as base64: [tokens - 1, layers, experts per token]."""
-    if npy is None:
-        raise RequestRefused(
-            "generate",
-            "this vLLM does not report the experts of its tokens, which grpo.routing_replay needs: start it with "
-            "--enable-return-routed-experts, which needs its Model Runner V2 and prefix caching",
-        )
-    routes = Routes(0, compact(np.load(io.BytesIO(base64.b64decode(npy)), allow_pickle=False)))
-    check_routes(routes, tokens)
-    return routes
 
 
 def _spans(choice: dict[str, Any], tokens: int) -> list[VersionSpan]:
