@@ -11,17 +11,7 @@ from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.values import (
-    TABLE,
-    Column,
-    Count,
-    Must,
-    Options,
-    PathText,
-    Positive,
-    ShareBelowOne,
-    Weights,
-)
+from torchtitan.config.values import TABLE, Column, Count, Must, Options, PathText, Positive, ShareBelowOne, Weights
 
 SourceName = Annotated[
     str, Must(re.compile(r"[\w.+-]+").fullmatch, "must be made of letters, digits, `_`, `.`, `+` and `-`")

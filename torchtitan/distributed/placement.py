@@ -190,10 +190,7 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def region_at(
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int] | None,
-    placements: Sequence[Placement],
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int] | None, placements: Sequence[Placement]
 ) -> tuple[slice, ...]:
     """The region of a tensor that the rank at this coordinate of a mesh holds; empty for a rank outside the mesh.
 

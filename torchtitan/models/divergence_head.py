@@ -278,10 +278,7 @@ class _TwoPass(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any,
-        by_log_probs: torch.Tensor | None,
-        by_entropy: torch.Tensor | None,
-        by_divergence: torch.Tensor | None,
+        ctx: Any, by_log_probs: torch.Tensor | None, by_entropy: torch.Tensor | None, by_divergence: torch.Tensor | None
     ) -> Any:
         log_z, their_log_z, entropy, centre, *operands = ctx.saved_tensors
         own, other, kind, beta = ctx.own, ctx.other, ctx.comparison.kind, ctx.comparison.beta

@@ -25,13 +25,7 @@ from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.families import FAMILIES, Family, Scaling, check_types, read_windows
 from torchtitan.models.mixture_args import COUNT_KEYS, ExpertArgs
-from torchtitan.models.model_args import (
-    FEED_FORWARD_PROJECTIONS,
-    PROJECTIONS,
-    ModelArgs,
-    read_json,
-    read_model_args,
-)
+from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_json, read_model_args
 
 INDEX_FILE = "model.safetensors.index.json"
 # Along each dimension of a tensor.

@@ -206,12 +206,7 @@ def _load_hugging_face(dataset: str, split: str) -> list[Row]:
 
 
 def _check_rows(
-    rows: Sequence[Row],
-    config: JobConfig,
-    dataset: str,
-    key: str,
-    functions: set[str],
-    renderer: ChatRenderer | None,
+    rows: Sequence[Row], config: JobConfig, dataset: str, key: str, functions: set[str], renderer: ChatRenderer | None
 ) -> None:
     """Check that every row has a usable prompt, and a reference answer if one of these reward functions needs it."""
     wanted = {config.rollout.prompt_column: "rollout.prompt_column"}

@@ -22,12 +22,7 @@ from torchtitan.config.derived import (
     teacher_of,
 )
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.collectives import (
-    all_reduce_sum,
-    clip_gradients_,
-    gather_values,
-    gradient_norm_and_votes,
-)
+from torchtitan.distributed.collectives import all_reduce_sum, clip_gradients_, gather_values, gradient_norm_and_votes
 from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.distributed.placement import ParallelDims

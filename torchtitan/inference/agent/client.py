@@ -48,12 +48,7 @@ from torchtitan.inference.placement import (
     own_share,
     threads_per_actor,
 )
-from torchtitan.inference.types import (
-    Capabilities,
-    Completion,
-    GenerateRequest,
-    ScoredTokens,
-)
+from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens
 from torchtitan.models.costs import version_bytes
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import is_loopback

@@ -180,11 +180,7 @@ class EngineLoop:
             raise
 
     def apply(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        check: Callable[[], None] = lambda: None,
+        self, epoch: str, version: int, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
     ) -> Applied:
         """Replace the weights between two steps; called from another thread, returns what that cost.
 

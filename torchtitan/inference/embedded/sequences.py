@@ -14,14 +14,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.forwards import RouteRecorder, stream_keys
 from torchtitan.inference.embedded.prefixes import Prefix, PrefixStore
-from torchtitan.inference.types import (
-    Body,
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    Routes,
-    VersionSpan,
-)
+from torchtitan.inference.types import Body, Completion, FinishReason, GenerateRequest, Routes, VersionSpan
 
 # Beyond these bounds logits divided by the temperature overflow, or a request alone fills the memory.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4

@@ -18,13 +18,7 @@ from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, ans
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.forwards import likeliest, score
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
-from torchtitan.inference.embedded.sequences import (
-    GenerateBody,
-    InvalidRequest,
-    ScoreBody,
-    TooLong,
-    check_request,
-)
+from torchtitan.inference.embedded.sequences import GenerateBody, InvalidRequest, ScoreBody, TooLong, check_request
 from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.inference.versions import MAX_TORN
@@ -90,11 +84,7 @@ class EngineServer(ActorServer):
 
     def routes(self) -> list[web.RouteDef]:
         """All routes. Errors are {"error": reason} with status 400, 401, 404, 413, 500 or 503 (try again later)."""
-        return [
-            *super().routes(),
-            web.post("/v1/generate", self._generate),
-            web.post("/v1/score", self._score),
-        ]
+        return [*super().routes(), web.post("/v1/generate", self._generate), web.post("/v1/score", self._score)]
 
     # Generation
 

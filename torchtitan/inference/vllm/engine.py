@@ -29,14 +29,7 @@ from torchtitan.inference.agent.engine import (
     read_spans,
 )
 from torchtitan.inference.client import RequestRefused
-from torchtitan.inference.types import (
-    Capabilities,
-    Completion,
-    GenerateRequest,
-    ScoredTokens,
-    Tag,
-    VersionSpan,
-)
+from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
 from torchtitan.inference.vllm.serve import BACKEND
 from torchtitan.utils.machine import has_gpu, host_memory
 

@@ -105,13 +105,7 @@ class Gateway:
         self._address: tuple[str, int] | None = None
 
     async def open(
-        self,
-        session: str,
-        sampling: SamplingParameters,
-        *,
-        min_version: int = 0,
-        shares: str = "",
-        many: bool = False,
+        self, session: str, sampling: SamplingParameters, *, min_version: int = 0, shares: str = "", many: bool = False
     ) -> SessionAccess:
         """Open a new session; or, with `many`, a key for several sessions, which calls name in X-Session-ID.
 

@@ -103,10 +103,7 @@ class RewardPool:
         return means
 
     async def score(
-        self,
-        prompt: Prompt,
-        completions: Sequence[Trajectory],
-        functions: Sequence[str] | None = None,
+        self, prompt: Prompt, completions: Sequence[Trajectory], functions: Sequence[str] | None = None
     ) -> list[Score]:
         """Return the rewards of one prompt's completions. Values from log_extra go into the completions' `extra`.
 
