@@ -1,4 +1,4 @@
-"""Rules for [inference] as a whole, and for the part of [weight_sync] that depends on the engine. No torch here."""
+"""Rules for [inference] and [weight_sync] as wholes. No torch here."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import os
 import re
 from pathlib import Path
 
-from torchtitan.config.derived import SLURM, has_engines, slurm_urls, wrong_options
+from torchtitan.config.derived import (
+    SLURM,
+    from_torchrun,
+    has_engines,
+    sleeps_between_batches,
+    slurm_urls,
+    wrong_options,
+)
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import find_python
@@ -15,7 +23,7 @@ from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import driver_version, has_gpu, is_loopback, wheel_version
-from torchtitan.weight_sync.transports.transport import load_transport
+from torchtitan.weight_sync.transports.transport import load_transport, off_device
 
 CUDA_13_DRIVER = 580
 ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
@@ -190,3 +198,43 @@ def _check_colocated(check: Check) -> None:
     refuse("inference.sleep_level", inference.sleep_level and not check.planning and not has_gpu(), ON_CPU)
     text = "training.enable_cpu_offload keeps the optimizer's state in host memory already"
     refuse("inference.offload_optimizer", inference.offload_optimizer and config.training.enable_cpu_offload, text)
+
+
+def check_weight_sync(check: Check) -> None:
+    """Check [weight_sync] against the tables that it goes with."""
+    config, sync, refuse = check.config, check.config.weight_sync, check.refuse
+    limit = config.comm.train_timeout_seconds
+    text = "must be a single address at which this machine can be reached"
+    refuse("weight_sync.host", sync.host.strip() in ("", "0.0.0.0", "::"), text)
+    transport = TRANSPORTS[sync.transport]
+    able = {"relay": [name for name, one in TRANSPORTS.items() if one.over_channel]}
+    able["delta"] = [name for name, one in TRANSPORTS.items() if one.over_channel or one.own_deltas]
+    for key, names in able.items():
+        text = f"weight_sync.transport {sync.transport} does not support it, only {' and '.join(names)} can"
+        refuse(f"weight_sync.{key}", getattr(sync, key) and sync.transport not in names, text)
+    # With parameters in host memory and actors on a GPU, such a transport could never deliver anything.
+    text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
+    offloaded = config.training.enable_cpu_offload is True and transport.on_device
+    refuse("training.enable_cpu_offload", offloaded, text)
+    drain_s = config.inference.drain_timeout_s
+    text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"
+    too_short = config.inference.update_mode == "drain" and 0 < sync.apply_timeout_s <= drain_s
+    refuse("weight_sync.apply_timeout_s", too_short, text)
+    text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
+    too_short = not config.grpo.async_weight_update and sync.blocking_timeout_s < sync.apply_timeout_s
+    refuse("weight_sync.blocking_timeout_s", too_short, text)
+    if check.ranks == 1:
+        return
+    several_machines = from_torchrun("LOCAL_WORLD_SIZE", str(check.ranks), least=1) < check.ranks
+    text = f"must be greater than comm.train_timeout_seconds = {limit}, after which a machine notices that ranks of "
+    text += "another are lost: until then, restarted ranks wait for it"
+    refuse("comm.init_timeout_seconds", several_machines and config.comm.init_timeout_seconds <= limit, text)
+    if not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
+        text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks wait in a collective meanwhile"
+        refuse("weight_sync.blocking_timeout_s", True, text)
+    elif sleeps_between_batches(config):
+        text = "plus weight_sync.blocking_timeout_s, and plus inference.drain_timeout_s, it must be less than "
+        text += f"three quarters of comm.train_timeout_seconds = {limit}: other ranks wait in a collective meanwhile"
+        # The remaining quarter is for the next command.
+        longest = config.inference.sleep_timeout_s + max(sync.blocking_timeout_s, drain_s)
+        refuse("inference.sleep_timeout_s", longest >= 0.75 * limit, text)

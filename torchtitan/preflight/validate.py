@@ -30,7 +30,6 @@ from torchtitan.config.derived import (
     has_environment,
     has_sequence_ratios,
     learns_from_rewards,
-    sleeps_between_batches,
     sources_of,
     world_size,
 )
@@ -39,13 +38,12 @@ from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.rollout_tables import TOOL_FORMATS, Environment, Rewards
-from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.compute_type import choose_types
 from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
 from torchtitan.preflight.check import Check, name_problem, reward_problem
-from torchtitan.preflight.inference import check_inference
+from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.preflight.sources import check_sources
@@ -54,7 +52,6 @@ from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import find_isolation
 from torchtitan.utils.child_process import child_environment
-from torchtitan.weight_sync.transports.transport import off_device
 
 Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
@@ -171,7 +168,7 @@ def _validate_source(
     check = Check(config, world_size(), planning, wrong)
     for rules in only or (
         check_stage, _check_parallelism, _check_batch, _check_optimizer, _check_lengths, _check_objective, check_lora,
-        _check_rollout, _check_rewards, _check_environment, check_inference, _check_weight_sync,
+        _check_rollout, _check_rewards, _check_environment, check_inference, check_weight_sync,
         _check_evaluation, _check_files, check_model,
     ):  # fmt: skip
         rules(check)
@@ -423,45 +420,6 @@ def _check_environment(check: Check) -> None:
     parser = environment.tool_parser
     without = (parser != "auto" and not has_environment(check.config)) or (kinds and parser not in TOOL_FORMATS)
     check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
-
-
-def _check_weight_sync(check: Check) -> None:
-    config, sync, refuse = check.config, check.config.weight_sync, check.refuse
-    limit = config.comm.train_timeout_seconds
-    text = "must be a single address at which this machine can be reached"
-    refuse("weight_sync.host", sync.host.strip() in ("", "0.0.0.0", "::"), text)
-    transport = TRANSPORTS[sync.transport]
-    able = {"relay": [name for name, one in TRANSPORTS.items() if one.over_channel]}
-    able["delta"] = [name for name, one in TRANSPORTS.items() if one.over_channel or one.own_deltas]
-    for key, names in able.items():
-        text = f"weight_sync.transport {sync.transport} does not support it, only {' and '.join(names)} can"
-        refuse(f"weight_sync.{key}", getattr(sync, key) and sync.transport not in names, text)
-    # With parameters in host memory and actors on a GPU, such a transport could never deliver anything.
-    text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
-    offloaded = config.training.enable_cpu_offload is True and transport.on_device
-    refuse("training.enable_cpu_offload", offloaded, text)
-    drain_s = config.inference.drain_timeout_s
-    text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"
-    too_short = config.inference.update_mode == "drain" and 0 < sync.apply_timeout_s <= drain_s
-    refuse("weight_sync.apply_timeout_s", too_short, text)
-    text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
-    too_short = not config.grpo.async_weight_update and sync.blocking_timeout_s < sync.apply_timeout_s
-    refuse("weight_sync.blocking_timeout_s", too_short, text)
-    if check.ranks == 1:
-        return
-    several_machines = from_torchrun("LOCAL_WORLD_SIZE", str(check.ranks), least=1) < check.ranks
-    text = f"must be greater than comm.train_timeout_seconds = {limit}, after which a machine notices that ranks of "
-    text += "another are lost: until then, restarted ranks wait for it"
-    refuse("comm.init_timeout_seconds", several_machines and config.comm.init_timeout_seconds <= limit, text)
-    if not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
-        text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks wait in a collective meanwhile"
-        refuse("weight_sync.blocking_timeout_s", True, text)
-    elif sleeps_between_batches(config):
-        text = "plus weight_sync.blocking_timeout_s, and plus inference.drain_timeout_s, it must be less than "
-        text += f"three quarters of comm.train_timeout_seconds = {limit}: other ranks wait in a collective meanwhile"
-        # The remaining quarter is for the next command.
-        longest = config.inference.sleep_timeout_s + max(sync.blocking_timeout_s, drain_s)
-        refuse("inference.sleep_timeout_s", longest >= 0.75 * limit, text)
 
 
 def _check_evaluation(check: Check) -> None:
