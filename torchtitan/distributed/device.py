@@ -1,17 +1,14 @@
-"""This rank's device and process group (cpu with gloo, or cuda with nccl), and the addresses over which ranks
-communicate. All device differences are handled here."""
+"""This rank's device and process group (cpu with gloo, or cuda with nccl). All device differences are handled here."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import os
 import random
 import re
 import signal
-import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as futures_wait
 from datetime import timedelta
@@ -26,7 +23,8 @@ from torchtitan.config.derived import from_torchrun
 from torchtitan.config.derived import world_size as world_size  # as device.rank() and its like
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.utils.machine import count_cores, gpus_of_driver, hides_gpus, is_loopback, keep_freed_memory
+from torchtitan.utils.addresses import choose_interface
+from torchtitan.utils.machine import count_cores, gpus_of_driver, hides_gpus, keep_freed_memory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -51,8 +49,6 @@ _PEAKS = (
 )
 # A copy within host memory that takes longer than this is considered stuck.
 _CPU_WORK_SECONDS = 600.0
-GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 # A call of NCCL that waits for the peer (connecting does) fails after so many seconds; torch's default is 30 minutes.
 # Only communicators of the weight sync wait this way. torch reads it once, at the first communicator of the process.
 NCCL_CALL_SECONDS = os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", "30")
@@ -161,70 +157,6 @@ def init_process_group(comm: Comm) -> str:
     finally:
         signal.signal(signal.SIGINT, handler)
     return address
-
-
-def choose_interface(wanted: str, leader: str) -> str:
-    """Make gloo use an interface, and NCCL too if `wanted` (comm.interface) names it; for ranks on several machines.
-
-    Without a name, the interface is GLOO_SOCKET_IFNAME, or the one by which this machine reaches `leader` (rank 0's
-    MASTER_ADDR). NCCL then chooses for itself, because it prefers InfiniBand.
-
-    Returns:
-        The address and its interface, such as "10.0.0.8 (ib0)".
-
-    Raises:
-        UserError: there is no such interface here, it has no address, or other machines cannot reach it.
-    """
-    here = _addresses()
-    name = wanted or os.environ.get(GLOO_VARIABLE, "")
-    listed = ", ".join(f"{other} {address}" for other, address in here.items())
-    if name and name not in here:
-        raise UserError(
-            f"comm.interface = {name!r}: {socket.gethostname()} has no such interface with an address, only: {listed}"
-        )
-    if not name:
-        own = address_towards(leader)
-        name = next((other for other, address in here.items() if address == own), "lo")
-        if ipaddress.ip_address(here.get(name, own)).is_loopback and not is_loopback(leader):
-            raise UserError(
-                f"rank 0's address {leader!r} is {own} on {socket.gethostname()} itself (see /etc/hosts), where other "
-                f"machines reach nothing: set comm.interface to one of: {listed}"
-            )
-    os.environ[GLOO_VARIABLE] = name
-    if wanted:
-        os.environ[NCCL_VARIABLE] = f"={wanted}"  # an exact match, not a prefix
-    return f"{here.get(name, leader)} ({name})"
-
-
-def _addresses() -> Mapping[str, str]:
-    """The address of each interface that is up, preferably IPv4."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        usable = [one for one in addresses if one.family in families and "%" not in one.address]
-        for one in sorted(usable, key=lambda one: families.index(one.family))[:1]:
-            found[name] = one.address
-    return found
-
-
-def address_towards(leader: str) -> str:
-    """Return the source address of packets to `leader`. Nothing is sent. Raises UserError."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UserError(f"rank 0's address {leader!r} cannot be found from {socket.gethostname()}: {error}") from error
-
-
-def reachable_host(host: str, peer: str) -> str:
-    """Return the host that others should use to reach a listener on `host`: `host` itself or, if it is a wildcard, the
-    local address that reaches the host `peer`."""
-    with contextlib.suppress(ValueError, UserError):  # `host` is a name, or there is no route to the peer
-        if ipaddress.ip_address(host).is_unspecified:
-            return address_towards(peer)
-    return host
 
 
 def _restarts() -> int:

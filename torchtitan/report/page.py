@@ -32,6 +32,7 @@ from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FIL
 from torchtitan.report.plots import COLORS, PLOTS, plot_timeline, run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline
+from torchtitan.utils.addresses import listen_at
 from torchtitan.utils.child_process import child_environment, end_process, end_with_parent, start_beside
 from torchtitan.utils.http_site import has_token
 from torchtitan.utils.json_lines import CHUNK_BYTES, JsonTail, line_start, read_json_lines, read_lines, write_whole
@@ -225,7 +226,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def listen(port: int, option: str) -> socket.socket:
     """Return a socket listening on this machine only; port 0 takes a free one. Raises UserError naming the option."""
     try:
-        return socket.create_server((HOST, port))
+        return listen_at(HOST, port)
     except (OSError, OverflowError) as error:
         raise UserError(f"{option} = {port}: cannot listen on {HOST}:{port} ({error}); choose another port") from error
 

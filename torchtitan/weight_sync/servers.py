@@ -23,6 +23,7 @@ from typing import Any
 
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
+from torchtitan.utils.addresses import listen_at
 from torchtitan.utils.child_process import child_environment, end_process, start_beside
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
@@ -192,9 +193,8 @@ def local_address_towards(registry: str) -> str:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0: any free port. Raises UserError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return listen_at(host, port, BACKLOG)
     except OSError as error:
         raise UserError(
             f"weight_sync: {socket.gethostname()} cannot listen at {wire.format_address(host, port)} "

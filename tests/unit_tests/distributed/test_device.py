@@ -17,6 +17,7 @@ import torch
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed import device
 from torchtitan.errors import ConfigError, UserError
+from torchtitan.utils import addresses
 
 HERE = {"lo": "127.0.0.1", "eth0": "10.0.0.8", "ib0": "192.168.1.8"}
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,31 +26,31 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has these interfaces, and no variables that name one; call it with the address that leads to rank 0."""
-    for name in (device.GLOO_VARIABLE, device.NCCL_VARIABLE):
+    for name in (addresses.GLOO_VARIABLE, addresses.NCCL_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     listed = {name: [SimpleNamespace(family=socket.AF_INET, address=one)] for name, one in HERE.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
-    return lambda own: monkeypatch.setattr(device, "address_towards", lambda leader: own)
+    return lambda own: monkeypatch.setattr(addresses, "address_towards", lambda leader: own)
 
 
 def test_gloo_takes_the_way_to_rank_0_and_nccl_its_own(machine: Callable[[str], None]) -> None:
     machine("10.0.0.8")
-    assert device.choose_interface("", "gpu1") == "10.0.0.8 (eth0)"
-    assert os.environ[device.GLOO_VARIABLE] == "eth0" and device.NCCL_VARIABLE not in os.environ
+    assert addresses.choose_interface("", "gpu1") == "10.0.0.8 (eth0)"
+    assert os.environ[addresses.GLOO_VARIABLE] == "eth0" and addresses.NCCL_VARIABLE not in os.environ
 
 
 def test_a_setting_counts_for_both(machine: Callable[[str], None]) -> None:
-    assert device.choose_interface("ib0", "gpu1") == "192.168.1.8 (ib0)"
-    assert (os.environ[device.GLOO_VARIABLE], os.environ[device.NCCL_VARIABLE]) == ("ib0", "=ib0")
+    assert addresses.choose_interface("ib0", "gpu1") == "192.168.1.8 (ib0)"
+    assert (os.environ[addresses.GLOO_VARIABLE], os.environ[addresses.NCCL_VARIABLE]) == ("ib0", "=ib0")
 
 
 def test_what_others_cannot_reach_is_refused_with_what_there_is(machine: Callable[[str], None]) -> None:
     machine("127.0.1.1")  # as Debian has a machine's own name in /etc/hosts
     with pytest.raises(UserError, match="'gpu1' is 127.0.1.1 .*comm.interface to one of: .*eth0 10.0.0.8"):
-        device.choose_interface("", "gpu1")
+        addresses.choose_interface("", "gpu1")
     with pytest.raises(UserError, match="comm.interface = 'ib9': .* ib0 192.168.1.8"):
-        device.choose_interface("ib9", "gpu1")
+        addresses.choose_interface("ib9", "gpu1")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_variables_that_torchrun_would_not_set_so_are_named(
     variables: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**plain, device.GLOO_VARIABLE: "lo", **variables}.items():
+    for name, value in {**plain, addresses.GLOO_VARIABLE: "lo", **variables}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=named):
         device.init_process_group(Comm(init_timeout_seconds=1))

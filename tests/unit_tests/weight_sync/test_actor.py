@@ -14,7 +14,7 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, TOKEN, whole_layout
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.clients import Client
-from torchtitan.distributed.device import reachable_host
+from torchtitan.utils.addresses import reachable_host
 from torchtitan.weight_sync.actor import group
 from torchtitan.weight_sync.actor.actor import StagingEngine, SyncActor
 from torchtitan.weight_sync.actor.group import LeadingEngine, as_figures

@@ -21,6 +21,7 @@ import torch
 
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed import device
+from torchtitan.utils.addresses import listen_at, reachable_host
 from torchtitan.weight_sync.actor.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
 from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into, element_bytes
@@ -243,7 +244,6 @@ class Worker(_PullerThread):
 
 def _listen(host: str, peer: str) -> tuple[socket.socket, str]:
     """Return a listener on any free port, and the address that others are told."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    reachable = device.reachable_host(host, wire.parse_address(peer)[0])
+    listener = listen_at(host, 0)
+    reachable = reachable_host(host, wire.parse_address(peer)[0])
     return listener, wire.format_address(reachable, listener.getsockname()[1])

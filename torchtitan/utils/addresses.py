@@ -1,0 +1,87 @@
+"""This machine's addresses: by which ranks and actors of other machines reach it. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+from torchtitan.errors import UserError
+from torchtitan.utils.machine import is_loopback
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+
+
+def listen_at(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """Return a socket that listens; port 0: any free port. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def choose_interface(wanted: str, leader: str) -> str:
+    """Make gloo use an interface, and NCCL too if `wanted` (comm.interface) names it; for ranks on several machines.
+
+    Without a name, the interface is GLOO_SOCKET_IFNAME, or the one by which this machine reaches `leader` (rank 0's
+    MASTER_ADDR). NCCL then chooses for itself, because it prefers InfiniBand.
+
+    Returns:
+        The address and its interface, such as "10.0.0.8 (ib0)".
+
+    Raises:
+        UserError: there is no such interface here, it has no address, or other machines cannot reach it.
+    """
+    here = _addresses()
+    name = wanted or os.environ.get(GLOO_VARIABLE, "")
+    listed = ", ".join(f"{other} {address}" for other, address in here.items())
+    if name and name not in here:
+        raise UserError(
+            f"comm.interface = {name!r}: {socket.gethostname()} has no such interface with an address, only: {listed}"
+        )
+    if not name:
+        own = address_towards(leader)
+        name = next((other for other, address in here.items() if address == own), "lo")
+        if ipaddress.ip_address(here.get(name, own)).is_loopback and not is_loopback(leader):
+            raise UserError(
+                f"rank 0's address {leader!r} is {own} on {socket.gethostname()} itself (see /etc/hosts), where other "
+                f"machines reach nothing: set comm.interface to one of: {listed}"
+            )
+    os.environ[GLOO_VARIABLE] = name
+    if wanted:
+        os.environ[NCCL_VARIABLE] = f"={wanted}"  # an exact match, not a prefix
+    return f"{here.get(name, leader)} ({name})"
+
+
+def _addresses() -> Mapping[str, str]:
+    """The address of each interface that is up, preferably IPv4."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        usable = [entry for entry in addresses if entry.family in families and "%" not in entry.address]
+        for entry in sorted(usable, key=lambda entry: families.index(entry.family))[:1]:
+            found[name] = entry.address
+    return found
+
+
+def address_towards(leader: str) -> str:
+    """Return the source address of packets to `leader`. Nothing is sent. Raises UserError."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(leader, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"rank 0's address {leader!r} cannot be found from {socket.gethostname()}: {error}") from error
+
+
+def reachable_host(host: str, peer: str) -> str:
+    """Return the host that others should use to reach a listener on `host`: `host` itself or, if it is a wildcard, the
+    local address that reaches the host `peer`."""
+    with contextlib.suppress(ValueError, UserError):  # `host` is a name, or there is no route to the peer
+        if ipaddress.ip_address(host).is_unspecified:
+            return address_towards(peer)
+    return host
