@@ -159,8 +159,8 @@ class ServerProcess(Supervised):
 
     def _begin(self) -> None:
         arguments = {**self._arguments, "term": self.restarts + 1}
-        secrets = True if self._arguments.get("needs_keys") else ()
-        environment = child_environment(1, secrets=secrets, **self._keys)
+        keys = self._arguments.get("needs_keys")
+        environment = child_environment(1, secrets=True if keys else (), **self._keys)
         command = [sys.executable, "-m", MODULE, json.dumps(arguments)]
         self.process = start_beside(command, environment, self._log_file, self._descriptors)
         if self._closing.is_set():
