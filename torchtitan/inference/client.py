@@ -6,16 +6,29 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import base64
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, mistakes_of
+from torchtitan.inference.types import (
+    TAGS,
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    Routes,
+    ScoredTokens,
+    Tag,
+    check_routes,
+    compact,
+    mistakes_of,
+)
 from torchtitan.weight_sync.wire import runtime as wire
 
 TOKEN_VARIABLE = wire.ACTOR_TOKEN_VARIABLE
@@ -26,6 +39,7 @@ WRONG_REQUEST = 400
 UNAUTHORIZED = 401
 NOT_READY = 503
 KEEP_ALIVE_S = 60.0
+ROUTES_NEED = {"vLLM": ", which needs its Model Runner V2 and prefix caching"}
 MAX_REASON_CHARACTERS = 500
 
 
@@ -275,3 +289,18 @@ def _check(completion: Completion) -> None:
         position, version = span.end, span.version
     if position != length:
         raise ActorError("generate", f"version spans cover {position} of {length} tokens")
+
+
+def read_routes(
+    request: GenerateRequest, sampled: int, encoded: str | None, decode: Callable[[bytes], np.ndarray], engine: str
+) -> Routes | None:
+    """Read the experts of a completion of `sampled` tokens; None if the request does not want them. encoded: base64 of
+    what `decode` makes [tokens - 1, layers, experts per token] of. Raises RequestRefused without it, ValueError."""
+    if not request.sampling.routes:
+        return None
+    if encoded is None:
+        lack = f"this {engine} does not report the experts of its tokens, which grpo.routing_replay needs: start it "
+        raise RequestRefused("generate", f"{lack}with --enable-return-routed-experts{ROUTES_NEED.get(engine, '')}")
+    routes = Routes(0, compact(decode(base64.b64decode(encoded, validate=True))))
+    check_routes(routes, len(request.prompt_ids) + sampled)
+    return routes

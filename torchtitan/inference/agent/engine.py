@@ -3,22 +3,18 @@ it holds, tokens), and how weights get into it."""
 
 from __future__ import annotations
 
-import base64
 import http.client
 import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from torchtitan.errors import UserError
-from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.types import (
     Capabilities,
     Completion,
@@ -28,8 +24,6 @@ from torchtitan.inference.types import (
     ScoredTokens,
     Tag,
     VersionSpan,
-    check_routes,
-    compact,
     parse_label,
 )
 
@@ -38,7 +32,6 @@ if TYPE_CHECKING:
     from torchtitan.weight_sync.memory.staging import StagedVersion
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-ROUTES_NEED = {"vLLM": ", which needs its Model Runner V2 and prefix caching"}
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_REASON_CHARACTERS = 500
 BLOCK = 1 << 20
@@ -290,21 +283,6 @@ def make_completion(
 def aborted() -> Completion:
     """Return a completion for an aborted request, which the caller has to repeat: a partial answer is of no use."""
     return Completion([], [], "abort", [])
-
-
-def read_routes(
-    request: GenerateRequest, sampled: int, encoded: str | None, decode: Callable[[bytes], np.ndarray], engine: str
-) -> Routes | None:
-    """Read the experts of a completion of `sampled` tokens; None if the request does not want them. encoded: base64 of
-    what `decode` makes [tokens - 1, layers, experts per token] of. Raises RequestRefused without it, ValueError."""
-    if not request.sampling.routes:
-        return None
-    if encoded is None:
-        lack = f"this {engine} does not report the experts of its tokens, which grpo.routing_replay needs: start it "
-        raise RequestRefused("generate", f"{lack}with --enable-return-routed-experts{ROUTES_NEED.get(engine, '')}")
-    routes = Routes(0, compact(decode(base64.b64decode(encoded, validate=True))))
-    check_routes(routes, len(request.prompt_ids) + sampled)
-    return routes
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from torchtitan.inference.agent.engine import (
     PauseMode,
     aborted,
     make_completion,
-    read_routes,
     read_spans,
 )
+from torchtitan.inference.client import read_routes
 from torchtitan.inference.engine_server import PREFIX_KEYS
 from torchtitan.inference.types import (
     TAGS,

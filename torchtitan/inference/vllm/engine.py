@@ -25,10 +25,9 @@ from torchtitan.inference.agent.engine import (
     WeightLoader,
     aborted,
     make_completion,
-    read_routes,
     read_spans,
 )
-from torchtitan.inference.client import RequestRefused
+from torchtitan.inference.client import RequestRefused, read_routes
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
 from torchtitan.inference.vllm.serve import BACKEND
 from torchtitan.utils.machine import has_gpu, host_memory
