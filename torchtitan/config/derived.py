@@ -412,12 +412,9 @@ def engine_words(engine_args: Mapping[str, Any]) -> list[str]:
             continue
         words.append(f"--{option_name(key)}")
         if value is not True:
-            words += [_word(item) for item in (value if isinstance(value, list) else [value])]
+            items = value if isinstance(value, list) else [value]
+            words += [item if isinstance(item, str) else json.dumps(item) for item in items]
     return words
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def wrong_options(engine_args: Mapping[str, Any]) -> Iterator[str]:

@@ -133,7 +133,7 @@ class InferencePool:
             self._epoch,
             role_key(self._token, ACTOR, name),
             self._events,
-            make_client=partial(self._client_of, key),
+            make_client=lambda url: self._make_client(url, key),
             changed=self._dispatch,
             process=None if url else ActorProcess(name, self._config, key, self._run_dir, number),
             url=url,
@@ -164,9 +164,6 @@ class InferencePool:
             if self._registry is not None:
                 actor.connect(self._registry)
             self._watch(name, asyncio.create_task(actor.supervise()))
-
-    def _client_of(self, key: str, url: str) -> ActorClient:
-        return self._make_client(url, key)
 
     async def connect_weights(self, registry: str) -> None:
         """Have all actors, also those that (re)join later, pull their weights from the trainer with this registry

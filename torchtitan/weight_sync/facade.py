@@ -303,7 +303,7 @@ class WeightSync:
         actors = self._actors()
         if len(actors) > MAX_NAMED or not all_have(self.watcher.status(), version, at_least):
             actors = self.watcher.look(LOOK_TIMEOUT_SECONDS)["actors"]
-        applied = frozenset(name for name, actor in actors.items() if _has(actor, version))
+        applied = frozenset(name for name, actor in actors.items() if actor["serves"] and actor["version"] >= version)
         missing = {
             name: f"{actor['state']} at version {actor['version']}"
             + (f": {actor['reason']}" if actor["reason"] else "")
@@ -394,7 +394,3 @@ def all_have(status: Message, version: int, at_least: int = 0) -> bool:
 
 def _is_live(actor: Message) -> bool:
     return actor["state"] not in NOT_AWAITED and actor["failures"] < MAX_FAILURES
-
-
-def _has(actor: Message, version: int) -> bool:
-    return actor["serves"] and actor["version"] >= version

@@ -64,7 +64,9 @@ class Isolation:
 
         visible: what it may read even if it lies in /tmp or in a hidden folder; hidden: folders that look empty.
         """
-        mounts = _mounts([*visible, *(_resolvers() if self.network else ())], hidden)
+        # What the resolver of names reads may lie in /run.
+        resolver = [os.path.realpath("/etc/resolv.conf")] if self.network else []
+        mounts = _mounts([*visible, *resolver], hidden)
         if self.tool == "unshare":
             net = [] if self.network else ["--net"]
             own = [sys.executable, "-IS", str(Path(__file__).resolve()), json.dumps([bool(net), SCRATCH_BYTES, mounts])]
@@ -110,11 +112,6 @@ def _mounts(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[Mount
         if over and over[0] in covered:
             mounts.append(("show", source, str(target)))
     return sorted(mounts, key=lambda one: (len(Path(one[2]).parts), one))
-
-
-def _resolvers() -> list[str]:
-    """Return what the resolver of names reads, which may lie in /run."""
-    return [os.path.realpath("/etc/resolv.conf")]
 
 
 @functools.cache
