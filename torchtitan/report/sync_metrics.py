@@ -386,16 +386,7 @@ class SyncMetrics:
 
         row: the step's metrics so far; snapshots: (version, begin, end) of the snapshots whose fence was reached.
         """
-        if self._file is None:
-            return {}
-        self._note_step(row)
-        self._note_snapshots(snapshots)
-        self._note(self._book.feed(self._tail.read()))
-        sums, self._sums = self._sums, Sums()
-        figures = sums.figures()
-        if snapshots:
-            figures["snapshot_s"] = sum(end - begin for _, begin, end in snapshots) / len(snapshots)
-        return {f"weight_sync/{name}": value for name, value in figures.items()}
+        return {} if self._file is None else self._steps([(row, snapshots)])
 
     def step_behind(self, row: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> dict[str, float]:
         """As step(), which a thread does while the next step is trained: returns what it has found since the last call,
@@ -413,9 +404,15 @@ class SyncMetrics:
         return found
 
     def _steps(self, asked: list[tuple[Mapping[str, Any], Sequence[Snapshot]]]) -> dict[str, float]:
-        for row, _ in asked[:-1]:
+        for row, _ in asked:
             self._note_step(row)
-        return self.step(asked[-1][0], [snapshot for _, snapshots in asked for snapshot in snapshots])
+        snapshots = [snapshot for _, of_step in asked for snapshot in of_step]
+        self._note_snapshots(snapshots)
+        self._note(self._book.feed(self._tail.read()))
+        figures, self._sums = self._sums.figures(), Sums()
+        if snapshots:
+            figures["snapshot_s"] = sum(end - begin for _, begin, end in snapshots) / len(snapshots)
+        return {f"weight_sync/{name}": value for name, value in figures.items()}
 
     def close(self) -> None:
         """Write the deliveries that are still open in their current state. May be called twice."""
