@@ -22,6 +22,11 @@ def verified(completions, entry, **kwargs):
 
 
 TASKS = "chain_sum", "letter_counting", "spell_backward", "leg_counting", "number_sorting"
-SETTINGS = {"rollout.chat_template": True, "rollout.max_completion_tokens": 64, "training.seq_len": 512}
-SETTINGS |= {"training.global_batch_size": 160, "training.steps": int(sys.argv[2]) if len(sys.argv) > 2 else 100}
+SETTINGS = {
+    "rollout.chat_template": True, "rollout.max_completion_tokens": 64, "training.seq_len": 512,
+    "training.global_batch_size": 160, "training.steps": int(sys.argv[2]) if len(sys.argv) > 2 else 100,
+    # A laptop's share: adapters, half precision where the processor has it, one actor.
+    "lora.rank": 16, "lora.alpha": 32.0, "optimizer.lr": 2e-4, "training.mixed_precision_param": "auto",
+    "training.tokens_per_micro_batch": 2048, "inference.dtype": "auto", "inference.num_actors": 1,
+}  # fmt: skip
 train(sys.argv[1], SETTINGS, sources=[Source(name=task, dataset=rows(task), rewards=verified) for task in TASKS])
