@@ -28,5 +28,6 @@ SETTINGS = {
     # A laptop's share: adapters, half precision where the processor has it, one actor.
     "lora.rank": 16, "lora.alpha": 32.0, "optimizer.lr": 2e-4, "training.mixed_precision_param": "auto",
     "training.tokens_per_micro_batch": 2048, "inference.dtype": "auto", "inference.num_actors": 1,
+    "eval.num_prompts": 24,
 }  # fmt: skip
 train(sys.argv[1], SETTINGS, sources=[Source(name=task, dataset=rows(task), rewards=verified) for task in TASKS])
