@@ -249,7 +249,10 @@ def measure(folder: Path, sessions: int, turns: int, repeats: int) -> dict[str, 
 
 def _told(agents: common.Child, message: dict[str, Any]) -> dict[str, Any]:
     agents.tell(message)
-    return agents.answer()
+    try:
+        return agents.answer()
+    except SystemExit as error:  # which would end the loop's thread, and leave its callers waiting
+        raise RuntimeError(str(error)) from error
 
 
 def main() -> None:

@@ -62,6 +62,7 @@ WITHOUT_TEACHER = {
     "job.stage": "grpo", "distill.teacher": "", "distill.teacher_url": "", "distill.add_rewards": "false",
     "distill.divergence": "sampled", "distill.hint_column": "",
 }  # fmt: skip
+OF_A_TEACHER = ("teacher", "teacher_url", "hint_column")
 
 
 @dataclass
@@ -127,6 +128,8 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
         values |= WITHOUT_TEACHER
     words = [word for key, value in values.items() for word in (f"--{key}", value)]
     draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
+    if values.get("job.stage"):
+        draft.sources = [{key: one[key] for key in one if key not in OF_A_TEACHER} for one in draft.sources]
     # A k that fewer samples leave without a meaning is left out, if it was not asked for.
     config, _ = draft.build()
     evaluation, folder = config.eval, Path(config.job.dump_folder)

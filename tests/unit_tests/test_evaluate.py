@@ -104,3 +104,11 @@ def test_single_sets_can_be_chosen_and_options_are_for_all(run: Path, model: Pat
         evaluate.configure(directory, [], ["shrot"])
     with pytest.raises(UserError, match=r"names none \(\[\[eval.set\]\], \[\[source\]\]\)"):
         evaluate.configure(evaluate.Evaluated(str(run / "config.toml"), model), [], ["short"])
+
+
+def test_students_are_evaluated_without_the_teachers_of_their_sources(run: Path, model: Path, tmp_path: Path) -> None:
+    config_file = tmp_path / "students.toml"
+    text = (run / "config.toml").read_text().replace('stage = "grpo"', 'stage = "distill"').replace("\nsource = []", "")
+    config_file.write_text(text + '[[source]]\nname = "a"\nteacher = "gone"\n[[source]]\nname = "b"\nteacher = ""\n')
+    config = evaluate.configure(evaluate.Evaluated(str(config_file), model), [])
+    assert config.job.stage == "grpo" and [source.teacher for source in config.source] == [None, None]

@@ -101,6 +101,8 @@ def for_source(config: JobConfig, source: Source) -> JobConfig:
         values.setdefault("rewards.weights", [])
     if source.teacher is not None:
         values.setdefault("distill.teacher_url", "")
+    if source.teacher == "":
+        values.setdefault("distill.hint_column", "")
     values |= {f"environment.{key}": value for key, value in (source.environment or {}).items()}
     for table in {key.partition(".")[0] for key in values}:
         setattr(own, table, copy.copy(getattr(config, table)))

@@ -311,7 +311,7 @@ def _check_distill(check: Check) -> None:
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0, or nothing is distilled")
     text = "must be the teacher's checkpoint directory, also with distill.teacher_url; without both, "
     text += "distill.hint_column makes the policy its own teacher"
-    untaught = teacher_of(config) is None and not distill.add_rewards
+    untaught = teacher_of(config) is None and not (distill.add_rewards and config.source)
     refuse(TEACHER, untaught or (distill.teacher_url and not distill.teacher), text)
     if compares_vocabulary(config):
         text = "over the vocabulary needs parallelism.context_parallel_degree = 1"

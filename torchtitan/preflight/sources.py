@@ -72,8 +72,15 @@ def _problems(config: JobConfig) -> list[str]:
         texts.append("either all sources have epochs, or none: their shares are compared with each other")
     if config.eval.enable and config.eval.dataset and len(sources) > 1 and not config.eval.set:
         texts.append("eval.dataset must be empty: every source has its own eval_dataset, or its held-out share")
-    if config.job.stage == "distill" and all(teacher_of(own) is None and own.distill.add_rewards for own in owns):
+    teachers = {teacher_of(own) for own in owns}
+    if (
+        config.job.stage == "distill"
+        and sources
+        and all(teacher_of(own) is None and own.distill.add_rewards for own in owns)
+    ):
         texts.append("none has a teacher: job.stage = grpo learns from rewards alone")
+    if config.grpo.loss_type == "bnpo" and len(teachers) > 1:
+        texts.append('all must have one teacher with grpo.loss_type = "bnpo", which counts all micro-batches alike')
     whole = all(len(own.rewards.weights) in (0, len(own.rewards.functions)) for own in owns)
     if config.grpo.reward_aggregation == "normalize_each" and whole:
         weights = reward_weights(config)

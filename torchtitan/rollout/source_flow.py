@@ -16,6 +16,7 @@ from torchtitan.config.derived import (
     reward_weights,
     sleeps_between_batches,
     source_name,
+    teacher_of,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, load_function
@@ -237,7 +238,8 @@ def has_no_advantage(group: Group, config: JobConfig) -> bool:
     With reinforce_pp they are zero except for the token mean over the batch, so the group alone carries no signal.
     """
     advantage = config.grpo.advantage
-    if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or config.job.stage == "distill":
+    taught = config.job.stage == "distill" and teacher_of(config) is not None
+    if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or taught:
         return False  # every sample gets a signal from the batch, the user's function or the teacher
     parts = [[sample.reward for sample in group.samples]]
     if config.grpo.advantage_level == "turn":

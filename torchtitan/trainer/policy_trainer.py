@@ -229,8 +229,16 @@ class PolicyTrainer:
         )
 
     def _teacher(self, source: str) -> str | None:
+        if source in self._teachers:
+            return self._teachers[source]
         # A recorded batch may be of sources that this run does not have.
-        return self._teachers[source] if source in self._teachers else teacher_of(self.config)
+        name = teacher_of(self.config)
+        if name and name not in self.references and not self.config.distill.teacher_url:
+            raise UserError(
+                f"the recorded batch is of the source {source!r}, which the configuration does not have, and all "
+                "sources that it has name a teacher of their own: name the sources as in the recorded run"
+            )
+        return name
 
     def _forward(
         self,
@@ -272,7 +280,8 @@ class PolicyTrainer:
         entropies, chooses = [], grpo.entropy_top_share < 1
         for part, ours in zip(parts, fixed, strict=True):
             for micro_batch, log_probs in zip(part, ours, strict=True):
-                log_probs.reference = micro_batch.teacher_log_probs if self.teaching is None else None
+                if self.teaching is None and micro_batch.teacher is not None:
+                    log_probs.reference = micro_batch.teacher_log_probs
                 if grpo.recompute_old_log_probs:
                     with without_dropout(self.policy):
                         log_probs.old, entropy = self._forward(self.policy, micro_batch, entropy=chooses)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchtitan.config.derived import sources_of, weights_of
+from torchtitan.config.derived import sources_of, teacher_of, weights_of
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.reading import Draft
 from torchtitan.config.sources import IN_TABLE, Source, fields_of
@@ -160,3 +161,11 @@ def test_a_dry_run_prints_the_mix(tmp_path: Path) -> None:
     assert "# mix: shares of every batch in relation to sums 2 × its rows" in describe_plan(config, 1)
     assert weights_of(config, [10, 30]) == {"sums": 20.0, "guess": 60.0}
     assert Source(name="x").given() == {"name": "x", "required": True}
+
+
+def test_a_source_without_a_teacher_has_none_of_the_runs_either() -> None:
+    config = JobConfig()
+    config.job.stage, config.distill.teacher, config.distill.hint_column = "distill", "checkpoint", "answer"
+    config.source = [Source("own"), Source("none", teacher=""), Source("itself", teacher="", hint_column="answer")]
+    teachers = {name: teacher_of(own) for name, own in sources_of(config)}
+    assert teachers == {"own": os.path.realpath("checkpoint"), "none": None, "itself": ""}

@@ -308,6 +308,12 @@ def test_groups_that_teach_are_not_dropped(
     config.grpo.advantage, config.grpo.reward_aggregation = advantage, aggregation
     config.rewards.functions, config.rewards.weights = ["a", "b"], weights
     assert has_no_advantage(group, config) is dropped
+    # A teacher has something to say of every sample; a source that has none learns from rewards alone.
+    config.job.stage, config.distill.add_rewards = "distill", True
+    assert has_no_advantage(group, config) is dropped
+    config.distill.teacher = "teacher"
+    assert not has_no_advantage(group, config)
+    config.job.stage = "grpo"
     other = group_of({"a": 0.0, "b": 0.25}, {"a": 0.0, "b": 0.5})
     groups = [group, other]
     if aggregation == "sum":
