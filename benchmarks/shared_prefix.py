@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
@@ -59,16 +61,17 @@ def make_model(folder: Path, hidden: int) -> None:
     export_policy(policy, folder)
 
 
-def make_batch(samples: int) -> Batch:
-    """Prompts with so many completions each, or, for 0, episodes."""
+def make_batch(samples: int, prompts: int = PROMPTS, length: int = PROMPT, vocabulary: int = VOCABULARY) -> Batch:
+    """Prompts of this length with so many completions each, or, for 0, episodes."""
     rng = random.Random(samples)
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(VOCABULARY) for _ in range(count)]
+        return [rng.randrange(vocabulary) for _ in range(count)]
 
     def sampled(ids: list[int]) -> Completion:
         # Random weights know as good as nothing.
-        log_probs = [rng.uniform(-8.5, -8.1) for _ in ids]
+        nothing = -math.log(vocabulary)
+        log_probs = [rng.uniform(nothing - 0.2, nothing + 0.2) for _ in ids]
         return Completion(ids, log_probs, "stop", [VersionSpan("e", 0, 0, len(ids))])
 
     def episode(task: list[int]) -> list[Branch]:
@@ -81,18 +84,18 @@ def make_batch(samples: int) -> Batch:
         return branches
 
     groups = []
-    for number in range(PROMPTS if samples else 1):
-        prompt = tokens(PROMPT)
+    for number in range(prompts if samples else 1):
+        prompt = tokens(length)
         made = [[Branch([Given(prompt), sampled(tokens(COMPLETION))])] for _ in range(samples)]
         made = made or [episode(prompt) for _ in range(EPISODES)]
         groups.append(Group(number, [Sample(branches, "stop", rng.random(), {}) for branches in made]))
     return Batch(0, groups)
 
 
-def make_trainer(folder: Path, merged: bool) -> PolicyTrainer:
-    """Its weights stay as they are, so that all its gradients of a batch are the same."""
+def make_trainer(folder: Path, merged: bool, dtype: Literal["float32", "bfloat16"] = "float32") -> PolicyTrainer:
+    """Its weights stay as they are, so that all its gradients of a batch are the same. dtype: of what it computes."""
     config = JobConfig()
-    config.model.hf_assets_path = str(folder)
+    config.model.hf_assets_path, config.training.mixed_precision_param = str(folder), dtype
     config.training.merge_prefixes, config.training.tokens_per_micro_batch = merged, 1 << 20
     config.training.max_norm = config.optimizer.lr = 0.0
     config.rollout.max_completion_tokens = REASONING + ACTION

@@ -19,29 +19,26 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
-import random
 import statistics
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import common
 import torch
+from shared_prefix import COMPLETION, make_batch, make_trainer
 
-from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.placement import ParallelDims
-from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.rollout.types import Batch
 from torchtitan.utils.machine import keep_freed_memory
 
-PROMPT, COMPLETION, GROUP = 48, 16, 16
+PROMPT, GROUP = 48, 16
 BARS = {"gemm_share": (">=", 0.7)}
-DTYPES = {"": "bfloat16", "_fp32": "float32"}
+DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"": "bfloat16", "_fp32": "float32"}
 
 
 def model_args(layers: int) -> ModelArgs:
@@ -52,35 +49,11 @@ def model_args(layers: int) -> ModelArgs:
     )  # fmt: skip
 
 
-def make_batch(prompts: int, vocabulary: int) -> Batch:
-    rng = random.Random(0)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(vocabulary) for _ in range(count)]
-
-    def sample(prompt: list[int]) -> Sample:
-        ids = tokens(COMPLETION)
-        completion = Completion(ids, [-10.8] * len(ids), "stop", [VersionSpan("e", 0, 0, len(ids))])
-        return Sample([Branch([Given(prompt), completion])], "stop", rng.random(), {})
-
-    groups = []
-    for number in range(prompts):
-        prompt = tokens(PROMPT)
-        groups.append(Group(number, [sample(prompt) for _ in range(GROUP)]))
-    return Batch(0, groups)
-
-
 class Passes:
     """A trainer whose step is timed without its optimizer."""
 
-    def __init__(self, folder: Path, dtype: str, batch: Batch):
-        config = JobConfig()
-        config.model.hf_assets_path = str(folder)
-        config.training.mixed_precision_param = dtype
-        config.training.merge_prefixes, config.training.tokens_per_micro_batch = True, 1 << 20
-        config.training.max_norm = config.optimizer.lr = 0.0
-        config.rollout.max_completion_tokens = COMPLETION
-        self.trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, world_size=1))
+    def __init__(self, folder: Path, dtype: Literal["float32", "bfloat16"], batch: Batch):
+        self.trainer = make_trainer(folder, True, dtype)
         self.batch, self._apart, self._begun, self.computed = batch, 0.0, 0.0, 0
         self.trainer.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_begun", time.perf_counter()))
         self.trainer.optimizer.register_step_post_hook(
@@ -130,7 +103,8 @@ def main() -> None:
     layers, prompts, repeats = (2, 1, 1) if arguments.quick else (30, arguments.prompts, arguments.repeats)
     keep_freed_memory()
     args, load, figures = model_args(layers), os.getloadavg()[0], {}
-    batch, trained = make_batch(prompts, args.vocab_size), prompts * GROUP * COMPLETION
+    batch = make_batch(GROUP, prompts, PROMPT, args.vocab_size)
+    trained = prompts * GROUP * COMPLETION
     with tempfile.TemporaryDirectory() as name:
         policy = Decoder(args)
         policy.initialize_weights(0)

@@ -62,7 +62,7 @@ WITHOUT_TEACHER = {
     "job.stage": "grpo", "distill.teacher": "", "distill.teacher_url": "", "distill.add_rewards": "false",
     "distill.divergence": "sampled", "distill.hint_column": "",
 }  # fmt: skip
-OF_A_TEACHER = ("teacher", "teacher_url", "hint_column")
+TEACHER_KEYS = ("teacher", "teacher_url", "hint_column")
 
 
 @dataclass
@@ -124,12 +124,14 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     values = dict(FIXED)
     if not evaluated.steps:
         values |= OF_A_DIRECTORY | {"model.hf_assets_path": str(evaluated.place)}
-    if tables.get("job", {}).get("stage") == "distill":
-        values |= WITHOUT_TEACHER
+    is_student = tables.get("job", {}).get("stage") == "distill"
+    values |= WITHOUT_TEACHER if is_student else {}
     words = [word for key, value in values.items() for word in (f"--{key}", value)]
     draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
-    if values.get("job.stage"):
-        draft.sources = [{key: one[key] for key in one if key not in OF_A_TEACHER} for one in draft.sources]
+    if is_student:
+        draft.sources = [
+            {key: value for key, value in source.items() if key not in TEACHER_KEYS} for source in draft.sources
+        ]
     # A k that fewer samples leave without a meaning is left out, if it was not asked for.
     config, _ = draft.build()
     evaluation, folder = config.eval, Path(config.job.dump_folder)

@@ -1,11 +1,24 @@
-"""An optimizer's state in host memory while the device's memory is needed for something else."""
+"""What lies in host memory while the device's memory is needed for something else: an optimizer's state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator
+from typing import Any, TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def begin_host_copy(tensor: torch.Tensor, held: dict[Key, torch.Tensor], key: Key) -> torch.Tensor:
+    """Begin to copy a tensor to host memory, and return the copy; a sharded tensor stays sharded.
+
+    The copy of a tensor on a GPU may be read once the current stream has come so far. Its memory is pinned, and is
+    allocated once for each key, as that takes longer than a copy; `held` keeps it.
+    """
+    if key not in held:
+        held[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return held[key].copy_(tensor, non_blocking=True)
 
 
 class OptimizerOffload:
@@ -32,10 +45,7 @@ class OptimizerOffload:
             return
         for place, values, moment in self._moments():
             self._devices[place] = moment.device
-            if place not in self._on_host:
-                pinned = moment.device.type == "cuda"
-                self._on_host[place] = torch.empty_like(moment, device="cpu", pin_memory=pinned)
-            values[place[1]] = self._on_host[place].copy_(moment, non_blocking=True)
+            values[place[1]] = begin_host_copy(moment, self._on_host, place)
         self._wait()
         self._away = True
 

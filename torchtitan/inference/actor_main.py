@@ -22,6 +22,7 @@ from torchtitan.utils.http_site import raise_descriptor_limit
 from torchtitan.utils.logs import log_to
 from torchtitan.utils.machine import is_loopback
 from torchtitan.weight_sync.registry.guests import NAME
+from torchtitan.weight_sync.wire.handshake import OWN
 from torchtitan.weight_sync.wire.runtime import ProtocolError, parse_address
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _check_joining(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     arguments.require_version = True
     arguments.join_as = arguments.join_as or f"guest-{socket.gethostname()[:48]}-{secrets.token_hex(4)}"
     if not NAME.fullmatch(arguments.join_as):
-        parser.error("--join-as: up to 64 letters, digits, `_`, `.` and `-`, which do not begin with actor-")
+        parser.error(f"--join-as: up to 64 letters, digits, `_`, `.` and `-`, which do not begin with {OWN}")
 
 
 def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, int]]) -> int:

@@ -39,7 +39,6 @@ WRONG_REQUEST = 400
 UNAUTHORIZED = 401
 NOT_READY = 503
 KEEP_ALIVE_S = 60.0
-ROUTES_NEED = {"vLLM": ", which needs its Model Runner V2 and prefix caching"}
 MAX_REASON_CHARACTERS = 500
 
 
@@ -292,15 +291,15 @@ def _check(completion: Completion) -> None:
 
 
 def read_routes(
-    request: GenerateRequest, sampled: int, encoded: str | None, decode: Callable[[bytes], np.ndarray], engine: str
+    request: GenerateRequest, sampled: int, encoded: str | None, decode: Callable[[bytes], np.ndarray], lack: str
 ) -> Routes | None:
     """Read the experts of a completion of `sampled` tokens; None if the request does not want them. encoded: base64 of
-    what `decode` makes [tokens - 1, layers, experts per token] of. Raises RequestRefused without it, ValueError."""
+    what `decode` makes [tokens - 1, layers, experts per token] of. Raises RequestRefused without it, which says what
+    is lacking (`lack`), and ValueError."""
     if not request.sampling.routes:
         return None
     if encoded is None:
-        lack = f"this {engine} does not report the experts of its tokens, which grpo.routing_replay needs: start it "
-        raise RequestRefused("generate", f"{lack}with --enable-return-routed-experts{ROUTES_NEED.get(engine, '')}")
+        raise RequestRefused("generate", lack)
     routes = Routes(0, compact(decode(base64.b64decode(encoded, validate=True))))
     check_routes(routes, len(request.prompt_ids) + sampled)
     return routes

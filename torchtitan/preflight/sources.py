@@ -73,11 +73,8 @@ def _problems(config: JobConfig) -> list[str]:
     if config.eval.enable and config.eval.dataset and len(sources) > 1 and not config.eval.set:
         texts.append("eval.dataset must be empty: every source has its own eval_dataset, or its held-out share")
     teachers = {teacher_of(own) for own in owns}
-    if (
-        config.job.stage == "distill"
-        and sources
-        and all(teacher_of(own) is None and own.distill.add_rewards for own in owns)
-    ):
+    rewarded = all(own.distill.add_rewards for own in owns)
+    if config.job.stage == "distill" and sources and teachers == {None} and rewarded:
         texts.append("none has a teacher: job.stage = grpo learns from rewards alone")
     if config.grpo.loss_type == "bnpo" and len(teachers) > 1:
         texts.append('all must have one teacher with grpo.loss_type = "bnpo", which counts all micro-batches alike')

@@ -120,8 +120,7 @@ class MetricsLogger:
         sources = {id(sample): group.source for group in batch.groups for sample in group.samples}
         for number, sample in enumerate(samples[: None if limit < 0 else limit]):
             row = describe_sample(step, batch.version, sample, tokenizer, labels)
-            row |= {"source": name} if (name := sources[id(sample)]) else {}
-            self._completions.write(row | (describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {}))
+            self._write_sample(number, row, sources[id(sample)], sample, tokenizer)
 
     def log_evaluated(
         self, name: str, tokenizer: Tokenizer, step: int, version: int, samples: Iterable[tuple[Sample, bool]]
@@ -129,13 +128,19 @@ class MetricsLogger:
         """Write all samples of an evaluation set as text; the second of each pair: whether it is greedy."""
         labels = reward_labels(self.config)
         for number, (sample, greedy) in enumerate(samples):
-            row = describe_sample(step, version, sample, tokenizer, labels) | ({"source": name} if name else {})
-            row |= {"greedy": greedy} | (describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {})
-            self._completions.write(row)
+            row = describe_sample(step, version, sample, tokenizer, labels) | {"greedy": greedy}
+            self._write_sample(number, row, name, sample, tokenizer)
 
     def close(self) -> None:
         """Close the files and the display; calling it again does nothing."""
         self._closing.close()
+
+    def _write_sample(
+        self, number: int, row: dict[str, Any], source: str, sample: Sample, tokenizer: Tokenizer
+    ) -> None:
+        named = {"source": source} if source else {}
+        detail = describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {}
+        self._completions.write(row | named | detail)
 
     def _write(self, figures: dict[str, Figure]) -> dict[str, Figure]:
         row = {name: finite(value) for name, value in figures.items()}

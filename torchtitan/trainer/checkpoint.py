@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
+from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
 from torchtitan.models.model_args import read_json
@@ -95,16 +96,14 @@ def _trained(policy: nn.Module) -> dict[str, nn.Parameter]:
 def stage(state: dict[str, torch.Tensor], pinned: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in host memory, which the run does not write to; a sharded tensor stays sharded.
 
-    pinned: what earlier calls have allocated for tensors on a GPU, which takes longer than to copy into it.
+    pinned: what earlier calls have allocated for tensors on a GPU.
     """
     staged: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if not tensor.is_cuda:
             staged[name] = tensor.detach().clone()
             continue
-        if name not in pinned:
-            pinned[name] = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        staged[name] = pinned[name].copy_(tensor.detach(), non_blocking=True)
+        staged[name] = begin_host_copy(tensor.detach(), pinned, name)
     if any(tensor.is_cuda for tensor in state.values()):
         torch.cuda.current_stream().synchronize()
     return staged

@@ -20,7 +20,7 @@ from torchtitan.config.derived import judging_reward
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
-from torchtitan.rollout.group_maker import GroupMaker
+from torchtitan.rollout.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.types import Prompt, Sample, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
@@ -156,8 +156,7 @@ class Evaluator:
         for number, group in enumerate(zip(trajectories, rewards, strict=True)):
             for trajectory, reward in zip(*group, strict=True):
                 judged = math.nan if reward is None else reward
-                sample = Sample(trajectory.branches, trajectory.finish_reason, judged, {name: reward})
-                yield sample, number >= len(self.prompts)
+                yield make_sample(trajectory, judged, {name: reward}), number >= len(self.prompts)
 
     def _request(self, step: int, prompt: Prompt, greedy: bool) -> GenerateRequest:
         rollout, settings = self.config.rollout, self.config.eval

@@ -85,3 +85,21 @@ def reachable_host(host: str, peer: str) -> str:
         if ipaddress.ip_address(host).is_unspecified:
             return address_towards(peer)
     return host
+
+
+def resolve_host(host: str, key: str) -> str:
+    """Return the address that this key's host resolves to here, which others get in place of a name.
+
+    Raises UserError, also for an address of loopback under another name.
+    """
+    here = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(f"{key} = {host} cannot be resolved on {here}: {error}") from error
+    if is_loopback(address) and not is_loopback(host):
+        raise UserError(
+            f"{key} = {host} is {address} on {here} (/etc/hosts?), which no other machine reaches: give the address of "
+            "a network interface, or 127.0.0.1 where everything runs on this machine"
+        )
+    return address

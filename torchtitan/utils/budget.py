@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# All names together that somebody may make up have the budget of so many, and so many budgets are remembered.
+# All names together that can be made up have the budget of so many, and so many budgets are remembered.
 TOGETHER, MAX_NAMES = 32, 8192
 
 
@@ -30,8 +30,8 @@ class Budget:
 
 
 class Budgets:
-    """A budget for each name. Only names that begin with `own` cannot be made up: whoever has used up the budget of
-    another one could come back under a third, so these have one more budget for all of them together."""
+    """A budget for each name. Only names that begin with `own` cannot be made up: a peer that has used up the budget
+    of another one could come back under a third, so these have one more budget for all of them together."""
 
     def __init__(self, most: float, per_second: float, own: str):
         self._limits, self._own = (most, per_second), own

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-
-from torchtitan.errors import UserError
 
 DEVICES = Path("/dev")
 PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -238,21 +235,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def resolve_host(host: str, key: str) -> str:
-    """Return the address that this key's host resolves to here, for others to be told instead of a name.
-
-    Raises UserError, also for an address of loopback under another name.
-    """
-    here = socket.gethostname()
-    try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(f"{key} = {host} cannot be resolved on {here}: {error}") from error
-    if is_loopback(address) and not is_loopback(host):
-        raise UserError(
-            f"{key} = {host} is {address} on {here} (/etc/hosts?), which no other machine reaches: give the address of "
-            "a network interface, or 127.0.0.1 where everything runs on this machine"
-        )
-    return address

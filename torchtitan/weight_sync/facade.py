@@ -26,7 +26,7 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed.placement import StackPart, unique_parameters
 from torchtitan.errors import UserError
-from torchtitan.utils.machine import resolve_host
+from torchtitan.utils.addresses import resolve_host
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES

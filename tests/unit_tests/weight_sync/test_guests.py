@@ -23,7 +23,7 @@ OFFERED = {"engine": "embedded", "model": "abc", "max-length": 128, "exact": 1, 
 URL = "http://10.0.0.9:8000"
 
 
-class Door(World):
+class GuestWorld(World):
     """A registry that takes guests."""
 
     def __init__(self, wanted: dict[str, Any] = WANTED, **options: Any):
@@ -42,7 +42,7 @@ class Door(World):
 
 
 def test_trainer_is_told_of_guests_while_they_are_there() -> None:
-    world = Door()
+    world = GuestWorld()
     trainer, first = world.trainer(), world.guest()
     assert world.heard(trainer) == {"spot": URL}
     second = world.guest("other", "http://[fe80::1]:9000")
@@ -73,7 +73,7 @@ def test_trainer_is_told_of_guests_while_they_are_there() -> None:
     ],
 )
 def test_guest_that_does_not_offer_what_the_job_needs_is_refused(changed: dict[str, Any], said: str) -> None:
-    world = Door()
+    world = GuestWorld()
     refused = world.guest(offers={**OFFERED, **changed})
     missing = world.guest("missing", offers={key: one for key, one in OFFERED.items() if key not in changed})
     trainer = world.trainer()
@@ -86,12 +86,12 @@ def test_guest_that_does_not_offer_what_the_job_needs_is_refused(changed: dict[s
 
 @pytest.mark.parametrize("name", ["actor-0", "actor-17", "", "a/b", "..", "a b", "x" * 65, "é"])
 def test_guest_cannot_take_the_name_of_an_actor_of_the_run_or_one_that_is_none(name: str) -> None:
-    assert Door().guest(name).over
+    assert GuestWorld().guest(name).over
 
 
 @pytest.mark.parametrize("url", ["", "10.0.0.9:80", "https://h:80", "http://u:p@h:80", "http://h:80/x", "http://h"])
 def test_guest_needs_a_url(url: str) -> None:
-    assert "a URL" in Door().guest(url=url).over
+    assert "a URL" in GuestWorld().guest(url=url).over
 
 
 def _got_in(*_: object) -> None:
@@ -99,7 +99,7 @@ def _got_in(*_: object) -> None:
 
 
 def test_key_of_guests_opens_nothing_else_and_no_other_key_opens_their_door() -> None:
-    world = Door()
+    world = GuestWorld()
     for key, role in ((TOKEN, GUEST), (GUEST_TOKEN, "actor"), (GUEST_TOKEN, "trainer"), (GUEST_TOKEN, "rank")):
         over: list[str] = []
         runtime = Process(world.machine, f"{key} {role}").runtime
@@ -119,14 +119,14 @@ def test_key_of_guests_opens_nothing_else_and_no_other_key_opens_their_door() ->
 
 def test_number_of_guests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guests, "MAX_GUESTS", 2)
-    world = Door()
+    world = GuestWorld()
     first = [world.guest(name) for name in "ab"]
     assert "2 guests are here" in world.guest("c").over and not any(one.over for one in first)
     assert not world.guest("a").over
 
 
 def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:
-    world = Door()
+    world = GuestWorld()
     trainer, ranks = world.trainer(), world.ranks()
     world.publish(ranks, 1, 0)
     guest, actor, killed = world.guest(), world.actor("spot"), world.actor("killed")
@@ -155,7 +155,7 @@ def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:
 
 
 def test_guest_that_leaves_may_connect_again_before_its_connection_has_ended() -> None:
-    world = Door()
+    world = GuestWorld()
     trainer, ranks = world.trainer(), world.ranks()
     world.publish(ranks, 1, 0)
     guest, actor = world.guest(), world.actor("spot")
@@ -168,7 +168,7 @@ def test_guest_that_leaves_may_connect_again_before_its_connection_has_ended() -
 
 
 def test_guest_that_says_anything_else_is_cut_off() -> None:
-    world = Door()
+    world = GuestWorld()
     guest = world.guest()
     guest.say("pin", version=3)
     assert guest.over and world.heard(world.trainer()) == {}
@@ -176,7 +176,7 @@ def test_guest_that_says_anything_else_is_cut_off() -> None:
 
 
 def test_guest_asks_anew_where_the_registry_is_each_time_that_it_dials(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = Door()
+    world = GuestWorld()
     trainer = world.trainer()
     found: list[str | UserError] = [UserError("no such name"), "10.9.9.9:1", REGISTRY]
 

@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.distributed.boxes import Box
 from torchtitan.distributed.placement import LocalTensors, StackPart, unique_parameters
 from torchtitan.errors import UserError
-from torchtitan.utils.machine import resolve_host
+from torchtitan.utils.addresses import resolve_host
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.manifest import LayoutError, Manifest, content_digest
 from torchtitan.weight_sync.memory.slots import LiveSlots, SharedSlots, SlotState, SlotWriter

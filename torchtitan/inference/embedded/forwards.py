@@ -221,14 +221,14 @@ def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> No
 
 def _routes(completions: list[Completion], lengths: list[int], device: torch.device) -> torch.Tensor | None:
     """[T, layers, k]: the experts that the tokens were sampled with, as the trainer will have them."""
-    told = [completion.routes for completion in completions if completion.routes is not None]
-    if not told:
+    known = [completion.routes for completion in completions if completion.routes is not None]
+    if not known:
         return None
-    rows = torch.full((sum(lengths), *told[0].experts.shape[1:]), MISSING, dtype=torch.int16)
+    rows = torch.full((sum(lengths), *known[0].experts.shape[1:]), MISSING, dtype=torch.int16)
     for completion, place in zip(completions, rows.split(lengths), strict=True):
         if completion.routes is not None:
-            known = torch.from_numpy(completion.routes.experts.astype("int16"))
-            place[completion.routes.first : completion.routes.first + len(known)] = known
+            experts = torch.from_numpy(completion.routes.experts.astype("int16"))
+            place[completion.routes.first : completion.routes.first + len(experts)] = experts
     return rows.to(device)
 
 

@@ -65,6 +65,10 @@ MAX_SEED = 2**31 - 1
 MAX_KEPT = 4096
 # Its own parser answers 422 to a body of the wrong form, 400 to values that it cannot use.
 REFUSED = (400, 422)
+WITHOUT_ROUTES = (
+    "this SGLang does not report the experts of its tokens, which grpo.routing_replay needs: start it with "
+    "--enable-return-routed-experts"
+)
 
 
 class SGLangControl(EngineControl):
@@ -318,7 +322,7 @@ def _completion(sample: Any, request: GenerateRequest) -> Completion:
     # int32, flat; how many layers there are the model says.
     routes = read_routes(
         request, len(token_ids), about.get("routed_experts"),
-        lambda data: np.frombuffer(data, "<i4").reshape(known, 1, -1), "SGLang",
+        lambda data: np.frombuffer(data, "<i4").reshape(known, 1, -1), WITHOUT_ROUTES,
     )  # fmt: skip
     return make_completion(token_ids, [row[1] for row in rows], log_probs, finished, spans, kept, routes)
 

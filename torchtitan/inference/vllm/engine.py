@@ -60,6 +60,10 @@ CPU_ARGUMENTS = (
     "--block-size", "32",
 )  # fmt: skip
 REFUSED = (400, 413, 422)
+WITHOUT_ROUTES = (
+    "this vLLM does not report the experts of its tokens, which grpo.routing_replay needs: start it with "
+    "--enable-return-routed-experts, which needs its Model Runner V2 and prefix caching"
+)
 
 
 class VLLMControl(EngineControl):
@@ -248,7 +252,7 @@ def _completion(choice: dict[str, Any], request: GenerateRequest) -> Completion:
     # Of numpy's own file format.
     routes = read_routes(
         request, len(token_ids), choice.get("routed_experts"),
-        lambda data: np.load(io.BytesIO(data), allow_pickle=False), "vLLM",
+        lambda data: np.load(io.BytesIO(data), allow_pickle=False), WITHOUT_ROUTES,
     )  # fmt: skip
     return make_completion(token_ids, scored, log_probs, finished, spans, kept if truncated else None, routes)
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from functools import partial
 
 from torchtitan.weight_sync.registry.state import Peer, Settings
+from torchtitan.weight_sync.wire.handshake import OWN
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, Runtime, Shared
 
 PONG = Shared({"type": "pong"})
-# Guests have one key for all, so their number is bounded here. Actors that the run starts are called actor-N.
-MAX_GUESTS, NAME = 4096, re.compile(r"(?!actor-)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# Guests have one key for all, so their number is bounded here.
+MAX_GUESTS, NAME = 4096, re.compile(rf"(?!{OWN})[A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
 URL = re.compile(r"http://([^\s/:@]+|\[[\da-fA-F:]+\]):\d{1,5}")
 
 
@@ -31,7 +32,7 @@ class Guests:
     def check(self, name: str, fields: Message) -> None:
         """Raise ProtocolError unless this one may come."""
         if not NAME.fullmatch(name) or not URL.fullmatch(fields.get("url", "")):
-            raise ProtocolError("a guest needs a name of letters and digits that is not actor-…, and a URL")
+            raise ProtocolError(f"a guest needs a name of letters and digits that is not {OWN}…, and a URL")
         if lacks := self._settings.lacks(fields.get("offers", {})):
             raise ProtocolError(lacks)
         if len(self.there) >= MAX_GUESTS and name not in self.there:
