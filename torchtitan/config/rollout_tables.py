@@ -390,7 +390,7 @@ class Inference:
     """How often one started actor is restarted before it is given up"""
 
     max_retries: CountOrZero = 3
-    """How often a group is retried after failures before the run stops"""
+    """How often a group is retried after failures, elsewhere if it can be, before the run stops"""
 
 
 @dataclass(config=TABLE)

@@ -242,7 +242,7 @@ class Actor:
     async def part(self) -> None:
         """The actor has gone for good: what it has not answered is redone elsewhere."""
         self._interrupt("it has left")
-        await self.close()
+        await self._client.close()
 
     # Supervision
 

@@ -122,7 +122,7 @@ class EmbeddedClient(ActorClient):
         data = await self.client.call_object("generate", "POST", "/v1/generate", timeout_s, request.to_json())
         with understanding("generate"):
             completions = [Completion.from_json(item) for item in data["completions"]]
-        return check_completions(completions, request.sampling.n)
+            return check_completions(completions, request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         data = await self.client.call_object("score", "POST", "/v1/score", timeout_s, {"token_ids": token_ids})

@@ -7,6 +7,8 @@ from __future__ import annotations
 import abc
 import asyncio
 import base64
+import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +42,10 @@ UNAUTHORIZED = 401
 NOT_READY = 503
 KEEP_ALIVE_S = 60.0
 MAX_REASON_CHARACTERS = 500
+# No number of a token or version that does not fit a tensor.
+LARGEST = 1 << 63
+# No answer is longer: an actor that sends without end would fill this machine's memory.
+MAX_ANSWER_BYTES = 1 << 30
 
 
 class ActorError(Exception):
@@ -144,9 +150,14 @@ class JsonClient:
             async with self._session.request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
+                data = bytearray()
+                async for piece in response.content.iter_any():
+                    data += piece
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
                 if response.status == 200:
-                    return await response.json(content_type=None)
-                text = (await response.text())[:MAX_REASON_CHARACTERS]
+                    return json.loads(data) if data else None
+                text = data[: 4 * MAX_REASON_CHARACTERS].decode(errors="replace")[:MAX_REASON_CHARACTERS]
                 reason = f"{path} answered {response.status}: {text}"
                 if response.status == NOT_READY:
                     raise ActorNotReady(phase, reason)
@@ -161,7 +172,7 @@ class JsonClient:
                 raise ActorError(phase, reason)
         except asyncio.TimeoutError as error:
             raise ActorError(phase, f"{path} gave no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ActorError(phase, f"{path}: {type(error).__name__}: {error}") from error
 
     async def call_object(
@@ -262,7 +273,8 @@ def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserE
 
 
 def check_completions(completions: list[Completion], wanted: int) -> list[Completion]:
-    """Check that number, tokens, log-probs and version spans fit together and can be trained on. Raises ActorError."""
+    """Check that number, tokens, log-probs and version spans fit together and can be trained on. Raises ActorError, or
+    TypeError or OverflowError for what has another type."""
     if len(completions) != wanted:
         raise ActorError("generate", f"{len(completions)} completions were returned, {wanted} were requested")
     for completion in completions:
@@ -271,7 +283,7 @@ def check_completions(completions: list[Completion], wanted: int) -> list[Comple
 
 
 def _check(completion: Completion) -> None:
-    if completion.finish_reason == "abort":
+    if completion.finish_reason not in ("stop", "length"):
         raise ActorError("generate", "the engine aborted the request")
     length = len(completion.token_ids)
     if len(completion.log_probs) != length:
@@ -281,9 +293,15 @@ def _check(completion: Completion) -> None:
         raise ActorError("generate", "a log-prob is not finite")
     if not length:
         raise ActorError("generate", "a completion is without tokens")
+    kept = completion.kept_token_ids
+    if kept is not None and len(kept) != length:
+        raise ActorError("generate", f"{length} tokens were returned with {len(kept)} lists of kept ones")
+    ids = [*completion.token_ids, *itertools.chain(*(kept or ()))]
+    if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= LARGEST:
+        raise ActorError("generate", "a token is not a number of a token")
     position, version = 0, -1
     for span in completion.spans:
-        if span.start != position or span.end <= span.start or span.version < version:
+        if span.start != position or span.end <= span.start or not version <= span.version < LARGEST:
             raise ActorError("generate", f"version spans do not cover the tokens in order: {completion.spans}")
         position, version = span.end, span.version
     if position != length:

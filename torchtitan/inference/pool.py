@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,8 @@ class _Waiter:
     sequences: int
     min_version: int
     shares: str
+    failed: Collection[str]
+    """Names of actors on which it has failed: it goes to another one that serves, if need be later"""
     actor: asyncio.Future[Actor]
     grace_until: float | None = None
 
@@ -213,22 +215,24 @@ class InferencePool:
                 to the actor that had the last one of that name, which has computed the beginning.
 
         Raises:
-            UserError: all actors have been given up, the request was refused, or it failed on
-                1 + inference.max_retries actors.
+            UserError: all actors have been given up, one refused the request that has not joined by itself, or it
+                failed 1 + inference.max_retries times, on different actors where there are so many.
             OSError: the disk is full, so an actor's supervision or the comparison of weights has ended.
         """
         failures: list[str] = []
+        failed: set[str] = set()
         while True:
             self._check_tasks()
-            actor = await self._acquire(request.sampling.n, min_version, shares)
+            actor = await self._acquire(request.sampling.n, min_version, shares, failed)
             try:
                 return await actor.generate(request)
             except ActorNotReady as error:
                 logger.debug("%s is not ready: %s", actor.name, error)
-            except RequestRefused as error:
-                raise UserError(f"{actor.name} refused request {request.request_id}: {error}") from error
             except ActorError as error:
+                if isinstance(error, RequestRefused) and actor.name not in self._guests:
+                    raise UserError(f"{actor.name} refused request {request.request_id}: {error}") from error
                 failures.append(f"{actor.name}: {error}")
+                failed.add(actor.name)
                 if len(failures) > self._config.inference.max_retries:
                     raise gave_up(request.request_id, failures, self._config.inference.max_retries) from error
                 self._redone += 1
@@ -268,8 +272,8 @@ class InferencePool:
                 "torn. Resume from the last checkpoint; weight_sync.verify = off trains without this check"
             )
 
-    async def _acquire(self, sequences: int, min_version: int, shares: str) -> Actor:
-        waiter = _Waiter(sequences, min_version, shares, asyncio.get_running_loop().create_future())
+    async def _acquire(self, sequences: int, min_version: int, shares: str, failed: Collection[str]) -> Actor:
+        waiter = _Waiter(sequences, min_version, shares, failed, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._dispatch()
         try:
@@ -303,7 +307,11 @@ class InferencePool:
                 continue
             actors = [actor for actor in self._actors if actor.serves(waiter.min_version)]
             limit = self._limit(waiter, actors)
-            open_to = [actor for actor in actors if actor.load == 0 or actor.load + waiter.sequences <= limit]
+            others = [actor for actor in actors if actor.name not in waiter.failed] or actors
+            open_to = [actor for actor in others if actor.load == 0 or actor.load + waiter.sequences <= limit]
+            if not open_to and waiter.failed:
+                left.append(waiter)
+                continue
             if not open_to:
                 left += waiting[number:]  # all are busy; who came later waits longer
                 break

@@ -174,8 +174,7 @@ class AgentClient(ActorClient):
         """Return the completions of one request; raises the same errors as actor_parts.EmbeddedClient.generate."""
         answer = await self._ask("generate", self._kind.generate(request), timeout_s)
         with understanding("generate"):
-            completions = self._kind.completions(request, answer)
-        return check_completions(completions, request.sampling.n)
+            return check_completions(self._kind.completions(request, answer), request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         answer = await self._ask("score", self._kind.score(token_ids), timeout_s)
@@ -232,5 +231,5 @@ def understanding(phase: str) -> Iterator[None]:
         yield
     except NoVersion as error:
         raise ActorNotReady(phase, str(error)) from error
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
         raise ActorError(phase, f"the answer is malformed: {error!r}") from error

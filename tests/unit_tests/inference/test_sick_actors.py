@@ -1,0 +1,112 @@
+"""Actors that look healthy and answer requests with anything else: the run goes on with the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.patience import asynchronous, eventually
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference import client
+from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import GenerateRequest, SamplingParameters
+from torchtitan.utils.json_lines import EventLog
+
+GOOD = {
+    "token_ids": [1, 2], "log_probs": [-0.5, -0.25], "finish_reason": "stop",
+    "spans": [{"epoch": "e", "version": 0, "start": 0, "end": 2}],
+}  # fmt: skip
+Answer = Callable[[], web.Response]
+
+
+@contextlib.asynccontextmanager
+async def serving(answer: Answer, seconds: float = 0.0) -> AsyncIterator[str]:
+    """A healthy actor that takes so long to answer a request so. Its URL."""
+
+    async def health(_request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "epoch": "e", "version": 0})
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(seconds)
+        return answer()
+
+    app = web.Application()
+    app.add_routes(
+        [web.get("/health", health), web.post("/v1/generate", generate), web.post("/weights/connect", health)]
+    )
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **inference: Any) -> None:
+    config = JobConfig()
+    config.inference.launch, config.inference.discover = False, True
+    vars(config.inference).update({"health_interval_s": 0.05, **inference})
+    pool = InferencePool(config, "e", "secret", folder, EventLog(folder / "events.jsonl"))
+    async with serving(lambda: web.json_response({"completions": [GOOD]}), seconds) as well, serving(sick) as ill:
+        await pool.start()
+        try:
+            await pool.meet({"ill": ill, "well": well})
+            await pool.connect_weights("127.0.0.1:5")
+            await eventually(lambda: pool.actors == {"ill": "ready", "well": "ready"}, why=lambda: pool.actors)
+            asked = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(16)]
+            for (completion,) in await asyncio.gather(*map(pool.generate, asked)):
+                assert completion.to_json().items() >= GOOD.items()
+            assert pool.statistics["requests_redone"] > 0
+        finally:
+            await pool.close()
+
+
+BIG = 10**400
+ANSWERS = {
+    "nested": '{"completions":' + "[" * 200_000,
+    "long": '{"completions":[' + " " * 100_000 + "]}",
+    **{
+        f"{name} {value!r:.20}": json.dumps({"completions": [{**GOOD, name: value}]})
+        for name, value in [
+            ("token_ids", 7), ("token_ids", ["a", "b"]), ("token_ids", [-1, 2]), ("token_ids", [BIG, 2]),
+            ("log_probs", ["a", "b"]), ("log_probs", [BIG, 0]), ("finish_reason", ["stop"]),
+            ("kept_token_ids", 5), ("kept_token_ids", [[1]]), ("kept_token_ids", [["a"], []]),
+            ("spans", [{**GOOD["spans"][0], "version": BIG}]), ("spans", [{**GOOD["spans"][0], "version": "0"}]),
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "token")
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 50_000)
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@asynchronous
+async def test_answers_that_are_none_are_redone_elsewhere(tmp_path: Path, kind: str) -> None:
+    if kind == "nested":  # not too long
+        client.MAX_ANSWER_BYTES = 1 << 20
+    await all_are_answered(tmp_path, lambda: web.Response(text=ANSWERS[kind]))
+
+
+@asynchronous
+async def test_refusal_of_one_that_has_joined_does_not_end_the_run(tmp_path: Path) -> None:
+    await all_are_answered(tmp_path, lambda: web.json_response({"error": "no"}, status=400))
+
+
+@asynchronous
+async def test_request_does_not_fail_twice_on_an_actor_while_another_one_is_busy(tmp_path: Path) -> None:
+    """The sick one is idle at once, and would get what it has just failed with until inference.max_retries."""
+    await all_are_answered(tmp_path, lambda: web.Response(status=500), seconds=0.2, max_sequences=1, max_retries=1)
