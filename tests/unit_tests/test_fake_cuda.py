@@ -53,6 +53,8 @@ from torchtitan.weight_sync.trainer.publisher import Publisher
 pytestmark = [*fake_cuda.marks, pytest.mark.timeout(1800)]
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 MEMORY = 0.05
+# In the second, all that is kept from one to the next is there, and the last one frees it.
+MICRO_BATCHES = 3
 STEPS = [
     ("qwen3_0.6b_1gpu", 1, []),
     ("qwen3_0.6b_1gpu", 1, ["--lora.rank", "8"]),
@@ -119,7 +121,7 @@ def on_cuda(pack: MicroBatch) -> MicroBatch:
 
 
 def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Two micro-batches and an optimizer step on rank 0; returns the most bytes in the second micro-batch."""
+    """Two optimizer steps on rank 0, of one micro-batch and of three; returns the most bytes in the second."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -157,12 +159,14 @@ def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
         old = torch.empty_like(pack.weights) if config.grpo.recompute_old_log_probs else None
         for counted in (False, True):
             peak.most, peak.counting = 0, counted
-            loss = trainer._forward_backward([pack], [FixedLogProbs(old)], totals, True, True, True)
+            count = MICRO_BATCHES if counted else 1
+            loss = trainer._forward_backward([pack] * count, [FixedLogProbs(old)] * count, totals, True, True, True)
             if not counted:
                 votes = torch.zeros(3, device="cuda")
                 norm, _ = gradient_norm_and_votes(trainer.parameters, votes)
                 clip_gradients_(trainer.parameters, norm, 1.0)
                 trainer.optimizer.step()
+                trainer.optimizer.zero_grad(set_to_none=True)
         assert loss.device.type == "cuda"
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)
     return peak.most
@@ -273,7 +277,7 @@ def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPat
 
 
 class Work(Peak):
-    """Counts what the operators of the second micro-batch compute, read and write, and send."""
+    """Counts what the operators of the second step's micro-batches compute, read and write, and send."""
 
     VIEWS = {
         *("t", "transpose", "view", "_unsafe_view", "slice", "select", "detach", "expand", "unsqueeze", "squeeze"),
@@ -340,6 +344,7 @@ def _bytes(of: Any) -> int:
         ("llama3.1_8b_gsm8k_sglang", 8, []),
         ("llama3.1_8b_gsm8k_sglang", 8, ["--activation_checkpoint.mode", "full"]),
         ("qwen2.5_math_7b_colocated", 8, []),
+        ("qwen3_0.6b_1gpu", 1, []),
         ("qwen3_30b_a3b_8gpu", 8, []),
         ("gpt_oss_20b_8gpu", 8, []),
     ],
@@ -354,9 +359,12 @@ def test_the_roofline_counts_what_is_traced(
     args, works = read_shape(config), list[Work]()
     assert args is not None
     monkeypatch.setattr(sys.modules[__name__], "Peak", lambda: works.append(Work()) or works[-1])
-    args, tokens = dataclasses.replace(args, num_hidden_layers=4), config.training.tokens_per_micro_batch
+    args, tokens = (
+        dataclasses.replace(args, num_hidden_layers=4),
+        config.training.tokens_per_micro_batch * MICRO_BATCHES,
+    )
     traced_step(config, ranks, 4, monkeypatch)
-    done, planned = works[0].done, roofline.count(config, args, ranks, tokens, 1, config.training.seq_len)
+    done, planned = works[0].done, roofline.count(config, args, ranks, tokens, MICRO_BATCHES, config.training.seq_len)
     of_optimizer = 40 * args.num_parameters() / ranks
     pairs = {
         "products": (planned.products, done["products"]),

@@ -156,6 +156,18 @@ def shard_degree(parallelism: Parallelism, ranks: int) -> int:
     return max(1, ranks // (parallelism.data_parallel_replicate_degree * ranks_per_pack(parallelism)))
 
 
+def keeps_unshared(config: JobConfig) -> bool:
+    """Whether a rank keeps the gathered form of parameters that it holds alone, and the sum of their gradients, through
+    all micro-batches of an optimizer step: their sums are as precise then, and adapters have no use for the memory."""
+    training = config.training
+    return (
+        config.parallelism.fsdp_reshard_after_forward != "always"
+        and training.enable_cpu_offload is not True
+        and training.mixed_precision_reduce == training.dtype
+        and not config.lora.rank
+    )
+
+
 def has_engines(config: JobConfig) -> bool:
     """Whether anything is sampled: not where recorded batches are replayed, and for demonstrations only to evaluate."""
     return not config.rollout.replay and (config.job.stage != "sft" or config.sft.sample)

@@ -125,7 +125,8 @@ class Parallelism:
     to the experts"""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward; default frees those of all layers but the last"""
+    """Free gathered parameters after the forward; default frees those of all layers but the last, and keeps what a rank
+    holds alone (experts, all of a single rank) until the optimizer step"""
 
     fsdp_reduce_gradients: Literal["micro_batch", "optimizer_step"] = "micro_batch"
     """Sum gradients over the ranks after every micro-batch, or once per optimizer step. The latter communicates less,

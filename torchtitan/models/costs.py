@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torchtitan.config.derived import (
     is_colocated,
     keeps_start,
+    keeps_unshared,
     references_of,
     shard_degree,
     trains_on_gpu,
@@ -47,7 +48,8 @@ class MemoryEstimate:
       root (embedding and head) and one layer are gathered in mixed_precision_param; in a layer's backward, the root,
       that layer and the next; at the end of the backward, the root alone. Of a layer's experts, those of one rank of
       expert_parallel_degree count; of quantised projections, the largest one also counts in the type that it is
-      computed in. On one rank, an offloaded reference is copied to the device in the same units.
+      computed in. What a rank holds alone is gathered of all layers (`keeps_unshared`). On one rank, an offloaded
+      reference is copied to the device in the same units.
     - activations: for each of the T tokens that a full micro-batch computes (common prefixes count once), a layer keeps
       its residual stream, normed inputs and projection outputs for the backward: about 5 hidden + 3 query + 4 key/value
       + 4 intermediate elements (in a mixture, those of the token's experts, and its dispatched and combined rows),
@@ -87,8 +89,9 @@ def version_bytes(config: JobConfig, args: ModelArgs) -> int:
 
 def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEstimate:
     """Estimate one rank's memory; MemoryEstimate explains how."""
-    training, tensor = config.training, config.parallelism.tensor_parallel_degree
-    shard = shard_degree(config.parallelism, ranks) * config.parallelism.context_parallel_degree
+    training, parallelism = config.training, config.parallelism
+    tensor, spread = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    shard = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     own, adapters = trained_parameters(config, args)
     trained = -(-(own + adapters) // (shard * tensor))
@@ -133,9 +136,13 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     fsdp = ranks > 1 or len(training_types) > 1 or (reference > 0 and reference_on_host(config))
     of_layer = all_quantized // args.num_hidden_layers
     held = (layer - experts - of_layer) * computed + int(of_layer * QUANTIZED_BITS / 8)
-    held = held // tensor + experts * computed // config.parallelism.expert_parallel_degree
     held_root, sent = root * computed // tensor, BYTES[training.mixed_precision_reduce]
-    held, held_root = (held, held_root) if fsdp else (0, 0)
+    # Of a layer: what this rank shares with others, and what it holds alone.
+    shared = alone = 0
+    for part, over in (held // tensor, tensor), (experts * computed // spread, spread):
+        shared, alone = (shared, alone + part) if keeps_unshared(config) and over == ranks else (shared + part, alone)
+    shared, alone, held_root = (shared, alone, held_root) if fsdp else (0, 0, 0)
+    kept_gathered = held_root + args.num_hidden_layers * alone
     # Adapters' gradients are negligible here.
     trains = fsdp and not config.lora.rank
     of_head = args.vocab_size * args.hidden_size // tensor
@@ -150,9 +157,14 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     moments = (
         # gathered, activations, logits, unreduced
         (muon_bytes(config, args, ranks) + visits, 0, 0, 0),
-        (held_root + held, stays, logits, (of_head * BYTES["float32"] + by_head) if trains else 0),
-        (held_root + 2 * held, stays + one, 0, (by_head + held + held * sent // computed) if trains else 0),
-        (held_root, 0, 0, held_root * (computed + sent) // computed if trains else 0),
+        (kept_gathered + shared, stays, logits, (of_head * BYTES["float32"] + by_head) if trains else 0),
+        (
+            kept_gathered + 2 * shared,
+            stays + one,
+            0,
+            (by_head + shared + alone + shared * sent // computed) if trains else 0,
+        ),
+        (kept_gathered, 0, 0, held_root * (computed + sent) // computed if trains else 0),
     )
     gathered, activations, logits, unreduced = max(moments, key=sum)
     gathered += max(quantized, default=0) * computed

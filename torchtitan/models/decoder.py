@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ from torchtitan.models.logprob_head import HeadFunction, LogProbHead
 from torchtitan.models.mixture_args import MISSING
 from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 # DeepSeek's own code and transformers use this value and ignore rms_norm_eps in config.json.
 LATENT_EPS = 1e-6
@@ -248,6 +252,9 @@ class DecoderStack(nn.Module):
 
 class Decoder(nn.Module):
     """A causal language model over packed tokens. Create it on the meta device and load weights afterwards."""
+
+    unshared: Sequence[FSDPModule] = ()
+    """Modules that this rank holds alone, which stay gathered through a step's micro-batches; `parallelize` sets it"""
 
     def __init__(self, args: ModelArgs):
         super().__init__()

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan.config.derived import keeps_start
+from torchtitan.config.derived import keeps_start, keeps_unshared
 from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
@@ -419,6 +419,7 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
         fully_shard(layer, reshard_after_forward=reshard == "always" or (reshard == "default" and not last), **options)
     # Embedding, final norm and head form one group, because tied weights must be in the same group.
     fully_shard(policy, reshard_after_forward=reshard == "always", **options)
+    unshared: list[FSDPModule] = []
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the tokens of all ranks. Factor 1 alone selects a pre-multiplied sum,
@@ -426,13 +427,26 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
             if (_experts_mesh(dims) if module in experts else dims.fsdp_mesh).size() > 1:
                 # With no other rank it would be a pass over all gradients.
                 module.set_gradient_divide_factor(1.0)
+            elif keeps_unshared(config):
+                unshared.append(module)
             module.set_force_sum_reduction_for_comms(True)
+    policy.unshared = unshared
 
 
-def reduce_gradients(policy: Decoder, reduce: bool) -> None:
-    """Whether backwards from now on reduce gradients over the ranks, or accumulate them unreduced on each rank."""
+def before_micro_batch(policy: Decoder, each: bool, last: bool) -> None:
+    """Whether the next backward reduces gradients over the ranks, or accumulates them unreduced on each rank: in each
+    micro-batch, or in an optimizer step's last one alone.
+
+    FSDP2 casts and copies parameters that a rank holds alone as it does others, so these stay gathered until the last.
+    """
     if isinstance(policy, FSDPModule):
-        policy.set_requires_gradient_sync(reduce)
+        policy.set_requires_gradient_sync(each or last)
+    for module in policy.unshared:
+        module.set_requires_gradient_sync(last, recurse=False)
+        module.set_reshard_after_backward(last, recurse=False)
+        if module is not policy:
+            # After the last, a forward without a backward must leave nothing gathered.
+            module.set_reshard_after_forward(last, recurse=False)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import global_batch_size, shard_degree
+from torchtitan.config.derived import global_batch_size, keeps_unshared, shard_degree
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops
 from torchtitan.models.model_args import ModelArgs
@@ -106,15 +106,26 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     # The backward may still have embedding and head.
     stays = 0 if parallelism.fsdp_reshard_after_forward == "always" else root
     dense = (args.num_parameters() - stacks) / tensor
-    for owned, over, kept in (dense, shards, stays), (stacks / spread, shards * tensor / spread, 0.0):
-        gathered = micro_batches * (owned * (2 * trained + scored) - kept * trained)
+    for owned, over, kept, sharing in (
+        (dense, shards, stays, ranks // tensor),
+        (stacks / spread, shards * tensor / spread, 0.0, ranks // spread),
+    ):
+        alone = keeps_unshared(config) and sharing == 1
+        gathered = micro_batches * owned * scored
+        gathered += (grpo.num_minibatches if alone else micro_batches) * (2 * owned - kept) * trained
         if over > 1:
             overlapped += width * gathered + reduced * owned * reductions
         if ranks > 1 or width != master:
             # A rank casts and copies its part, and copies the whole out; where it has no other, it copies all the same.
             elementwise += gathered * ((master + 3 * width) / over + 2 * width * (over > 1))
-            # Gradients are copied for the reduction, and its result is added to those of earlier micro-batches.
-            elementwise += owned * reductions * (width + reduced + 2 * reduced * (over == 1) + 3 * master / over)
+            if alone:
+                # Gradients are added to the sum of them, which is copied twice.
+                elementwise += (
+                    owned * (micro_batches * (width + 2 * reduced) + grpo.num_minibatches * 3 * reduced) * trained
+                )
+            else:
+                # Gradients are copied for the reduction, and its result is added to those of earlier micro-batches.
+                elementwise += owned * reductions * (width + reduced + 2 * reduced * (over == 1) + 3 * master / over)
     # The head's gradient is summed in fp32, rounded and scaled, and the embedding's is filled.
     elementwise += micro_batches * updated * head / tensor * (4 + 4 * width)
     # The gradient's norm and its clipping, and AdamW.

@@ -37,7 +37,7 @@ from torchtitan.models.divergence_head import Comparison
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.logprob_head import HeadFunction
 from torchtitan.models.lora import without_dropout
-from torchtitan.models.parallelize import build_policy, reduce_gradients
+from torchtitan.models.parallelize import before_micro_batch, build_policy
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
@@ -309,7 +309,7 @@ class PolicyTrainer:
         total = torch.zeros((), device=self.device)
         each = self.config.parallelism.fsdp_reduce_gradients == "micro_batch"
         for place, (micro_batch, known) in enumerate(zip(part, fixed, strict=True)):
-            reduce_gradients(self.policy, each or place == len(part) - 1)
+            before_micro_batch(self.policy, each, last=place == len(part) - 1)
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
             with contextlib.nullcontext() if self.teaching is None else self.teaching.compare(micro_batch) as compared:
                 loss, log_probs, copies = self._loss(micro_batch, loss_of, compared, totals)

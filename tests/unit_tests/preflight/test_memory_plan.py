@@ -25,7 +25,7 @@ from torchtitan.models import attention, fused_head, logit_tiles, logprob_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import estimate_memory
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.parallelize import ExpertExchange, parallelize
+from torchtitan.models.parallelize import ExpertExchange, before_micro_batch, parallelize
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.validate import load_config
 from torchtitan.trainer.optimizer import build_optimizer
@@ -93,7 +93,7 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def traced_peak(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The most bytes on rank 0 in a batch's second micro-batch, with the optimizer's state there."""
+    """The most bytes on rank 0 in a step's second micro-batch, with the optimizer's state there."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -119,13 +119,16 @@ def traced_peak(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
         policy.tie_weights()
         optimizer = build_optimizer(policy, config.optimizer)
         ids, rows = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
-        for counted in (False, True):
-            peak.most, peak.counting = 0, counted
+        # An optimizer step of one micro-batch, and the first two of many.
+        for step in range(3):
+            peak.most, peak.counting = 0, step == 2
+            before_micro_batch(policy, each=True, last=step == 0)
             loss = policy(ids, layout, ids, rows=rows, objective=lambda log_probs, entropy, part: -log_probs)[0]
             loss.backward()
-            if not counted:
-                # How DTensor finds out what an operator does is in full size, and costs no memory. Gradients stay.
+            if step == 0:
+                # How DTensor finds out what an operator does is in full size, and costs no memory.
                 optimizer.step()
+                optimizer.zero_grad()
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)
     return peak.most
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.distributed_launcher import run_distributed
+from tests.mixtures import make_mixture
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
@@ -21,6 +22,7 @@ from torchtitan.grpo.loss import FixedLogProbs
 from torchtitan.models import fused_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.moe import ExpertLinear
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.packing import MicroBatch, trained_tokens
 from torchtitan.trainer.policy_trainer import PolicyTrainer
@@ -305,6 +307,55 @@ def test_gradients_may_be_reduced_once_per_optimizer_step(tiny_checkpoint: Calla
             assert rank["in_place"] == [once and place > 0 for place in range(several)]
             assert rank["figures"][0] == pytest.approx(alone["figures"][0], rel=0, abs=rounding)
             assert rank["figures"][1:] == pytest.approx(alone["figures"][1:], rel=1e-5)
+
+
+def train_counting_copies(checkpoint: str, reshard: str) -> dict[str, Any]:
+    """One batch in bfloat16, whose experts are spread over all ranks; what FSDP2 did, and what came of it."""
+    config = run_config(checkpoint)
+    config.parallelism.expert_parallel_degree = device.world_size()
+    config.parallelism.fsdp_reshard_after_forward = reshard  # type: ignore[assignment]
+    config.training.mixed_precision_param = "bfloat16"
+    trainer = SpiedTrainer(config)
+    group = _fsdp_param_group.FSDPParamGroup
+    with (
+        mock.patch.object(group, "_to_unsharded", autospec=True, side_effect=group._to_unsharded) as gathers,
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions,  # type: ignore[attr-defined]
+    ):
+        metrics = trainer.train(0)
+    trainer.score([1, 2, 3])
+    return {
+        "micro_batches": len(trainer.given[0][0]),
+        "gathers": gathers.call_count,
+        "reductions": reductions.call_count,
+        "gathered": [m.weight.dtype == torch.bfloat16 for m in trainer.policy.modules() if isinstance(m, ExpertLinear)],
+        "figures": [
+            metrics["grad_norm"],
+            *(full_tensor(one.detach()).double().sum().item() for one in trainer.parameters),
+        ],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_rank_holds_alone_is_gathered_and_reduced_once_per_step(ranks: int, tmp_path: Path) -> None:
+    checkpoint = str(make_mixture(tmp_path, "qwen3_moe"))
+    function = "tests.unit_tests.trainer.test_policy_trainer:train_counting_copies"
+    kept, freed = (
+        run_distributed(function, ranks, checkpoint=checkpoint, reshard=way) for way in ("default", "always")
+    )
+    for one, other in zip(kept, freed, strict=True):
+        assert one["figures"] == other["figures"] and not any(one["gathered"])
+        several = one["micro_batches"]
+        layers, mixtures = 3, 2
+        groups = layers + 1 + mixtures * (ranks > 1)
+        assert several >= 2 and other["gathers"] == 2 * groups * several and other["reductions"] == groups * several
+        if ranks == 1:
+            # The last micro-batch frees layers after its forward, but not embedding and head.
+            assert one["gathers"] == 2 * layers + 1 and one["reductions"] == groups
+        else:
+            # By default the last layer, embedding and head stay until the backward.
+            assert one["gathers"] == (2 * (layers - 1) + 2) * several + 2 * mixtures
+            assert one["reductions"] == (groups - mixtures) * several + mixtures
 
 
 @pytest.mark.parametrize("tied", [True, False])
