@@ -343,6 +343,7 @@ def _bytes(of: Any) -> int:
     [
         ("llama3.1_8b_gsm8k_sglang", 8, []),
         ("llama3.1_8b_gsm8k_sglang", 8, ["--activation_checkpoint.mode", "full"]),
+        ("llama3.1_8b_gsm8k_sglang", 8, ["--activation_checkpoint.mode", "op"]),
         ("qwen2.5_math_7b_colocated", 8, []),
         ("qwen3_0.6b_1gpu", 1, []),
         ("qwen3_30b_a3b_8gpu", 8, []),

@@ -89,8 +89,8 @@ class Lora:
 
 @dataclass(config=TABLE)
 class ActivationCheckpoint:
-    mode: Literal["none", "selective", "full"] = "none"
-    """Which layers recompute their activations in the backward"""
+    mode: Literal["none", "selective", "op", "full"] = "none"
+    """Which layers recompute their activations in the backward; op: all, but they keep what attention returned"""
 
     selective_ac_option: Count = 2
     """With selective: every n-th layer is checkpointed"""

@@ -55,8 +55,8 @@ class MemoryEstimate:
       + 4 intermediate elements (in a mixture, those of the token's experts, and its dispatched and combined rows),
       shared among the tensor-parallel ranks. In place of query and key/value, a Gated DeltaNet layer keeps about 8
       times the width of its convolution, and of each head, in fp32, 4 values, 7 keys, 5 rows of a chunk's products and
-      twice its share of a chunk's state; layers count with their mean. A checkpointed layer keeps 1 hidden instead, and
-      one such layer, the largest, holds everything.
+      twice its share of a chunk's state; layers count with their mean. A checkpointed layer keeps 1 hidden instead (op:
+      and what attention returned), and one such layer, the largest, holds everything.
     - logits: of at most as many trained tokens: model.logprob_head_budget_mb, or less if a micro-batch's logits are
       smaller; twice that in one pass on a GPU. With model.logprob_head full: T × vocabulary in fp32, four such tensors
       at the peak, divided among the tensor-parallel ranks.
@@ -118,7 +118,10 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         most = max(most, recurrent)
     kept = 5 * args.hidden_size + 4 * wide
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
-    per_token = whole * (kept + attention) + checkpointed * args.hidden_size
+    # What attention returned, and each head's fp32 sum.
+    of_op = args.num_attention_heads * (args.head_dim + BYTES["float32"] // computed)
+    of_op *= (args.num_hidden_layers - len(args.delta_layers)) * (config.activation_checkpoint.mode == "op")
+    per_token = whole * (kept + attention) + checkpointed * args.hidden_size + of_op
     tokens, head = -(-training.tokens_per_micro_batch // config.parallelism.context_parallel_degree), config.model
     budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
     budget = budget // tensor * (2 if trains_on_gpu() and head.logprob_head == "one_pass" else 1)
@@ -211,8 +214,14 @@ def muon_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> int:
 def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
     """Return (layers that keep their activations, layers that recompute them)."""
     mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-    checkpointed = {"none": 0, "selective": layers // every, "full": layers}[mode]
+    checkpointed = {"none": 0, "selective": layers // every}.get(mode, layers)
     return layers - checkpointed, checkpointed
+
+
+def recomputed_share(config: JobConfig) -> float:
+    """The share of all layers that are computed again."""
+    every = config.activation_checkpoint.selective_ac_option
+    return {"none": 0.0, "selective": 1 / every}.get(config.activation_checkpoint.mode, 1.0)
 
 
 def reference_on_host(config: JobConfig) -> bool:

@@ -69,9 +69,10 @@ def mixture_plan(plan: dict[str, ParallelStyle], mixture: MoE) -> dict[str, Para
     }
 
 
-keep_choice = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
-"""A layer with a mixture is recomputed with the experts that it chose first. If rounding changed a choice, ranks would
-send tokens that other ranks do not expect"""
+ATTENTION = [
+    torch.ops.torchtitan.packed_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 class SharedTokens(ParallelStyle):
@@ -383,14 +384,21 @@ class VocabularyParallel(ParallelStyle):
 
 
 def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint, random: bool = False) -> None:
-    """Recompute the activations of all layers (full) or of every n-th (selective) in the backward.
+    """Recompute the activations of all layers (full), of every n-th (selective), or of all but for attention (op) in
+    the backward.
 
     random: layers draw random numbers, and the recomputation must draw the same ones.
     """
     every = config.selective_ac_option if config.mode == "selective" else 1
     for layer in list(policy.layers)[::every]:
         # Replacing the forward instead of wrapping the module keeps checkpoint names, and FSDP's hooks on the outside.
-        kept: dict[str, Any] = {"context_fn": keep_choice} if isinstance(getattr(layer, "mlp", None), MoE) else {}
+        # A mixture is recomputed with the experts that it chose first. If rounding changed a choice, ranks would send
+        # tokens that other ranks do not expect.
+        ops = [torch.ops.aten.topk.default] if isinstance(getattr(layer, "mlp", None), MoE) else []
+        ops += ATTENTION if config.mode == "op" else []
+        kept: dict[str, Any] = (
+            {"context_fn": functools.partial(create_selective_checkpoint_contexts, ops)} if ops else {}
+        )
         _replace_forward(
             layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random, **kept)
         )
@@ -444,7 +452,7 @@ def before_micro_batch(policy: Decoder, each: bool, last: bool) -> None:
     for module in policy.unshared:
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_reshard_after_backward(last, recurse=False)
-        if module is not policy:
+        if not isinstance(module, Decoder):
             # After the last, a forward without a backward must leave nothing gathered.
             module.set_reshard_after_forward(last, recurse=False)
 

@@ -27,6 +27,7 @@ from torchtitan.models.costs import (
     muon_bytes,
     on_device,
     parts_on_host,
+    recomputed_share,
     version_bytes,
 )
 from torchtitan.models.model_args import ModelArgs
@@ -53,13 +54,15 @@ def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
 
     This counts the operations of the model, including layers that are recomputed in the backward pass.
     """
-    grpo, checkpoint = config.grpo, config.activation_checkpoint
+    grpo = config.grpo
     lengths = [config.training.seq_len] * global_batch_size(config, ranks)
     completions = min(longest_completion(config), config.training.seq_len) * len(lengths)
     scored = grpo.recompute_old_log_probs + (grpo.kl_coefficient > 0)
     operations = model_flops(args, lengths, completions, Passes(grpo.num_iterations, scored))
-    again = {"none": 0.0, "selective": 1 / checkpoint.selective_ac_option, "full": 1.0}[checkpoint.mode]
-    operations += again * grpo.num_iterations * model_flops(args, lengths, 0, Passes(0, scored=1))
+    again = model_flops(args, lengths, 0, Passes(0, scored=1))
+    if config.activation_checkpoint.mode == "op":
+        again = sum(lengths) * model_flops(args, [1], 0, Passes(0, scored=1))  # without attention
+    operations += recomputed_share(config) * grpo.num_iterations * again
     return operations / (ranks * OPERATIONS * REACHED_OPERATIONS)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import global_batch_size, keeps_unshared, shard_degree
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops
+from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_share
 from torchtitan.models.model_args import ModelArgs
 
 PEAK = 989e12
@@ -59,8 +59,8 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     parallelism, training, grpo = config.parallelism, config.training, config.grpo
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     share = tokens / (tensor * context)
-    again = {"none": 0.0, "selective": 1 / config.activation_checkpoint.selective_ac_option, "full": 1.0}
-    recomputed = again[config.activation_checkpoint.mode]
+    recomputed = recomputed_share(config)
+    attending = 0.0 if config.activation_checkpoint.mode == "op" else recomputed
     # The old log-probs and those of a reference.
     scored = int(grpo.recompute_old_log_probs) + (grpo.kl_coefficient > 0)
     forwards, trained = grpo.num_iterations * (1 + recomputed) + scored, grpo.num_iterations
@@ -139,7 +139,7 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     return Counts(
         2 * share * (matrices * (forwards + trained + updated) + head * head_products),
         2 * share * of_experts * (forwards + trained + updated),
-        share * attended * (1 + recomputed * trained / (scored + 3 * trained)),
+        share * attended * (1 + attending * trained / (scored + 3 * trained)),
         elementwise,
         overlapped,
         width * between,

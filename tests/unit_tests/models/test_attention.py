@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.mixtures import make_mixture
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.models import attention, forest
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.parallelize import build_policy
+from torchtitan.models.parallelize import ATTENTION, build_policy
 from torchtitan.models.shape import find_flavor
 
 
@@ -299,6 +302,37 @@ def test_nine_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class _Counted(TorchDispatchMode):
+    """How often attention was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op in ATTENTION
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_layers_are_recomputed_without_attention(family: str, tmp_path: Path) -> None:
+    """Gradients are those without checkpoints, bit for bit. Sinks take an operator of our own."""
+    config = JobConfig()
+    if family == "qwen3":
+        config.model.name, config.model.flavor = family, "debug"
+    else:
+        config.model.hf_assets_path = str(make_mixture(tmp_path, family))
+    dims, counts, gradients = ParallelDims(1, 1, 1, world_size=1), {}, {}
+    for mode in ("none", "op", "full"):
+        config.activation_checkpoint.mode = mode  # type: ignore[assignment]
+        policy = build_policy(config, dims)
+        with _Counted() as counted:
+            _losses(policy, [[30, 17, 2]])
+        counts[mode], gradients[mode] = counted.count, {n: one.grad for n, one in policy.named_parameters()}
+    assert counts["op"] == counts["none"] == counts["full"] / 2 > 0
+    assert all(torch.equal(gradients["op"][name], one) for name, one in gradients["none"].items())
 
 
 def _with(args: Any, **changes: Any) -> Any:
