@@ -1,4 +1,4 @@
-"""How the threads of a run's processes wait for each other, as their own OpenMP says it (OMP_DISPLAY_ENV)."""
+"""How threads wait for each other, as OpenMP says it (OMP_DISPLAY_ENV); test_runs.py looks at a run's."""
 
 from __future__ import annotations
 
@@ -11,33 +11,16 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from tests.processes import ROOT, Processes
-from tests.runs import BRIEF, RUN_SECONDS, Run
+from tests.processes import ROOT
 
-pytestmark = pytest.mark.skipif(
+gnu_openmp = pytest.mark.skipif(
     not list((Path(torch.__file__).parent / "lib").glob("libgomp*")), reason="torch's OpenMP is another one here"
 )
 # Its policy is called PASSIVE also where none is set; how often it looks before it sleeps tells.
 SAYS = "GOMP_SPINCOUNT = '{}'"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS + 60)
-def test_threads_of_a_run_sleep_while_they_wait(
-    debug_checkpoint: Path, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    options = ("--training.steps", "2", "--checkpoint.enable", "false")
-    run = Run(processes, "debug_cpu", debug_checkpoint, tmp_path, *BRIEF, *options, OMP_DISPLAY_ENV="VERBOSE")
-    run.wait(lambda: bool(run.steps()))
-    children = run.process.children(recursive=True)
-    inherited = [child.environ().get("OMP_WAIT_POLICY") for child in children]
-    run.end()
-    assert len(inherited) >= 3 and set(inherited) == {"PASSIVE"}, "an actor, a worker of rewards, a weight server"
-    for said in (run.log(), *(path.read_text() for path in run.folder.glob("logs/actor-*.log"))):
-        assert SAYS.format(0) in said
-
-
+@gnu_openmp
 @pytest.mark.parametrize(
     ("given", "found"), [({}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")], ids=["ours", "the user's"]
 )

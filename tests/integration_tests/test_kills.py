@@ -101,12 +101,13 @@ def test_a_launcher_that_is_killed_early_leaves_nothing(
     until(lambda: not [one for one in psutil.process_iter(["cmdline"]) if words in " ".join(one.info["cmdline"] or [])])
 
 
-@pytest.mark.parametrize("moment", [lambda run: None, lambda run: only(run, ACTOR)], ids=["import", "actors"])
 def test_a_rank_that_is_killed_early_is_started_again(
-    debug_checkpoint: Path, processes: Processes, tmp_path: Path, moment: Callable[[Run], object]
+    debug_checkpoint: Path, processes: Processes, tmp_path: Path
 ) -> None:
+    """While it imports, and the next one as soon as it has actors."""
     run = start(processes, debug_checkpoint, tmp_path)
-    moment(run)
+    kill(run, RANK)
+    only(run, ACTOR)
     kill(run, RANK)
     trains_on(run)
 

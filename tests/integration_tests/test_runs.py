@@ -16,6 +16,7 @@ import pytest
 
 from simulator.measured import values_from_run
 from tests.faults import variables, write_plan
+from tests.integration_tests.test_busy_machine import SAYS, gnu_openmp
 from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.report.trace_format import check_trace
@@ -70,15 +71,23 @@ class Story:
     """Rows of metrics.jsonl when the trainer was killed"""
     unused_groups: list[Group]
     """Finished groups that the checkpoint held"""
+    policies: list[str | None]
+    """OMP_WAIT_POLICY of what the run has started"""
+    said: list[str]
+    """What the run and its actors wrote first, with their OpenMP's settings"""
 
 
 @pytest.fixture(scope="module")
 def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Story:
     dump = tmp_path_factory.mktemp("runs")
-    run = start(module_processes, debug_checkpoint, dump, ENDLESS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_WAIT_POLICY", raising=False)
+        run = start(module_processes, debug_checkpoint, dump, ENDLESS, OMP_DISPLAY_ENV="VERBOSE")
     run.wait(lambda: len(run.steps()) >= 2)
     run_dir = run.folder
     run.wait(lambda: len(run.events("actor_ready")) == 2)
+    policies = [child.environ().get("OMP_WAIT_POLICY") for child in run.process.children(recursive=True)]
+    said = [run.log(), *(path.read_text() for path in run_dir.glob("logs/actor-*.log"))]
     started_by(run.process, "torchtitan.inference.embedded")[0].kill()
     run.wait(lambda: len(run.events("actor_ready")) == 3)
     folder = run_dir / "checkpoint"
@@ -91,7 +100,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     start(module_processes, debug_checkpoint, dump, steps, "--checkpoint.resume", str(run_dir)).end()
     replay = start(module_processes, debug_checkpoint, dump / "replay", steps, "--rollout.replay", str(run_dir))
     replay.end()
-    return Story(run_dir, replay.folder, steps, killed_at, before, unused)
+    return Story(run_dir, replay.folder, steps, killed_at, before, unused, policies, said)
 
 
 def groups_in(state: Path) -> list[Group]:
@@ -211,6 +220,12 @@ def test_report_is_there(story: Story) -> None:
     report = (story.run_dir / "report.html").read_text()
     assert "<svg" in report and "Trainer and actors on one clock" in report and "Weight synchronisation" in report
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report), "the page must not need the network"
+
+
+@gnu_openmp
+def test_threads_of_a_run_sleep_while_they_wait(story: Story) -> None:
+    assert len(story.policies) >= 3 and set(story.policies) == {"PASSIVE"}, "actors, a rewards' worker, a weight server"
+    assert len(story.said) == 3 and all(SAYS.format(0) in said for said in story.said)
 
 
 def test_actors_sleep_while_the_trainer_trains(debug_checkpoint: Path, processes: Processes, tmp_path: Path) -> None:
