@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -191,10 +192,7 @@ IN_THE_FILE: dict[str, list[str]] = {
         "max_model_len = 9",
         "same option as max-model-len",
     ],
-    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nseed = 2026-01-01\n': [
-        "inference.engine_args",
-        "takes a table",
-    ],
+    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nseed = 2026-01-01\n': ["engine_args", "takes a table"],
     "[weight_sync]\napply_timeout_s = inf\n": ["weight_sync.apply_timeout_s = inf"],
 }
 
@@ -260,34 +258,26 @@ def test_a_config_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(
     assert len(caught.value.problems) == 2
 
 
+TP, SHARD, REPLICATE = (
+    f"--parallelism.{name}_degree=" for name in ("tensor_parallel", "data_parallel_shard", "data_parallel_replicate")
+)
+
+
 @pytest.mark.parametrize(
     ("ranks", "words", "problem"),
     [
-        (2, ["--parallelism.tensor_parallel_degree", "2"], None),
-        (4, ["--parallelism.tensor_parallel_degree", "4"], r"= 4 .* 2 key-value heads \(allowed: 1, 2\)"),
-        (3, ["--parallelism.tensor_parallel_degree", "3"], "parallelism."),
-        (4, ["--parallelism.tensor_parallel_degree", "2"], None),
-        (3, ["--parallelism.tensor_parallel_degree", "2"], "parallelism."),
-        (4, ["--parallelism.data_parallel_replicate_degree", "2"], None),
-        (4, ["--parallelism.data_parallel_replicate_degree", "3"], "parallelism."),
-        (8, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"], None),
-        (
-            8,
-            ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
-            "parallelism.",
-        ),
-        (2, ["--parallelism.data_parallel_shard_degree", "0"], "parallelism."),
-        (2, ["--parallelism.tensor_parallel_degree=2", "--lora.rank=4", "--lora.dropout=0.1"], "lora.dropout = 0.1"),
-        (
-            2,
-            ["--parallelism.tensor_parallel_degree=2", "--lora.rank=4", "--lora.base_bits=4"],
-            "lora.base_bits = 4 .*tensor_parallel_degree > 1",
-        ),
-        (
-            2,
-            ["--parallelism.tensor_parallel_degree=2", "--model.logprob_head=full"],
-            'logprob_head = "full" .*tensor_parallel_degree > 1',
-        ),
+        (2, [f"{TP}2"], None),
+        (4, [f"{TP}4"], r"= 4 .* 2 key-value heads \(allowed: 1, 2\)"),
+        (4, [f"{TP}2"], None),
+        (3, [f"{TP}2"], "parallelism."),
+        (4, [f"{REPLICATE}2"], None),
+        (4, [f"{REPLICATE}3"], "parallelism."),
+        (8, [f"{REPLICATE}2", f"{SHARD}4"], None),
+        (8, [f"{REPLICATE}2", f"{SHARD}2"], "parallelism."),
+        (2, [f"{SHARD}0"], "parallelism."),
+        (2, [f"{TP}2", "--lora.rank=4", "--lora.dropout=0.1"], "lora.dropout = 0.1"),
+        (2, [f"{TP}2", "--lora.rank=4", "--lora.base_bits=4"], "lora.base_bits = 4 .*tensor_parallel_degree > 1"),
+        (2, [f"{TP}2", "--model.logprob_head=full"], 'logprob_head = "full" .*tensor_parallel_degree > 1'),
     ],
 )
 def test_layouts(
@@ -295,17 +285,14 @@ def test_layouts(
 ) -> None:
     arguments = [*write_config(), *words]
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    if problem is None:
-        load_config(arguments)
-        return
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext():
         load_config(arguments)
 
 
 def test_ranks_divide_the_key_heads_of_a_gated_delta_net(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    arguments = [*write_config(), "--parallelism.tensor_parallel_degree", "2"]
+    arguments = [*write_config(), f"{TP}2"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     sizes = {**SHAPE.to_hf_config(), "model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_value_heads": 12}
     for heads in (4, 3):
@@ -354,12 +341,10 @@ def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.Monkey
     arguments = [*write_config(), "--inference.backend", "vllm", "--inference.mode", "colocate"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     for size, fits in ((1, True), (2, True), (4, True), (3, False), (8, False)):
-        words = [*arguments, "--inference.tensor_parallel_size", str(size)]
-        if fits:
+        said = f"tensor_parallel_size = {size} .* must divide the 4 ranks"
+        with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=said):
+            words = [*arguments, "--inference.tensor_parallel_size", str(size)]
             assert load_config(words).inference.tensor_parallel_size == size
-        else:
-            with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size} .* must divide the 4 ranks"):
-                load_config(words)
 
 
 def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,8 +409,7 @@ def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, mon
 
 
 def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: WriteConfig) -> None:
-    words = ["--model.name", "qwen3", "--model.flavor", "debug"]
-    arguments = [*write_config(), *words]
+    arguments = [*write_config(), "--model.name", "qwen3", "--model.flavor", "debug"]
     load_config(arguments)
     Path("run").mkdir()
     Path("run/journal.jsonl").touch()

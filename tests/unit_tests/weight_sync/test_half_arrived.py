@@ -2,8 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from deterministic.parts import BUCKET_BYTES
-from tests.unit_tests.weight_sync.test_puller_alone import BUCKETS, World, bucket_of
+from tests.unit_tests.weight_sync.test_puller_alone import World, bucket_of, pulling
+from torchtitan.weight_sync.wire import hook
+
+
+def test_a_connection_that_is_reset_with_the_last_bucket_costs_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(phase: str, **_where: Any) -> frozenset[str]:
+        if phase == "staged":
+            raise ConnectionResetError("fault injection")
+        return frozenset()
+
+    monkeypatch.setattr(hook, "at", at)
+    world = World()
+    world.newest(5, 3)
+    world.send_all(3)
+    assert world.applied == [3] and world.server.count("open") == 1
+
+
+def test_a_connection_that_is_reset_when_a_pause_ends_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, resets = World(), [False, True]
+
+    def at(phase: str, **_where: Any) -> frozenset[str]:
+        if phase == "pull" and resets.pop(0):
+            raise ConnectionResetError("fault injection")
+        return frozenset()
+
+    monkeypatch.setattr(hook, "at", at)
+    world.newest(1, 0)
+    world.server.say("gone", pull=1)
+    world.run(2.0)
+    assert not resets and len(world.registry.channels) == 2
+    world.send_all(0)
+    assert world.applied == [0]
 
 
 def test_bucket_that_a_thread_writes_is_not_asked_for_over_the_next_channel() -> None:
@@ -22,11 +57,8 @@ def test_bucket_that_a_thread_writes_is_not_asked_for_over_the_next_channel() ->
 
 
 def test_half_a_bucket_is_written_no_further_and_no_base_of_a_delta() -> None:
-    world = World()
-    world.newest(1, 0)
-    for bucket in range(BUCKETS):
-        world.send(0, bucket)
-    world.run(0.1)
+    world = pulling()
+    world.send_all(0)
     world.newest(2, 1)
     world.server.process.rate = BUCKET_BYTES / 10.0
     world.send(1, 0)

@@ -14,7 +14,6 @@ from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_la
 from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, Sheet
 from torchtitan.weight_sync.memory.transfer import SHEET
-from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
@@ -139,6 +138,18 @@ class World:
         pull = server.last("open")["pull"]
         server.say("bucket", data or bucket_of(version, bucket), pull=pull, rank=0, bucket=bucket)
 
+    def send_all(self, version: int, server: Server | None = None) -> None:
+        for bucket in range(BUCKETS):
+            self.send(version, bucket, server)
+        self.run(0.1)
+
+
+def pulling() -> World:
+    """It pulls a first version."""
+    world = World()
+    world.newest(1, 0)
+    return world
+
 
 def bucket_of(version: int, bucket: int) -> bytes:
     return content("e1", version, 0, BUCKETS)[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]
@@ -172,40 +183,6 @@ def test_version_is_pulled_applied_and_told() -> None:
     # One that knows nothing yet but the pin.
     world.live(-1, pinned=None)
     assert world.server.last("open")["serial"] == 7
-
-
-def test_a_connection_that_is_reset_with_the_last_bucket_costs_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at(phase: str, **_where: Any) -> frozenset[str]:
-        if phase == "staged":
-            raise ConnectionResetError("fault injection")
-        return frozenset()
-
-    monkeypatch.setattr(hook, "at", at)
-    world = World()
-    world.newest(5, 3)
-    for bucket in range(BUCKETS):
-        world.send(3, bucket)
-    world.run(0.1)
-    assert world.applied == [3] and world.server.count("open") == 1
-
-
-def test_a_connection_that_is_reset_when_a_pause_ends_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, resets = World(), [False, True]
-
-    def at(phase: str, **_where: Any) -> frozenset[str]:
-        if phase == "pull" and resets.pop(0):
-            raise ConnectionResetError("fault injection")
-        return frozenset()
-
-    monkeypatch.setattr(hook, "at", at)
-    world.newest(1, 0)
-    world.server.say("gone", pull=1)
-    world.run(2.0)
-    assert not resets and len(world.registry.channels) == 2
-    for bucket in range(BUCKETS):
-        world.send(0, bucket)
-    world.run(0.1)
-    assert world.applied == [0]
 
 
 def test_worker_that_needs_nothing_applies_at_once() -> None:
@@ -261,8 +238,7 @@ def test_server_out_of_reach_is_tried_less_and_less_often() -> None:
 
 
 def test_superseded_pull_is_given_up_unless_it_is_retained() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     world.newest(2, 1, retained=[1])
     assert world.server.count("open") == 1
     world.live(-1)  # of a registry that has published nothing yet
@@ -277,17 +253,14 @@ def test_superseded_pull_is_given_up_unless_it_is_retained() -> None:
     world.live(3)
     assert world.server.last("open")["serial"] == 3
     # A whole version, and it is as fast as others.
-    world.send(2, 0)
-    world.send(2, 1)
-    world.run(0.1)
+    world.send_all(2)
     world.newest(4, 3)
     world.newest(5, 4, room=False)
     assert world.server.last("open")["serial"] == 5
 
 
 def test_what_a_shard_server_calls_gone_is_not_asked_for_at_once_again() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     world.server.say("gone", pull=99)
     assert world.registry.count("ended") == 0
     world.server.say("gone", pull=1)
@@ -308,8 +281,7 @@ def test_what_a_shard_server_calls_gone_is_not_asked_for_at_once_again() -> None
 
 
 def test_damaged_bucket_is_asked_for_alone_and_three_times_ends_the_pull() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     world.send(0, 1, data=bytes(BUCKET_BYTES))
     assert world.server.last("open")["buckets"] == [[1, 2]] and world.puller.corrupted == 1
     world.send(0, 0)
@@ -334,8 +306,7 @@ def test_damaged_bucket_is_asked_for_alone_and_three_times_ends_the_pull() -> No
     ],
 )
 def test_server_that_sends_what_was_not_asked_for_is_hung_up_on(fields: dict[str, Any], reason: str) -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     world.send(0, 0)
     channel = world.server.channels[-1]
     world.server.say("bucket", bucket_of(0, 1), pull=1, **fields)
@@ -346,8 +317,7 @@ def test_server_that_sends_what_was_not_asked_for_is_hung_up_on(fields: dict[str
 
 
 def test_bucket_of_a_pull_that_is_over_is_not_written() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     world.newest(2, 1)
     before = bytes(world.staging)
     world.server.say("bucket", bucket_of(0, 0), pull=1, rank=0, bucket=0)
@@ -370,8 +340,7 @@ def test_pull_that_stands_still_asks_again_over_a_new_channel() -> None:
 
 
 def test_reference_is_fetched_and_asked_for_again_where_only_the_way_was_broken() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     first, second = world.sheet()[0], world.sheet()[1]
     world.fetched = [ConnectionError("timed out"), first, RuntimeError("no file"), second]
     for bucket in (0, 0, 1):
@@ -405,8 +374,7 @@ def test_shard_server_of_another_rank_is_not_believed() -> None:
 
 
 def test_shard_server_that_moves_is_followed() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     moved = Server(world.machine, "10.0.0.9:6000", ACTOR, {"rank": 0})
     moved.sheets = world.sheets
     world.model("10.0.0.9:6000")
@@ -416,21 +384,18 @@ def test_shard_server_that_moves_is_followed() -> None:
     assert len(moved.channels) == 1 and not moved.channels[0].closed
 
 
-def peer_of(world: World) -> tuple[Server, Message]:
+def beside_a_peer() -> tuple[World, Server, Message]:
     """Another actor, and how the registry offers it."""
-    key = role_key(TOKEN, PEER, "a")
+    world, key = World(), role_key(TOKEN, PEER, "a")
     peer = Server(world.machine, OTHER, PEER, {"rank": 0})
     peer.sheets = world.sheets
-    return peer, {"name": "b", "address": OTHER, "key": key}
+    return world, peer, {"name": "b", "address": OTHER, "key": key}
 
 
 def test_pull_from_another_actor_is_counted_as_such() -> None:
-    world = World()
-    peer, source = peer_of(world)
+    world, peer, source = beside_a_peer()
     world.newest(1, 0, source=source)
-    for bucket in range(BUCKETS):
-        world.send(0, bucket, peer)
-    world.run(0.1)
+    world.send_all(0, peer)
     figures = world.registry.last("serving")["figures"]
     assert (figures["bytes_full"], figures["bytes_relayed"], figures["source"]) == (0, 2 * BUCKET_BYTES, "b")
     assert world.server.count("open") == 0
@@ -440,8 +405,7 @@ def test_pull_from_another_actor_is_counted_as_such() -> None:
 
 @pytest.mark.parametrize("how", ["gone", "late", "lost", "corrupt"])
 def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) -> None:
-    world = World()
-    peer, source = peer_of(world)
+    world, peer, source = beside_a_peer()
     world.newest(1, 0, source=source)
     world.send(0, 0, peer)
     if how == "gone":
@@ -461,8 +425,7 @@ def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) 
 
 
 def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> None:
-    world = World()
-    peer, source = peer_of(world)
+    world, peer, source = beside_a_peer()
     forged = bytes(BUCKET_BYTES)
     world.newest(1, 0, source=source, checked=[bucket_of(0, 0), forged])
     world.send(0, 0, peer)
@@ -472,8 +435,7 @@ def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> N
     assert (told["source"], told["version"]) == ("b", 0) and not world.applied
     assert world.server.last("open")["buckets"] == [[1, 2]]
     # Nothing that another actor relays is believed where it cannot be checked.
-    world = World()
-    peer, source = peer_of(world)
+    world, peer, source = beside_a_peer()
     world.newest(1, 0, source=source, digests=False)
     world.send(0, 0, peer)
     world.run(0.1)
@@ -481,8 +443,7 @@ def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> N
 
 
 def test_a_damaged_sheet_is_asked_for_again_and_ends_the_pull_in_the_end() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     good = world.sheets[1]
     world = World()
     world.sheets[1] = bytes(len(good))
@@ -494,9 +455,7 @@ def test_a_damaged_sheet_is_asked_for_again_and_ends_the_pull_in_the_end() -> No
     assert [channel.closed for channel in world.server.channels] == [True] * (MAX_CORRUPTIONS - 1) + [False]
     world.sheets[1] = good
     world.run(1.5)
-    for bucket in range(BUCKETS):
-        world.send(0, bucket)
-    world.run(0.1)
+    world.send_all(0)
     assert world.applied == [0]
 
 
@@ -533,8 +492,7 @@ def test_registry_that_makes_no_sense_is_hung_up_on() -> None:
 
 
 def test_actor_that_ends_closes_everything() -> None:
-    world = World()
-    world.newest(1, 0)
+    world = pulling()
     world.puller.close()
     world.run(1.0)
     assert world.registry.channels[-1].closed and world.server.channels[-1].closed
