@@ -222,16 +222,43 @@ async def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
 
 
 @asynchronous
-async def test_refused_requests_and_malformed_answers(tmp_path: Path) -> None:
+async def test_what_ails_an_actor_for_a_while_costs_no_restart(tmp_path: Path) -> None:
+    dead, lost, hang = (tmp_path / name for name in ("dead", "lost", "hang"))
     async with running(make_config(num_actors=1, max_retries=2), tmp_path) as pool:
+        # No request is wasted on an engine whose death is not known yet.
+        dead.touch()
+        redone = asyncio.create_task(pool.generate(request(0)))
+        await eventually(lambda: pool.actors["actor-0"] == "suspect")
+        # Time for many probes, all of which find the actor itself in good health.
+        await asyncio.sleep(1.0)
+        assert pool.actors["actor-0"] == "suspect"
+        assert not redone.done()
+        dead.unlink()
+        assert await redone
+        assert pool.statistics == Counter(requests_redone=1)
+        # One whose receiver of weights gave up is connected anew.
+        lost.touch()
+        await eventually(lambda: not lost.exists())
+        (event,) = events(tmp_path, "actor_weights_lost")
+        assert event["reason"] == "no registry for 60 s"
+        assert await pool.generate(request(0))
+        # Refused requests and malformed answers do it no harm.
         with pytest.raises(UserError, match="refused request r0.*400"):
             await pool.generate(request(0, token=13))
         with pytest.raises(UserError, match=r"failed 3 times .*413"):
             await pool.generate(request(0, token=14))
         with pytest.raises(UserError, match=r"failed 3 times .inference.max_retries = 2.*malformed"):
             await pool.generate(request(1, token=17))
-        assert await pool.generate(request(2))  # the actor is none the worse for it
+        assert await pool.generate(request(2))
         assert pool.statistics["evictions"] == 0
+        # One whose engine hangs is taken out until it moves.
+        hang.touch()
+        await eventually(lambda: pool.actors["actor-0"] == "evicted")
+        (event,) = events(tmp_path, "actor_evicted")
+        assert event["noticed_by"] == "engine" and "not moved for 60" in event["reason"]
+        hang.unlink()
+        assert await pool.generate(request(0))
+        assert pool.statistics["restarts"] == 0
 
 
 @asynchronous
@@ -267,35 +294,6 @@ async def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_pat
             await eventually(ready(pool, 1))
 
 
-@asynchronous
-async def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(tmp_path: Path) -> None:
-    hang = tmp_path / "hang"
-    async with running(make_config(num_actors=1), tmp_path) as pool:
-        hang.touch()
-        await eventually(lambda: pool.actors["actor-0"] == "evicted")
-        (event,) = events(tmp_path, "actor_evicted")
-        assert event["noticed_by"] == "engine" and "not moved for 60" in event["reason"]
-        hang.unlink()
-        assert await pool.generate(request(0))
-        assert pool.statistics["restarts"] == 0
-
-
-@asynchronous
-async def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet(tmp_path: Path) -> None:
-    dead = tmp_path / "dead"
-    async with running(make_config(num_actors=1), tmp_path) as pool:
-        dead.touch()
-        redone = asyncio.create_task(pool.generate(request(0)))
-        await eventually(lambda: pool.actors["actor-0"] == "suspect")
-        # Time for many probes, all of which find the actor itself in good health.
-        await asyncio.sleep(1.0)
-        assert pool.actors["actor-0"] == "suspect"
-        assert not redone.done()
-        dead.unlink()
-        assert await redone
-        assert pool.statistics == Counter(requests_redone=1)
-
-
 @pytest.mark.parametrize("first", ["an actor's supervision", "the guard"])
 def test_a_full_disk_ends_the_wait_for_an_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     """Whoever is the first to write an event there: it is one and the same message."""
@@ -322,18 +320,6 @@ def test_a_full_disk_ends_the_wait_for_an_actor(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(ParityGuard, "run", run)
     scenario()
-
-
-@asynchronous
-async def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(tmp_path: Path) -> None:
-    lost = tmp_path / "lost"
-    async with running(make_config(num_actors=1), tmp_path) as pool:
-        lost.touch()
-        await eventually(lambda: not lost.exists())
-        (event,) = events(tmp_path, "actor_weights_lost")
-        assert event["reason"] == "no registry for 60 s"
-        assert await pool.generate(request(0))
-        assert pool.statistics["evictions"] == 0
 
 
 @asynchronous

@@ -43,32 +43,28 @@ def publish_without_skipping(job: Job, *actors: ActorProcess, times: int = 6) ->
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("how", ["freeze", "kill"])
-def test_actor_that_stops_half_way_costs_the_others_nothing(
-    start: Callable[..., Job], transport: str, how: str
-) -> None:
+def test_actors_that_stop_half_way_cost_the_others_nothing(start: Callable[..., Job], transport: str) -> None:
     job = start(transport=transport, chunk_bytes=16 * 1024)
-    healthy = job.actor("actor-0")
-    victim = job.actor("actor-1", f"{how}:phase=receive,version=1,bucket=5")
+    healthy, frozen, killed = (
+        job.actor(f"actor-{number}", how and f"{how}:phase=receive,version=1,bucket=5")
+        for number, how in enumerate(("", "freeze", "kill"))
+    )
     job.publish()
-    job.served_by(healthy, victim)
+    job.served_by(healthy, frozen, killed)
     job.publish()
 
     def stopped() -> bool:
-        assert victim.process.pid is not None
-        return has_ended(victim.process.pid) or status_of(victim.process.pid) == psutil.STATUS_STOPPED
+        return has_ended(killed.process.pid) and status_of(frozen.process.pid) == psutil.STATUS_STOPPED
 
-    wait_for(stopped, "it stops in the midst of version 1")
+    wait_for(stopped, "they stop in the midst of version 1")
     job.served_by(healthy)
     publish_without_skipping(job, healthy)
-    if how == "freeze":
-        victim.signal(signal.SIGCONT)
-    else:
-        victim.close()
-        victim = job.actor("actor-1")
-    job.served_by(victim)
+    frozen.signal(signal.SIGCONT)
+    killed.close()
+    successor = job.actor("actor-2")
+    job.served_by(frozen, successor)
     job.publish()
-    job.served_by(healthy, victim)
+    job.served_by(healthy, frozen, successor)
 
 
 def test_actor_that_freezes_in_the_midst_of_a_chunk(start: Callable[..., Job]) -> None:

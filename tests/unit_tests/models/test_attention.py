@@ -74,8 +74,7 @@ def test_a_pack_is_its_sequences_one_by_one(
     _check_pack(lengths, padding, window, softcap, with_sinks, key_heads, seed)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("window", [0, 100, 512, 700])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (100, 2.0), (512, 0.0), (700, 2.0)])
 def test_sequences_of_several_blocks(window: int, softcap: float) -> None:
     _check_pack([1100, 16, 513], 2, window, softcap, True, 1, 0)
 
