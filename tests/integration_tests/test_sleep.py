@@ -127,32 +127,22 @@ def test_a_sleeping_engine_takes_less_memory(tiny_checkpoint: Callable[..., Path
         server.wait(PATIENCE_S)
 
 
-def foreign(tmp_path: Path, level: int) -> contextlib.AbstractContextManager[SleepingRun]:
-    """A run with one agent, whose fake engine ends where a real one would."""
+def test_a_foreign_engine_sleeps_with_every_version_and_is_started_anew_where_it_does_not(tmp_path: Path) -> None:
+    """An agent, whose fake engine ends where a real one would."""
     config, policy = foreign_config(tmp_path)
     # A configuration for a machine without GPUs would be refused; the fake needs none.
-    return sleeping(config, policy, tmp_path / "run", level)
-
-
-def test_a_foreign_engine_sleeps_and_wakes_with_every_version(tmp_path: Path) -> None:
-    with foreign(tmp_path, level=2) as run:
+    with sleeping(config, policy, tmp_path / "run", level=2) as run:
         for _ in range(3):
             run.step()
-        engine = engine_of(tmp_path)
-        assert engine.is_running()
+        first = engine_of(tmp_path)
+        assert first.is_running()
         for event in ("actor_evicted", "actor_stays_awake", "actor_restarting"):
             assert not run.events(event, "actor-0")
-    orders = (tmp_path / "slept").read_text().splitlines()
-    assert orders == ["release weights kv_cache", "resume weights", "resume kv_cache"] * 3
-    check(run)  # weights that were dropped give no number
-    versions = [{span.version for sample in batch.samples for span in sample.spans} for batch in run.batches]
-    assert versions == [{0}, {1}, {2}]
-
-
-def test_a_foreign_engine_that_does_not_fall_asleep_is_started_anew(tmp_path: Path) -> None:
-    with foreign(tmp_path, level=1) as run:
-        until(lambda: states(run)["actor-0"] == "ready")
-        first = engine_of(tmp_path)
+        orders = (tmp_path / "slept").read_text().splitlines()
+        assert orders == ["release weights kv_cache", "resume weights", "resume kv_cache"] * 3
+        check(run)  # weights that were dropped give no number
+        versions = [{span.version for sample in batch.samples for span in sample.spans} for batch in run.batches]
+        assert versions == [{0}, {1}, {2}]
         (tmp_path / "no_release").touch()
         run.while_asleep = lambda: until(lambda: not first.is_running())  # type: ignore[method-assign]
         run.step()
