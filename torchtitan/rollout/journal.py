@@ -109,6 +109,9 @@ def _segment_from_json(data: int | dict[str, Any], given: list[list[int]]) -> Se
         kept = [list(itertools.islice(ids, length)) for length in kept[0]]
     packed = {"token_ids": _unpack(data["token_ids"]), "log_probs": _unpack_floats(data["log_probs"])}
     taught = None if taught is None else _unpack_floats(taught)
+    for name, values in (("sampling", packed["log_probs"]), ("teacher", taught)):
+        if values is not None and len(values) != len(packed["token_ids"]):
+            raise ValueError(f"{len(values)} log-probs ({name}) of {len(packed['token_ids'])} tokens")
     return Completion.from_json({**data, **packed, "kept_token_ids": kept, "teacher_log_probs": taught})
 
 

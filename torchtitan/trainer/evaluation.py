@@ -240,7 +240,12 @@ async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) 
     left = max(deadline - time.perf_counter(), 0.0)
     tasks = [asyncio.ensure_future(task) for task in work]
     try:
-        return list(await asyncio.wait_for(asyncio.gather(*tasks), left))
+        # Of a cancelled gather(), asyncio prints the failures of its parts, which nobody waits for.
+        done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        results = [task.result() for task in tasks if task in done]
+        if len(results) < len(tasks) or not left:
+            raise asyncio.TimeoutError
+        return results
     except asyncio.TimeoutError:
         raise TimeoutError(f"not done within {left:g} s: a call took too long, or eval.timeout_s passed") from None
     finally:

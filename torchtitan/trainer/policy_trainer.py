@@ -468,7 +468,7 @@ class _Totals:
             "masked_fraction": sums["masked"] / tokens,
             "ratio/mean": sums["ratio"] / tokens,
             "ratio/max": largest["ratio"],
-            "reference_kl": sums["reference_kl"] / max(sums["compared"], 1.0),
+            **({"reference_kl": sums["reference_kl"] / sums["compared"]} if sums["compared"] else {}),
             "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
             "mismatch_kl/max": largest["mismatch"],
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,

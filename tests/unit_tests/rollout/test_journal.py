@@ -181,6 +181,16 @@ def test_damage_before_the_last_line_is_reported(tmp_path: Path) -> None:
         ReplaySource(tmp_path)
 
 
+@pytest.mark.parametrize("of", ["log_probs", "teacher_log_probs"])
+def test_log_probs_of_other_tokens_are_refused(tmp_path: Path, of: str) -> None:
+    batch, journal = make_batch(0), Journal(tmp_path)
+    completion = batch.samples[0].branches[0].sampled[0]
+    setattr(completion, of, [-1.0] * (len(completion.token_ids) + 1))
+    journal.append_batch(batch)
+    with pytest.raises(UserError, match=r"version 0 cannot be read .*\d log-probs \((sampling|teacher)\) of \d tokens"):
+        ReplaySource(tmp_path).next_batch(0)
+
+
 def test_no_flipped_bit_of_a_batch_is_trained_on(tmp_path: Path) -> None:
     record_run(tmp_path, 2)
     path = tmp_path / JOURNAL_NAME

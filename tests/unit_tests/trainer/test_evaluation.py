@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import statistics
 from collections.abc import Callable
@@ -166,6 +167,32 @@ def test_what_takes_too_long_is_cancelled(tmp_path: Path) -> None:
     evaluator = make(tmp_path, actors, timeout_s=0.2)
     assert evaluate(evaluator) is None
     assert "not done within 0" in read_json_lines(evaluator.events.path)[0]["reason"] and actors.cancelled == 4
+
+
+def test_what_is_cancelled_leaves_no_failure_behind(tmp_path: Path) -> None:
+    """A stop signal cancels an evaluation, and its requests may fail of that in their own way."""
+    complaints: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise ConnectionError("the actor is stopped")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about["message"]))
+        actors = Actors()
+        actors.generate = lambda *_: work()  # type: ignore[method-assign, assignment]
+        evaluation = asyncio.create_task(make(tmp_path, actors).evaluate(20, VERSION, 60.0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        evaluation.cancel()
+        await asyncio.wait([evaluation])
+        assert evaluation.cancelled()
+        gc.collect()
+
+    asyncio.run(main())
+    assert not complaints
 
 
 def test_unjudged_samples_are_left_out(tmp_path: Path) -> None:

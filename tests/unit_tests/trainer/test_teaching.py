@@ -154,6 +154,8 @@ def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], d
             loss, kl, taught = loss + tokens * metrics["loss"], kl + tokens * metrics["teacher_kl"], taught + tokens
             for key, one in own.items():
                 total[key] += tokens * one
+        else:
+            assert "teacher_kl" not in figures(Trained(config), copy.deepcopy(part))[0]
     assert kl / taught > 1e-3
     assert together["loss"] == pytest.approx(loss / count, rel=1e-5, abs=1e-7)
     assert together["teacher_kl"] == pytest.approx(kl / taught, rel=1e-5)

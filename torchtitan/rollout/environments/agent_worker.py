@@ -35,7 +35,7 @@ from typing import Any
 
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.environments.worker import allow_for_a_thread, read_number
-from torchtitan.rollout.workers.inside import run, without_stop_iteration
+from torchtitan.rollout.workers.inside import QUOTES, run, without_stop_iteration
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 # The number of synchronous functions that run at a time.
@@ -141,7 +141,7 @@ async def _run_in(environment: dict[str, str], words: list[str], message: dict[s
     await asyncio.wait([reading_errors], timeout=QUOTED_WITHIN_S)
     if code := process.returncode:
         said = errors.decode(errors="replace").strip()[-QUOTED_CHARACTERS:]
-        raise RuntimeError(f"{words[0]} ended with exit code {code}{said and ': '}{said}")
+        raise RuntimeError(f"{words[0]} ended with exit code {code}{said and QUOTES}{said}")
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:

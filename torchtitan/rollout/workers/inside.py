@@ -26,6 +26,8 @@ HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
 # A longer message is a mistake or an attack on the parent's memory.
 MAX_MESSAGE_BYTES = 1 << 26
+# In an error, what follows this is not ours: a program has printed it.
+QUOTES = ", its standard error with: "
 
 Loaded = TypeVar("Loaded")
 

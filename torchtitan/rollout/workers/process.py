@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES
+from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, QUOTES
 from torchtitan.rollout.workers.isolation import SCRATCH, Isolation
 from torchtitan.rollout.workers.port_forward import PortForward
 from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
@@ -277,10 +277,12 @@ class WorkerProcess:
             return f"{error} (keys are withheld: {table}.variables = {json.dumps(missing)} would change that)"
         if isolation is None:
             return error
-        if str(Path.cwd()) in SCRATCH and any(cause in error for cause in ("No module named", "No such file")):
+        # What a program printed may say anything.
+        own = error.partition(QUOTES)[0]
+        if str(Path.cwd()) in SCRATCH and any(cause in own for cause in ("No module named", "No such file")):
             return f"{error} (it is isolated and cannot see the working folder {Path.cwd()}: start in another one)"
         for setting, causes in CAUSES.items():
-            if any(cause in error for cause in causes) and not (isolation.network and "network" in setting):
+            if any(cause in own for cause in causes) and not (isolation.network and "network" in setting):
                 return f"{error} (it is isolated: {table}.{setting} would change that)"
         return error
 
