@@ -1,6 +1,11 @@
 /* What torch's CUDA build asks of a driver and of its runtime before it touches a device: one H100 is there, and nothing
- * has been allocated on it. Everything else fails as it does without a driver, so that work on a real device shows. It is
- * preloaded under the driver's name (scripts/fake_cuda.sh). */
+ * has been allocated on it; pinned memory is ordinary memory. Everything else fails as it does without a driver, so that
+ * work on a real device shows. It is preloaded under the driver's name (scripts/fake_cuda.sh). */
+#include <stdlib.h>
+size_t last_pinned; /* bytes that the last pinned block was asked for with */
+int cudaGetDeviceProperties(void *properties, int device) { return 0; }
+int cudaHostAlloc(void **block, size_t bytes, unsigned flags) { *block = malloc(last_pinned = bytes); return 0; }
+int cudaFreeHost(void *block) { free(block); return 0; }
 signed char _ZN3c104cuda12device_countEv(void) { return 1; }
 _Bool _ZN3c104cuda17hasPrimaryContextEa(signed char device) { return 0; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *active = 0; return 0; }

@@ -6,6 +6,7 @@ A value that is asked of the device raises, so that these also show that nothing
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import sys
 from collections import Counter
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from tests import fake_cuda
 from tests.patience import until
 from tests.unit_tests.preflight.test_memory_plan import Peak, even_shares
+from torchtitan.config.derived import allocator_settings
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import ContextParallel, clip_gradients_, gradient_norm_and_votes
@@ -187,7 +189,7 @@ def test_a_step_of_the_recipe_waits_for_nothing_and_takes_what_is_planned(
     step = 4 if args.delta_layers else 2
     few, more = (traced_step(config, ranks, layers, monkeypatch) for layers in (4, 4 + step))
     traced = few + (more - few) / step * (args.num_hidden_layers - 4)
-    planned = memory.total - memory.slots - memory.reference
+    planned = memory.total - memory.slots - memory.reference - memory.checkpoint
     print(f"{name} {options} on {ranks}: planned {planned:,}, traced {traced:,.0f}, {planned / traced - 1:+.1%}")
     assert planned == pytest.approx(traced, rel=MEMORY)
 
@@ -244,6 +246,20 @@ def test_what_leaves_the_device_in_background_goes_into_pinned_memory_once() -> 
             assert {one.device.type for one in optimizer.state[parameter].values() if one.dim()} == {"cpu"}
     # Two copies for two saves; two moments that leave twice, and return once.
     assert operators.named("copy_") == [{"cpu", "cuda"}] * 8
+
+
+@pytest.mark.parametrize(("offload", "exact"), [("optimizer", True), ("true", False)])
+def test_pinned_memory_is_as_large_as_it_is_asked_for(
+    offload: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the next power of two, but where blocks are taken and freed all the time."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    config = load_config(["--dry-run", "--model.name", "qwen3", "--training.enable_cpu_offload", offload])
+    device.set_allocators(allocator_settings(config))
+    held = torch.empty(150_000_000, dtype=torch.uint8, pin_memory=True)
+    taken = ctypes.c_size_t.in_dll(ctypes.CDLL(None), "last_pinned").value
+    assert (taken == len(held)) == exact and taken >= len(held)
 
 
 @pytest.mark.parametrize("way", ["one pass", "two passes", "softcap", "entropy", "truncated"])

@@ -28,6 +28,8 @@ ON_GPU: Mapping[str, Any] = {
     "training.mixed_precision_param": "bfloat16",
     # Each tile of logits costs a sweep over the fp32 sum of the head's gradient.
     "model.logprob_head_budget_mb": 1024,
+    # A rank writes its part for a minute or more; a copy of it to pinned memory takes seconds.
+    "checkpoint.async_mode": "async",
 }
 ENGINE_ON_GPU: Mapping[str, Any] = {"inference.dtype": "bfloat16"}
 # Bytes per second that deadlines take for granted where they follow from the size of a version.
@@ -253,6 +255,20 @@ def stages_on_device(config: JobConfig) -> bool:
     inference, sync = config.inference, config.weight_sync
     alone = inference.backend == "vllm" and inference.mode == "server" and inference.tensor_parallel_size == 1
     return alone and sync.route != "agent" and TRANSPORTS[sync.transport].on_device and trains_on_gpu()
+
+
+def allocator_settings(config: JobConfig) -> str:
+    """What a rank asks of torch's allocators, in the form of PYTORCH_ALLOC_CONF."""
+    colocated, settings = is_colocated(config), list[str]()
+    # Packs of changing lengths then leave less between blocks. Engines open such memory of another process slowly and
+    # not everywhere (pytorch/pytorch#130890), and vLLM's sleep cannot give it back (pytorch/pytorch#147851).
+    if not colocated and config.weight_sync.transport != "ipc":
+        settings.append("expandable_segments:True")
+    # Pinned blocks of more than 1 MiB then have the size that was asked for, not the next power of two, and go back to
+    # the system when they are freed. FSDP2's offload and vLLM's sleep of level 1 take new ones all the time.
+    if config.training.enable_cpu_offload is not True and not (colocated and config.inference.sleep_level == 1):
+        settings.append("pinned_max_cached_size_mb:1")
+    return ",".join(settings)
 
 
 def sleeps_between_batches(config: JobConfig) -> bool:

@@ -114,7 +114,8 @@ class Checkpoint:
     """Steps between two checkpoints"""
 
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async writes checkpoints in the background"""
+    """async writes checkpoints in the background, from a copy in host memory; if not set, it is async where the ranks
+    have GPUs"""
 
     keep_latest_k: CountOrZero = 3
     """Number of checkpoints to keep; 0 keeps all"""

@@ -92,15 +92,12 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo"
 
 
-def grow_segments() -> None:
-    """On a GPU, let torch's allocator grow its segments, so that packs of changing lengths leave less between blocks.
-
-    Call it before anything is allocated; PYTORCH_ALLOC_CONF wins. Not where memory of the process goes to others by
-    CUDA IPC, or to vLLM's own pools.
-    """
+def set_allocators(settings: str) -> None:
+    """On a GPU, set up torch's allocators (config.derived.allocator_settings) before anything is allocated; what
+    PYTORCH_ALLOC_CONF says wins."""
     set_already = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    if device().type == "cuda" and not set_already:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if device().type == "cuda" and settings and not set_already:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def rank() -> int:

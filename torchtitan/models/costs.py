@@ -65,6 +65,8 @@ class MemoryEstimate:
       end: the same for the root.
     - slots: weight_sync.num_slots copies of what the rank sends (its share of the weights or of the adapters) in
       inference.dtype, and one more for deltas; none if the engines are colocated.
+    - checkpoint: the copy that an asynchronous checkpoint is written from: what is trained, its moments, and a
+      reference that changes.
     """
 
     parameters: int
@@ -76,6 +78,7 @@ class MemoryEstimate:
     logits: int
     unreduced: int
     slots: int
+    checkpoint: int
 
     @property
     def total(self) -> int:
@@ -175,6 +178,8 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":
         whole_gradients = (own + adapters) // tensor * BYTES[training.mixed_precision_reduce]
     slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
+    saves = config.checkpoint.enable and config.checkpoint.async_mode == "async"
+    saved = trained_bytes + optimizer + (reference if config.grpo.reference_ema_decay else 0)
     return MemoryEstimate(
         parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // (shard * tensor)),
         gradients=trained_bytes + whole_gradients,
@@ -185,6 +190,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         logits=logits,
         unreduced=unreduced,
         slots=slots * trained * BYTES[config.inference.dtype],
+        checkpoint=saves * saved,
     )
 
 
@@ -234,7 +240,7 @@ def parts_on_host(config: JobConfig) -> set[str]:
     trained = offloaded.get(config.training.enable_cpu_offload, set())
     reference = {"reference"} if reference_on_host(config) else set()
     slots = set() if TRANSPORTS[config.weight_sync.transport].on_device and trains_on_gpu() else {"slots"}
-    return trained | reference | slots
+    return trained | reference | slots | {"checkpoint"}
 
 
 def on_device(config: JobConfig, memory: MemoryEstimate) -> int:

@@ -17,7 +17,9 @@ PROCESS_BYTES = 200 << 20
 CLOSE = 0.85
 # What an estimate's parts are called, and the key that makes them smaller.
 TRAINING, SLOTS, ACTORS = "model.hf_assets_path", "weight_sync.num_slots", "inference.num_actors"
+SAVING = "checkpoint.async_mode"
 WHAT = {TRAINING: "for training", SLOTS: "of slots for weight versions", ACTORS: "for actors"}
+WHAT[SAVING] = "for checkpoints that are written in the background"
 _PASSING = ("gathered", "activations", "logits", "unreduced")
 
 
@@ -29,9 +31,9 @@ def host_bytes(config: JobConfig, args: ModelArgs, ranks: int, at_least: bool = 
     local, memory = from_torchrun("LOCAL_WORLD_SIZE", "1", least=1), estimate_memory(config, args, ranks)
     here = parts_on_host(config) if trains_on_gpu() else set(vars(memory))
     parts = {part: local * size for part, size in vars(memory).items() if part in here}
-    slots = parts.pop("slots", 0)
+    slots, saving = parts.pop("slots", 0), parts.pop("checkpoint", 0)
     training = sum(size for part, size in parts.items() if not (at_least and part in _PASSING))
-    needed = {TRAINING: training + local * PROCESS_BYTES, SLOTS: slots, ACTORS: 0}
+    needed = {TRAINING: training + local * PROCESS_BYTES, SLOTS: slots, SAVING: saving, ACTORS: 0}
     if actors := started_actors(config):
         # Its weights, and the version that it receives meanwhile.
         weights = 0 if trains_on_gpu() else 2 * version_bytes(config, args)

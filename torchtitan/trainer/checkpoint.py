@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
+from torchtitan.distributed import device
 from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
@@ -386,6 +387,8 @@ class Checkpointer:
 
     def _write_guarded(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
         try:
+            # torch's writer waits for the current stream, and in a new thread that is one of the first GPU.
+            device.use(device.device())
             self._write(step, state, document, rollout)
         except (Exception, CheckpointException) as error:  # a BaseException of torch; check() raises it
             self._error = error

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from torchtitan.config.derived import (
+    allocator_settings,
     has_engines,
-    is_colocated,
     origins_of_adapters,
     sleeps_between_batches,
     trains_on_gpu,
@@ -309,8 +309,7 @@ class Job:
 
     def _build(self) -> None:
         config, given = self.config, copy.deepcopy(self.config)
-        if not is_colocated(config) and config.weight_sync.transport != "ipc":
-            device.grow_segments()
+        device.set_allocators(allocator_settings(config))
         address = device.init_process_group(config.comm)
         self._closing.callback(device.shutdown)
         rank, ranks = device.rank(), device.world_size()

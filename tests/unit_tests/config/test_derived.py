@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
-from torchtitan.config.derived import nodes, reward_labels, slurm_urls
+from torchtitan.config.derived import allocator_settings, nodes, reward_labels, slurm_urls
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import load_config
@@ -15,6 +15,26 @@ def test_rewards_are_called_by_their_own_names_where_these_are_unique() -> None:
     config = JobConfig()
     config.rewards.functions = ["accuracy", "own_9067cb83d8bb:verified", "mine:length", "yours:length", "x:accuracy"]
     assert list(reward_labels(config).values()) == ["accuracy", "verified", "mine:length", "yours:length", "x:accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport", "level", "offload", "expected"),
+    [
+        ("server", "tcp", 0, False, "expandable_segments:True,pinned_max_cached_size_mb:1"),
+        ("server", "nccl", 0, "optimizer", "expandable_segments:True,pinned_max_cached_size_mb:1"),
+        ("server", "tcp", 1, True, "expandable_segments:True"),
+        ("server", "ipc", 2, False, "pinned_max_cached_size_mb:1"),
+        ("colocate", "tcp", 2, False, "pinned_max_cached_size_mb:1"),
+        ("colocate", "tcp", 1, False, ""),
+    ],
+)
+def test_ranks_set_up_allocators_for_what_shares_their_memory(
+    mode: str, transport: str, level: int, offload: bool | str, expected: str
+) -> None:
+    config = JobConfig()
+    config.inference.mode, config.weight_sync.transport, config.inference.sleep_level = mode, transport, level  # type: ignore[assignment]
+    config.training.enable_cpu_offload = offload  # type: ignore[assignment]
+    assert allocator_settings(config) == expected
 
 
 def test_servers_elsewhere_need_a_registry_that_they_reach(write_config: WriteConfig) -> None:

@@ -128,5 +128,5 @@ def test_segments_grow_on_gpus_unless_the_environment_says_how(
     monkeypatch.setattr(device, "device", lambda: torch.device(where))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", variable)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    device.grow_segments()
+    device.set_allocators("expandable_segments:True")
     assert asked == ["expandable_segments:True"] * grow

@@ -107,6 +107,12 @@ def test_this_machines_own_figures() -> None:
             16 * GIB,
             "weight_sync.num_slots = 10000000 .* of slots for weight versions",
         ),
+        (
+            "--checkpoint.enable true --checkpoint.async_mode async --weight_sync.num_slots 3 --model.name llama "
+            "--model.flavor 1B --model.hf_assets_path=",
+            30 * GIB,
+            "checkpoint.async_mode = 'async' .* for checkpoints that are written in the background",
+        ),
         ("--inference.num_actors 100000", 16 * GIB, "inference.num_actors = 100000 .* for actors"),
         ("--training.threads 100000", 16 * GIB, "training.threads = 100000 .* at most this machine's"),
         ("--inference.threads_per_actor 100000", 16 * GIB, "threads_per_actor = 100000 .* at most this machine's"),

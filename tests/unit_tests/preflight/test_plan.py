@@ -12,7 +12,7 @@ from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config import derived
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.costs import MemoryEstimate, estimate_memory
+from torchtitan.models.costs import MemoryEstimate, estimate_memory, on_device
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.plan import describe_plan
@@ -56,7 +56,21 @@ def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
     assert (memory.slots, memory.gathered) == (4 * 2 * parameters, 0)
     assert memory.logits == 4 * 4 * 256 * 50
     assert memory.activations == 4 * 256 * 2 * (5 * 16 + 3 * 32 + 4 * 16 + 4 * 24)
-    assert memory.total == sum(vars(memory).values())
+    assert memory.total == sum(vars(memory).values()) and memory.checkpoint == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "copied"), [("cuda", "", True), ("cuda", "disabled", False), ("cpu", "", False)]
+)
+def test_plan_counts_the_copy_that_a_checkpoint_is_written_from(
+    where: str, mode: str, copied: bool, write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_DEVICE", where)
+    words = ["--checkpoint.enable", "true", *(["--checkpoint.async_mode", mode] if mode else [])]
+    config = load_config([*write_config(), "--dry-run", *words])
+    memory = estimate(config)
+    assert memory.checkpoint == copied * (memory.parameters + memory.optimizer)
+    assert memory.total - on_device(config, memory) == memory.slots + memory.checkpoint
 
 
 def test_plan_of_the_optimizers_state(write_config: WriteConfig) -> None:

@@ -106,7 +106,8 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     run.train(2)
     expected = [parameter.detach().clone() for parameter in run.policy.parameters()]
     go_on = threading.Event()
-    begin = checkpoint.begin_checkpoint  # type: ignore[attr-defined]
+    begin, told = checkpoint.begin_checkpoint, list[str]()  # type: ignore[attr-defined]
+    monkeypatch.setattr(checkpoint.device, "use", lambda _: told.append(threading.current_thread().name))  # type: ignore[attr-defined]
     monkeypatch.setattr(checkpoint, "begin_checkpoint", lambda *args: (go_on.wait(PATIENCE_S), begin(*args))[1])
     run.save(2)
     run.train(3)  # changes every parameter before anything is written
@@ -117,6 +118,8 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     resumed.checkpointer.load()
     for ours, theirs in zip(resumed.policy.parameters(), expected, strict=True):
         assert torch.equal(ours, theirs)
+    # A thread that does not say which GPU is its own has the first one.
+    assert told == ["checkpoint"]
 
 
 def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
