@@ -164,7 +164,7 @@ def export_policy(
     staging = written.step(lambda: _stage(policy, directory, assets_from, plan, types))
     for file_name, names in plan.items():
         # Other ranks are in the middle of gathering, so after a failure rank 0 keeps taking part to the end.
-        whole = ((part, tensor.to(types[name])) for name in names for part, tensor in whole_weights(policy, [name]))
+        whole = (one for name in names for one in whole_weights(policy, [name], types[name]))
         tensors = {part: tensor.cpu().contiguous() for part, tensor in whole if written.going}
         written.step(functools.partial(_save, tensors, staging, file_name))
     written.step(lambda: publish_folder(staging, directory))

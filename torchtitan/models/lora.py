@@ -253,23 +253,27 @@ def copy_start_(policy: Decoder) -> None:
 
 
 @torch.no_grad()
-def merged_weight(policy: Decoder, name: str) -> torch.Tensor:
-    """The whole base-model parameter `name`, with adapters added (a collective if it is sharded)."""
+def merged_weight(policy: Decoder, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole base-model parameter `name`, with adapters added (a collective if it is sharded). dtype: of the result,
+    by default the parameter's own."""
     module_name, _, leaf = name.rpartition(".")
     module = policy.get_submodule(module_name)
     if (buffer := dict(module.named_buffers(recurse=False)).get(leaf)) is not None:
-        return buffer.detach()
+        return buffer.detach().to(dtype or buffer.dtype)
+    adapter = getattr(module, "adapter", None) if leaf == "weight" else None
     base: nn.Parameter | QuantizedLinear
     if isinstance(module, QuantizedLinear) and leaf == "weight":
         base, full = module, module.full_weight()
     else:
         base = module.get_parameter(leaf)
+        if not isinstance(adapter, Adapter):
+            # Rounded first, because ranks send each other less.
+            return full_tensor(base.detach().to(dtype or base.dtype))
         full = full_tensor(base.detach())
-    adapter = getattr(module, "adapter", None)
-    if leaf == "weight" and isinstance(adapter, Adapter):
+    if isinstance(adapter, Adapter):
         a, b = (full_tensor(module.get_parameter(factor).detach()) for factor in (FACTOR_A, FACTOR_B))
         full = full + low_rank_product(adapter.scale, a, b)
-    return full.to(base.dtype)
+    return full.to(base.dtype).to(dtype or base.dtype)
 
 
 def weights(policy: nn.Module) -> dict[str, torch.Tensor]:
@@ -284,10 +288,12 @@ def in_files(policy: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     }
 
 
-def whole_weights(policy: Decoder, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_weights(
+    policy: Decoder, names: Iterable[str], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name in files, whole tensor) of parameters, adapters merged, gathering one at a time (a collective)."""
     for name in names:
-        whole = merged_weight(policy, name)
+        whole = merged_weight(policy, name, dtype)
         for part, one in in_files(policy, {name: whole}).items():
             tensor = held_part(one)[1]
             assert tensor is not None, "it is whole"

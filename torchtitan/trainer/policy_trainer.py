@@ -168,7 +168,8 @@ class PolicyTrainer:
         """Collective: log-probs at temperature 1 of all tokens but the first, with the weights as they are now."""
         tokens = torch.tensor(token_ids, device=self.device)
         with without_dropout(self.policy):
-            log_probs, _ = self.policy(tokens[:-1], PackedLayout([len(token_ids) - 1], self.device), tokens[1:])
+            layout = PackedLayout([len(token_ids) - 1], self.device)
+            log_probs, _ = self.policy(tokens[:-1], layout, tokens[1:], entropy=False)
         return log_probs.float().tolist()
 
     @torch.no_grad()
@@ -177,7 +178,7 @@ class PolicyTrainer:
         log_probs = []
         for micro_batch in self._pack(batch.groups, batch.version):
             with without_dropout(self.policy):
-                log_probs.append(self._forward(self.policy, micro_batch)[0])
+                log_probs.append(self._forward(self.policy, micro_batch, entropy=False)[0])
         mine = torch.cat(log_probs)
         # Ranks that hold the same sums count them as often as the tokens.
         total, tokens = all_reduce_sum(torch.stack((mine.double().sum(), mine.new_tensor(len(mine)).double()))).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torchtitan.distributed.placement import ParallelDims, copy_full_, held_part
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.weights import AdapterNotApplied
+from torchtitan.models import lora
 from torchtitan.models.adapter_math import ALPHA, FACTOR_A, FACTOR_B, is_factor
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
@@ -30,6 +32,7 @@ from torchtitan.models.lora import (
     initialize_adapters,
     merged_weight,
     synced_parameters,
+    whole_weights,
 )
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
@@ -111,6 +114,18 @@ def test_base_names_stay_and_only_adapters_are_trained(untied: Path) -> None:
     assert {name for name in collect(policy, optimizer, 0) if name.startswith("model.")} == {
         f"model.{name}" for name in trained
     }
+
+
+def test_weights_are_gathered_in_the_type_that_is_asked_for(untied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what adapters are added to, which is rounded once, at the end."""
+    policy, gathered = adapted(untied, ["q_proj"]), list[torch.dtype]()
+    names = base_parameters(policy)
+    expected = {name: whole.to(torch.bfloat16) for name, whole in whole_weights(policy, names)}
+    monkeypatch.setattr(lora, "full_tensor", lambda one: gathered.append(one.dtype) or one)
+    found = dict(whole_weights(policy, names, torch.bfloat16))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    # Two layers have one weight with two factors each.
+    assert Counter(gathered) == {torch.float32: 2 * 3, torch.bfloat16: len(names) - 2}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

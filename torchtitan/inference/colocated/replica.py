@@ -220,6 +220,5 @@ class ColocatedWeights:
         return figures
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the complete model, one gathered parameter at a time (a collective if it is sharded)."""
-        for name, whole in whole_weights(self._policy, base_parameters(self._policy)):
-            yield name, whole.to(self._dtype)
+        """The complete model, one gathered parameter at a time (a collective if it is sharded)."""
+        return whole_weights(self._policy, base_parameters(self._policy), self._dtype)

@@ -213,6 +213,7 @@ def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> No
         temperature,
         KeptTokens.from_rows(kept, device),
         routes=_routes([completion for _, completion, _ in pack], lengths, device),
+        entropy=False,
     )
     values = log_probs.cpu()
     for (_, completion, _), place in zip(pack, places, strict=True):
