@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Parts of parameter names that wrappers add (activation checkpointing, torch.compile).
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_HOST = torch.device("cpu")
 # A save that takes longer than this has lost a rank or its disk.
 SAVE_TIMEOUT_S = 1800.0
 
@@ -245,7 +246,10 @@ class Checkpointer:
         if self.config.async_mode == "async":
             staged = stage(state, self._pinned)
             self._thread = threading.Thread(
-                target=self._write_guarded, args=(step, staged, document, rollout), name="checkpoint", daemon=True
+                target=self._write_guarded,
+                args=(step, staged, document, rollout, device.device()),
+                name="checkpoint",
+                daemon=True,
             )
             self._thread.start()
         else:
@@ -385,11 +389,21 @@ class Checkpointer:
         # Which reads some of every tensor's file.
         return {key: fingerprint(path) if path else "" for key, path in self.origins.items()}
 
-    def _write_guarded(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
+    def _write_guarded(
+        self,
+        step: int,
+        state: dict[str, torch.Tensor],
+        document: bytes,
+        rollout: bytes | None,
+        where: torch.device = _HOST,
+    ) -> None:
+        """where: the device beside whose work this thread writes what is in host memory."""
         try:
-            # torch's writer waits for the current stream, and in a new thread that is one of the first GPU.
-            device.use(device.device())
-            self._write(step, state, document, rollout)
+            # torch's writer waits for the current stream at every megabyte: in a new thread it is the first GPU's, and
+            # it would be behind the computation.
+            device.use(where)
+            with device.in_background(where):
+                self._write(step, state, document, rollout)
         except (Exception, CheckpointException) as error:  # a BaseException of torch; check() raises it
             self._error = error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import pickle
@@ -18,6 +19,7 @@ from torch import nn
 from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
+from torchtitan.distributed import device
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint
@@ -106,8 +108,7 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     run.train(2)
     expected = [parameter.detach().clone() for parameter in run.policy.parameters()]
     go_on = threading.Event()
-    begin, told = checkpoint.begin_checkpoint, list[str]()  # type: ignore[attr-defined]
-    monkeypatch.setattr(checkpoint.device, "use", lambda _: told.append(threading.current_thread().name))  # type: ignore[attr-defined]
+    begin = checkpoint.begin_checkpoint  # type: ignore[attr-defined]
     monkeypatch.setattr(checkpoint, "begin_checkpoint", lambda *args: (go_on.wait(PATIENCE_S), begin(*args))[1])
     run.save(2)
     run.train(3)  # changes every parameter before anything is written
@@ -118,8 +119,29 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     resumed.checkpointer.load()
     for ours, theirs in zip(resumed.policy.parameters(), expected, strict=True):
         assert torch.equal(ours, theirs)
-    # A thread that does not say which GPU is its own has the first one.
-    assert told == ["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("async", ["cuda:3", "beside cuda:3"]), ("disabled", ["cpu", "beside cpu"])]
+)
+def test_what_writes_in_the_background_waits_for_no_computation(
+    mode: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has it another GPU's stream; a save that the run waits for reads what was computed, so it must wait."""
+    told = list[str]()
+
+    def in_background(where: torch.device) -> contextlib.AbstractContextManager[None]:
+        told.append(f"beside {where}")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(device, "use", lambda where: told.append(str(where)))
+    monkeypatch.setattr(device, "in_background", in_background)
+    run = Run(tmp_path, async_mode=mode)
+    run.train(1)
+    run.save(1)
+    run.checkpointer.wait()
+    assert told == expected and whole_steps(run.checkpointer.folder) == [1]
 
 
 def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
