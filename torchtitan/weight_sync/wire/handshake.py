@@ -127,14 +127,11 @@ class Acceptor:
         if not identity.is_proof(message["proof"], "client", nonce, message["nonce"]):
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
-        budget = None
-        if identity.role in (ACTOR, PEER, GUEST):
-            budget = channel.budget = self._budgets.of(identity.name)
-            channel.trust(wire.MAXIMUM_ACTOR_BYTES)
-        else:
-            channel.trust()
+        limited = identity.role in (ACTOR, PEER, GUEST)
+        channel.budget = self._budgets.of(identity.name) if limited else None
+        channel.trust(wire.MAXIMUM_ACTOR_BYTES if limited else wire.MAXIMUM_MESSAGE_BYTES)
         try:
-            if budget is not None and budget.wait_s(self._runtime.now()):
+            if channel.budget is not None and channel.budget.wait_s(self._runtime.now()):
                 raise ProtocolError(f"{identity.name} sends too many messages, or connects too often")
             channel.spend(wire.MESSAGES_PER_CONNECTION)
             fields = self._admit(identity, message["fields"])
