@@ -28,9 +28,9 @@ from torchtitan.weight_sync.memory.delta import encode, shortest
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
 from torchtitan.weight_sync.memory.weight_files import version_folder
-from torchtitan.weight_sync.transports import stores
+from torchtitan.weight_sync.transports import disk, stores
 from torchtitan.weight_sync.transports.disk import Catalogue, SlotFiles, read_parts
-from torchtitan.weight_sync.transports.stores import Objects, store_of
+from torchtitan.weight_sync.transports.stores import Folder, Objects, store_of
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 EPOCH = "e1-test"
@@ -287,7 +287,8 @@ def test_no_chain_of_deltas_has_more_bytes_than_a_version(tmp_path: Path) -> Non
     assert whole[0] == 1 and 3 < whole[1] < 15
 
 
-def test_an_object_store_is_tried_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("503 slow down"), ConnectionRefusedError(111, "503 slow down")])
+def test_an_object_store_is_tried_a_bounded_number_of_times(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "RETRY_SECONDS", 0.0)
     store = Objects(f"memory://{uuid.uuid4().hex}")
     job, files, fails = Job(store, whole_every=9), store._files, [0]
@@ -297,7 +298,7 @@ def test_an_object_store_is_tried_a_bounded_number_of_times(monkeypatch: pytest.
         def call(*arguments: Any, **options: Any) -> Any:
             if fails[0]:
                 fails[0] -= 1
-                raise RuntimeError("503 slow down")
+                raise error
             return function(*arguments, **options)
 
         return call
@@ -312,8 +313,9 @@ def test_an_object_store_is_tried_a_bounded_number_of_times(monkeypatch: pytest.
     with pytest.raises(OSError, match=r"\.delta cannot be written: .*503 slow down"):
         job.write(2)
     fails[0] = stores.TRIES
-    with pytest.raises(OSError, match="503 slow down"):
+    with pytest.raises(OSError, match="503 slow down") as raised:
         job.pulled(1)
+    assert not isinstance(raised.value, ConnectionError), "it would be tried again for ever"
     # The version that could not be written is no base: the next one goes from the one before.
     job.publish(3)
     assert job.pulled(3, 1) == by_tcp(3, 1)
@@ -353,6 +355,26 @@ def test_a_disk_that_hangs_holds_one_thread_and_writes_nothing_later(
     assert bytes(memory) == bytes(64)
     store.read(file, offset, memory)
     assert memory == slot_of(1)[:64]
+
+
+def test_catalogue_says_that_its_store_hangs_and_goes_on_with_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stores, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(disk, "CATALOGUE_SECONDS", 0.0)
+    store, released = Folder(str(tmp_path)), threading.Event()
+    job, put, before = Job(store), store.put, threading.active_count()
+    monkeypatch.setattr(store, "put", lambda *about: (released.wait(2.0), put(*about)))
+    job.publish(1)
+    assert "does not answer" in caplog.text and "an earlier call" in caplog.text
+    assert threading.active_count() == before + 1
+    released.set()
+    until(lambda: threading.active_count() == before, why=lambda: "the write ends")
+    monkeypatch.setattr(stores, "READ_SECONDS", PATIENCE_S)
+    job.publish(2)
+    assert {version_folder(EPOCH, version) for version in (1, 2)} == {
+        name.rpartition("/")[0] for name in store.names() if name.endswith("manifest.json")
+    }
 
 
 def test_objects_have_one_owner_that_may_come_back() -> None:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Deltas that together have more than this share of a version's bytes are not written: the version is, whole.
 MAX_DELTAS = 0.5
+# What the registry does with a version's files may take minutes on a network disk.
+CATALOGUE_SECONDS = 600.0
 
 
 class _Base(NamedTuple):
@@ -195,7 +197,7 @@ class Catalogue:
             if error is not None:
                 logger.error("%s is not as it should be: %s", self._store.url, error)
 
-        self._runtime.work("catalogue", function, done)
+        self._runtime.work("catalogue", partial(self._store.in_time, function, CATALOGUE_SECONDS), done)
 
     def _write_manifest(self, about: Message) -> None:
         name = weight_files.version_folder(self._epoch, about["version"])

@@ -48,22 +48,22 @@ class Store:
         self.url = url
         self._hung: threading.Thread | None = None
 
-    def _in_time(self, read: Callable[[], Any], size: int = 0) -> Any:
-        """Return what read() does. Raises TimeoutError if it takes too long: its thread is left alone then, and until
+    def in_time(self, call: Callable[[], Any], more_s: float = 0.0) -> Any:
+        """Return what call() does. Raises TimeoutError if it takes too long: its thread is left alone then, and until
         it ends everybody else fails at once, so that a disk that hangs does not hold a thread for each bucket."""
         if self._hung is not None and self._hung.is_alive():
-            raise TimeoutError(f"an earlier read of {self.url} still hangs")
+            raise TimeoutError(f"an earlier call of {self.url} still hangs")
         outcome: Future[Any] = Future()
 
         def work() -> None:
             try:
-                outcome.set_result(read())
+                outcome.set_result(call())
             except BaseException as error:  # Whatever it is: another thread waits for the outcome.
                 outcome.set_exception(error)
 
-        thread = threading.Thread(target=work, name=f"read {self.url}", daemon=True)
+        thread = threading.Thread(target=work, name=f"store {self.url}", daemon=True)
         thread.start()
-        thread.join(READ_SECONDS + size * READ_SECONDS_PER_BYTE)
+        thread.join(READ_SECONDS + more_s)
         if thread.is_alive():
             self._hung = thread
             raise TimeoutError(f"{self.url} does not answer")
@@ -99,7 +99,7 @@ class Folder(Store):
     def read(self, name: str, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes at `offset`. Raises OSError if they are not there or do not come in time."""
         if self._opened[0] != name:
-            self._opened = name, self._in_time(partial((self._path / name).open, "rb", buffering=0))
+            self._opened = name, self.in_time(partial((self._path / name).open, "rb", buffering=0))
         file, done = self._opened[1], 0
         # What is not in memory, or a system cannot tell, is read below; macOS has no such flag.
         with contextlib.suppress(OSError, AttributeError):
@@ -107,7 +107,8 @@ class Folder(Store):
         while done < len(target):
             count = min(_READ_BYTES, len(target) - done)
             # Not into `target`: a read that hangs may end when the memory holds another version.
-            piece = self._in_time(partial(os.pread, file.fileno(), count, offset + done), count)
+            call = partial(os.pread, file.fileno(), count, offset + done)
+            piece = self.in_time(call, count * READ_SECONDS_PER_BYTE)
             if not piece:
                 raise OSError(f"{name} is truncated")
             target[done : done + len(piece)] = piece
@@ -201,7 +202,8 @@ class Objects(Store):
                 raise
             except Exception as error:  # Every library has errors of its own for a network that fails.
                 if attempt == TRIES:
-                    code = error.errno if isinstance(error, OSError) else None
+                    # No ConnectionError, which stands for a broken link and is tried again without a bound.
+                    code = error.errno if isinstance(error, OSError) and not isinstance(error, ConnectionError) else 0
                     raise OSError(code or errno.EIO, f"{method} {self.url}/{name}: {error}") from error
                 time.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
 
@@ -236,7 +238,8 @@ class Objects(Store):
 
     def read(self, name: str, offset: int, target: memoryview) -> None:
         end = offset + len(target)
-        data = self._in_time(partial(self._call, "cat_file", name, start=offset, end=end), len(target))
+        call = partial(self._call, "cat_file", name, start=offset, end=end)
+        data = self.in_time(call, len(target) * READ_SECONDS_PER_BYTE)
         if len(data) != len(target):
             raise OSError(f"{name} is truncated")
         target[:] = data
@@ -273,8 +276,8 @@ class Objects(Store):
     def release(self) -> None:
         """Undo claim(), within a deadline. The job has ended, and ends as well without its store."""
         try:
-            if self._owner and self._in_time(partial(self._text, OWNER)) == self._owner:
-                self._in_time(partial(self.remove, [OWNER]))
+            if self._owner and self.in_time(partial(self._text, OWNER)) == self._owner:
+                self.in_time(partial(self.remove, [OWNER]))
         except Exception as error:  # of any library
             logger.warning("delete %s/%s for another job, because this one could not: %s", self.url, OWNER, error)
 
