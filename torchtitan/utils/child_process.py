@@ -248,13 +248,14 @@ def start_beside(
 
 
 def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Terminate a process, and kill it after `grace_s`. May be called twice."""
-    process.terminate()
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(KILL_GRACE_S)
+    """Terminate a process, and kill it after `grace_s`. May be called twice. One that outlives that, as in a call to a
+    disk that hangs, is said in the log."""
+    for end, seconds in ((process.terminate, grace_s), (process.kill, KILL_GRACE_S)):
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
+    logger.warning("process %d outlived SIGKILL", process.pid)
 
 
 def _read_number(path: Path) -> int | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.patience import PATIENCE_S, until
 from tests.processes import has_ended
 from torchtitan.errors import UserError
-from torchtitan.utils.child_process import ChildProcess, child_environment
+from torchtitan.utils.child_process import ChildProcess, child_environment, end_process
 
 # Ignores SIGTERM and has two children, one of them in a session of its own; writes their numbers to a file.
 STUBBORN = """
@@ -155,3 +156,23 @@ def test_children_get_the_keys_that_they_need(monkeypatch: pytest.MonkeyPatch) -
     assert given(secrets=["HF_TOKEN"]) == {"HF_TOKEN"}
     assert given(secrets=True) == keys - {"TORCHTITAN_ACTOR_TOKEN"}
     assert given(TORCHTITAN_ACTOR_TOKEN="y") == {"TORCHTITAN_ACTOR_TOKEN"}
+
+
+def test_process_that_outlives_sigkill_is_said_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A call to a disk that hangs: what else its parent has to end comes after it."""
+    done = list[str]()
+
+    class Stuck:
+        pid = 7
+
+        def terminate(self) -> None:
+            done.append("terminate")
+
+        def kill(self) -> None:
+            done.append("kill")
+
+        def wait(self, seconds: float) -> None:
+            raise subprocess.TimeoutExpired("it", seconds)
+
+    end_process(cast("subprocess.Popen[bytes]", Stuck()), 0.1)
+    assert done == ["terminate", "kill"] and "process 7 outlived SIGKILL" in caplog.text
