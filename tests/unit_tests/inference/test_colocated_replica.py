@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -154,6 +155,7 @@ def hang_in_first_sleep() -> None:
     made, engine = replica(sleeps=True)
     made._comm.init_timeout_seconds = 1
     engine.sleep = lambda: time.sleep(PATIENCE_S)  # type: ignore[method-assign]
+    sys.stderr = io.StringIO()  # no file, as in a notebook
     made.release_memory()
 
 

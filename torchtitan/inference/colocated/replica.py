@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def _end_rank(text: str) -> None:
     # Logging may wait for a lock that the hanging thread holds.
     os.write(2, f"\n{text}\n".encode())
-    faulthandler.dump_traceback()
+    faulthandler.dump_traceback(2)  # what a notebook has put in place of sys.stderr may be no file
     os._exit(EXIT_RETRYABLE)
 
 
@@ -130,7 +130,7 @@ class Replica:
         timer.daemon = True
         timer.start()
         # For a call that does not even let other threads run.
-        faulthandler.dump_traceback_later(seconds + 10, exit=True)
+        faulthandler.dump_traceback_later(seconds + 10, exit=True, file=2)
         try:
             yield
         finally:
