@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # All names together that can be made up have the budget of so many, and so many budgets are remembered.
-TOGETHER, MAX_NAMES = 32, 8192
+TOGETHER, MAX_NAMES = 64, 8192
 
 
 class Budget:

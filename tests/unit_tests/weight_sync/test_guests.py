@@ -12,10 +12,12 @@ from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.errors import UserError
 from torchtitan.inference import guest
+from torchtitan.utils.budget import Budgets
 from torchtitan.weight_sync.registry import guests
-from torchtitan.weight_sync.registry.registry import Registry
+from torchtitan.weight_sync.registry.registry import ACTOR_SHARE, Registry
 from torchtitan.weight_sync.registry.state import Settings
-from torchtitan.weight_sync.wire.handshake import GUEST, HANDSHAKE_SECONDS, Dialer, Identity
+from torchtitan.weight_sync.wire import runtime as wire
+from torchtitan.weight_sync.wire.handshake import GUEST, HANDSHAKE_SECONDS, OWN, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS
 
 WANTED = {"engine": "embedded", "model": "abc", "max-length": 64, "exact": 0}
@@ -123,6 +125,16 @@ def test_number_of_guests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     first = [world.guest(name) for name in "ab"]
     assert "2 guests are here" in world.guest("c").over and not any(one.over for one in first)
     assert not world.guest("a").over
+
+
+def test_as_many_guests_as_may_come_do_not_hold_up_each_other() -> None:
+    """Each says that it lives by two connections, and three things per version: six messages a second, say."""
+    budgets = Budgets(wire.MESSAGES_AT_ONCE * ACTOR_SHARE, wire.MESSAGES_PER_SECOND * ACTOR_SHARE, OWN)
+    for second in range(30):
+        for number in range(guests.MAX_GUESTS):
+            budget = budgets.of(f"spot-{number}")
+            assert not budget.wait_s(float(second))
+            budget.spend(6.0)
 
 
 def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:

@@ -12,8 +12,8 @@ from torchtitan.weight_sync.wire.handshake import OWN
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, Runtime, Shared
 
 PONG = Shared({"type": "pong"})
-# Guests have one key for all, so their number is bounded here.
-MAX_GUESTS, NAME = 4096, re.compile(rf"(?!{OWN})[A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
+# Guests have one key for all, so their number is bounded here, by what their common budget lets them say.
+MAX_GUESTS, NAME = 1024, re.compile(rf"(?!{OWN})[A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
 URL = re.compile(r"http://([^\s/:@]+|\[[\da-fA-F:]+\]):\d{1,5}")
 
 
