@@ -25,7 +25,7 @@ turns, block by block:
                            snapshot included), one actor frozen ÷ median step of that condition
     largest_stall_per_chunk_timeout
                            with --transport nccl (gloo without a GPU): the largest such time, ÷ the seconds for which a
-                           frozen actor may hold a device-wide call of the trainer (weight_sync.chunk_timeout_s)
+                           frozen actor may hold a device-wide call of the trainer (nccl.CHUNK_SECONDS)
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from benchmarks.small_trainer import Job, Trainer, start_actor  # noqa: E402
 from benchmarks.vllm_actor import VLLMActor  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync.registry.state import GONE  # noqa: E402
+from torchtitan.weight_sync.transports.nccl import CHUNK_SECONDS  # noqa: E402
 
 BARS = {
     "frozen_step_ratio": ("<=", 1.03),
@@ -288,7 +289,7 @@ def main() -> None:
         figures, bars = benchmark.figures("loads" if arguments.backend == "vllm" else "none"), BARS
         if arguments.transport == "nccl":
             bars = NCCL_BARS
-            figures["largest_stall_per_chunk_timeout"] = figures["sync_stall_max_s"] / settings.chunk_timeout_s
+            figures["largest_stall_per_chunk_timeout"] = figures["sync_stall_max_s"] / CHUNK_SECONDS
     conditions = {
         **{name: value for name, value in vars(arguments).items() if name not in ("json", "plot")},
         "bytes_per_version": 4 * trainer.elements,

@@ -68,7 +68,7 @@ def make_config(model: Path, **inference: Any) -> JobConfig:
     config.training.seq_len, config.rollout.max_completion_tokens = 1024, 96
     config.environment.max_turns = MAX_CALLS
     config.inference.threads_per_actor, config.inference.num_actors = 1, 1
-    config.inference.health_interval_s, config.inference.health_timeout_s = 0.2, 2.0
+    config.inference.health_timeout_s = 2.0
     vars(config.inference).update(inference)
     return config
 

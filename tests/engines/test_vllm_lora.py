@@ -81,7 +81,6 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
     ids = [(7 * i) % 60 + 2 for i in range(24)]
     config = JobConfig()
     config.inference.backend, config.inference.servers = "vllm", [untied_actor.url]
-    config.inference.health_interval_s = 0.2
     config.weight_sync.verify = "auto"
     events = EventLog(tmp_path / "events.jsonl")
 

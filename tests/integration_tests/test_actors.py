@@ -93,7 +93,7 @@ def make_config(directory: Path) -> tuple[JobConfig, Decoder]:
     config.grpo.drop_zero_variance = False  # random weights earn nothing
     config.rollout.max_staleness = 1
     config.inference.threads_per_actor = 1
-    config.inference.health_interval_s, config.inference.health_timeout_s = 0.2, 1.0
+    config.inference.health_timeout_s = 1.0
     return config, policy
 
 

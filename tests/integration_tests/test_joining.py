@@ -37,7 +37,7 @@ class Job:
         self.config = config = JobConfig()
         config.model.hf_assets_path, config.training.seq_len = str(checkpoint), LENGTH
         config.inference.launch, config.inference.discover = False, True
-        config.inference.health_interval_s, config.inference.health_timeout_s = 0.1, 2.0
+        config.inference.health_timeout_s = 2.0
         config.inference.max_sequences = 8
         self.folder, self.checkpoint = folder, checkpoint
         parameters = dict(load_policy(checkpoint).named_parameters())

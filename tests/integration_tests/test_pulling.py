@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.version_folder import read_weights
 from torchtitan.weight_sync.facade import WeightSync
+from torchtitan.weight_sync.transports import nccl
 from torchtitan.weight_sync.transports.stores import Folder
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
@@ -87,6 +89,8 @@ class Job:
         port: int = 0,
         token: str = "",
         device: str = "cpu",
+        chunk_bytes: int = nccl.CHUNK_BYTES,
+        chunk_seconds: float = nccl.CHUNK_SECONDS,
         **changes: Any,
     ):
         self.folder, self.token = folder, token or secrets.token_urlsafe(16)
@@ -100,6 +104,8 @@ class Job:
         config = WeightSyncConfig(
             transport=transport, port=port, bucket_bytes=64 * 1024, progress_timeout_s=1.5, relay=self.relays, **changes
         )
+        self.chunks = mock.patch.multiple(nccl, CHUNK_BYTES=chunk_bytes, CHUNK_SECONDS=chunk_seconds)
+        self.chunks.start()
         self.publication = WeightSync(
             config, self.parameters, epoch=EPOCH, token=self.token, run_dir=folder, dtype=dtype
         )
@@ -151,6 +157,7 @@ class Job:
         for actor in self.actors:
             actor.close()
         self.publication.close()
+        self.chunks.stop()
 
 
 @pytest.fixture
@@ -162,7 +169,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         return jobs[-1]
 
     yield make
-    for job in jobs:
+    for job in reversed(jobs):
         job.close()
 
 

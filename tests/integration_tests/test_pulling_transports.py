@@ -88,7 +88,7 @@ def test_trainer_that_freezes_half_way(
     start: Callable[..., Job], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than every deadline between it and its actors."""
-    job = start(transport=transport, chunk_bytes=16 * 1024, chunk_timeout_s=0.5)
+    job = start(transport=transport, chunk_bytes=16 * 1024, chunk_seconds=0.5)
     actor = job.actor("actor-0")
     job.publish()
     job.served_by(actor)

@@ -272,7 +272,7 @@ def test_a_run_survives_an_actor_that_freezes_and_one_that_dies_and_saves_when_a
     write_plan(faults, plan)
     run = start(
         processes, debug_checkpoint, tmp_path, ENDLESS, "--inference.health_timeout_s", "1.5",
-        "--inference.health_interval_s", "0.5", "--checkpoint.interval", str(ENDLESS),
+        "--checkpoint.interval", str(ENDLESS),
         **variables(f"@{plan}"),
     )  # fmt: skip
     run.wait(lambda: {event["actor"] for event in run.events("actor_evicted")} == {"actor-0", "actor-1"})

@@ -380,9 +380,6 @@ class Inference:
     request_timeout_s: Positive = 300.0
     """Deadline of one generate request"""
 
-    health_interval_s: Positive = 1.0
-    """Seconds between two health probes"""
-
     health_timeout_s: Positive = 10.0
     """An actor that does not answer for this long is taken out of service"""
 
@@ -424,17 +421,8 @@ class WeightSync:
     """disk: what trainer and actors share, a folder or a URL that fsspec knows (s3://bucket/prefix, with the extra
     `remote`), for this job alone; empty is weights/ in the run folder"""
 
-    chunk_bytes: Annotated[int, Range(1024, 2**30)] = 4 * 1024 * 1024
-    """nccl: bytes of one credited chunk"""
-
-    chunk_timeout_s: Positive = 1.0
-    """nccl: deadline of one chunk; a frozen actor holds up a device-wide call of the trainer for at most this long"""
-
     delta: bool = False
     """tcp, disk: send only the elements that changed since the version that the actor holds; needs one more slot"""
-
-    whole_every: Count = 10
-    """disk with delta: so many versions from one that is also written whole to the next"""
 
     relay: bool = False
     """tcp: actors that hold a version pass it on, which bounds how many times the trainer sends it"""

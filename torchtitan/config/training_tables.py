@@ -170,9 +170,6 @@ class Training:
     max_norm: NotNegative = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off"""
 
-    max_skipped_steps: Count = 5
-    """The run stops after this many consecutive optimizer steps with a non-finite loss or gradient"""
-
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the master weights. bfloat16 loses small updates; set mixed_precision_param for float32 master weights
     with products in bfloat16"""

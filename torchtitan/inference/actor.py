@@ -19,9 +19,11 @@ from torchtitan.inference.client import UPDATING, ActorClient, ActorError, Actor
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
 
-# The intervals between probes of an actor that requests wait for, and of one that is about to join.
+# The intervals between probes of an actor that requests wait for, of one that is about to join, and of others: they are
+# probed at least ten times before inference.health_timeout_s has passed.
 FAST_PROBE_S = 0.02
 JOINING_PROBE_S = 0.1
+PROBE_S = 1.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 # The probe has 64 tokens; a later version's answer is worth more than one that takes longer.
@@ -411,7 +413,7 @@ class Actor:
 
     async def _wait(self) -> None:
         """Wait until the next probe is due or requested, or the process ends."""
-        interval = self._config.health_interval_s
+        interval = min(PROBE_S, self._config.health_timeout_s / 10)
         if self.state in (ActorState.JOINING, ActorState.SUSPECT):
             interval = min(interval, JOINING_PROBE_S)
         if self.starved:

@@ -61,8 +61,6 @@ def check_inference(check: Check) -> None:
     refuse("inference.host", not inference.host.strip(), "must be an address of this machine, such as 127.0.0.1")
     for key, text in load_transport(config.weight_sync.transport).problems(config, lambda: engine_python(config)):
         refuse(key, True, text)
-    text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
-    refuse("inference.health_timeout_s", inference.health_timeout_s <= inference.health_interval_s, text)
 
 
 def _check_servers(check: Check) -> None:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The run stops after so many optimizer steps in a row with a loss or gradient that is not finite.
+MAX_SKIPPED_STEPS = 5
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl", "compared")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
 OBSERVED_SUMS = ("observation", "observed")
@@ -357,19 +359,17 @@ class PolicyTrainer:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        limit = self.config.training.max_skipped_steps
         logger.warning(
             "optimizer step skipped: non-finite loss or gradient (batch of version %d, %d in a row, limit %d)",
             version,
             self.skipped_in_a_row,
-            limit,
+            MAX_SKIPPED_STEPS,
         )
-        if self.skipped_in_a_row >= limit:
+        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise UserError(
-                f"stopped: {self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient "
-                f"(training.max_skipped_steps = {limit}). The weights are those before these steps. Lower "
-                "optimizer.lr, look at the rewards in completions.jsonl, or use training.mixed_precision_param = "
-                '"float32"; resume from the last checkpoint.'
+                f"stopped: {self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient. "
+                "The weights are those before these steps. Lower optimizer.lr, look at the rewards in "
+                'completions.jsonl, or use training.mixed_precision_param = "float32"; resume from the last checkpoint.'
             )
 
 

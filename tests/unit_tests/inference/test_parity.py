@@ -86,7 +86,6 @@ def make_config(**sync: Any) -> JobConfig:
     config = JobConfig()
     config.inference.backend = "vllm"
     config.inference.servers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    config.inference.health_interval_s = 0.05
     config.inference.health_timeout_s = 2.0
     vars(config.weight_sync).update(sync)
     return config

@@ -171,7 +171,6 @@ oops | 'oops' does not belong to any
 --lora.rank 3 --lora.adapter_path nowhere | lora.adapter_path = "nowhere" | no adapter_config.json
 --lora.rank 3 --grpo.kl_coefficient 0.1 --grpo.reference_ema_decay 0.9 | grpo.reference_ema_decay | lora.rank
 --lora.base_bits 4 | lora.base_bits = 4 | lora.rank = 0
---inference.health_timeout_s 1 | health_timeout_s = 1.0 | health_interval_s
 """
 # What stands in the file, at its top where it begins with a key -> what the message must contain.
 IN_THE_FILE: dict[str, list[str]] = {

@@ -164,6 +164,8 @@ def read_parts(store: Folder | Objects, parts: Iterable[Part], element: int, tar
 
 # An external reader that has just resolved `latest` still finds its version after the next one is published.
 KEEP_VERSIONS = 2
+# With deltas, one in so many versions is also written whole.
+WHOLE_EVERY = 10
 # All files that a rank of any job, however it ended, may have written into a version's folder; "" is the folder.
 _FILES = ("rank-*.safetensors", "rank-*.json", "rank-*.delta", "model.safetensors", weight_files.MANIFEST, ".*.tmp", "")
 
@@ -242,7 +244,7 @@ class Disk(Transport):
     def configured(cls, config: WeightSync, run_dir: Path) -> Disk:
         path = config.disk_path or str(run_dir / "weights")
         folder = path if "://" in path else str(Path(path).resolve())
-        whole_every = config.whole_every if config.delta else 1
+        whole_every = WHOLE_EVERY if config.delta else 1
         return cls({"folder": folder, "run": str(run_dir.resolve()), "whole_every": whole_every})
 
     @staticmethod

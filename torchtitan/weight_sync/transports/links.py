@@ -3,7 +3,7 @@
 There is one communicator per trainer rank and actor worker, made with the worker's channel to the shard server. The
 bucket's message names it and gives the chunk size. A chunk is launched only after the actor has posted its receive and
 said so over the channel (a credit). A frozen actor gives no credits, so it holds nothing on the trainer's device. A
-chunk that was credited but does not move is aborted after `chunk_timeout_s`; for at most this long an actor can block a
+chunk that was credited but does not move is aborted after a second; for at most this long an actor can block a
 device-wide call of the trainer. Any failure closes the channel, and the next channel starts afresh. The default process
 group is not used, and no collective runs.
 """
@@ -42,7 +42,7 @@ CREDIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Chunks:
-    """chunk_bytes and chunk_timeout_s of [weight_sync], and the device of the slots."""
+    """The size and deadline of a chunk, and the device of the slots."""
 
     size: int
     timeout_s: float

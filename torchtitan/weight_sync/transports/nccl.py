@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.utils.machine import wheel_version
@@ -13,8 +12,12 @@ from torchtitan.weight_sync.transports.transport import Transport, off_device
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 if TYPE_CHECKING:
-    from torchtitan.config.job_config import JobConfig, WeightSync
+    from torchtitan.config.job_config import JobConfig
     from torchtitan.weight_sync.transports.links import ReceivingLink
+
+# A bucket travels in chunks of this size. A frozen actor holds up a device-wide call of the trainer for at most the
+# deadline of one.
+CHUNK_BYTES, CHUNK_SECONDS = 4 * 1024 * 1024, 1.0
 
 
 class Nccl(Transport):
@@ -27,10 +30,6 @@ class Nccl(Transport):
     def __init__(self, options: Message | None = None):
         super().__init__(options)
         self._links: dict[str, ReceivingLink] = {}
-
-    @classmethod
-    def configured(cls, config: WeightSync, run_dir: Path) -> Nccl:
-        return cls({"size": config.chunk_bytes, "timeout_s": config.chunk_timeout_s})
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
@@ -53,7 +52,7 @@ class Nccl(Transport):
         from torchtitan.distributed.checksum import memory_tensor
         from torchtitan.weight_sync.transports.links import Chunks, SendingLink
 
-        chunks = Chunks(**self.options, where=memory_tensor(slots.slot(0)).device)
+        chunks = Chunks(CHUNK_BYTES, CHUNK_SECONDS, memory_tensor(slots.slot(0)).device)
         return {"make_link": partial(SendingLink, runtime, chunks)}
 
     def linked(self, channel: Channel, message: Message, post: Any, where: Any) -> None:
