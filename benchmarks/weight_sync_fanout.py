@@ -2,10 +2,12 @@
 
     python benchmarks/weight_sync_fanout.py [--json]
 
-Real shard server, registry and actors; the actors have no engine, several live in one process. Every version waits
-until all actors have applied it. Bytes are those that actors have received from the trainer, or from the actor that
-passed them on, of transfers that were finished.
+Real shard server, registry and actors; the actors have no engine, several live in one process. Every actor has an
+address of its own, as on a machine of its own, unless one host is measured. Every version waits until all actors have
+applied it. Bytes are those that actors have received from the trainer, or from the actor that passed them on, of
+transfers that were finished.
 
+    egress_copies_one_host    bytes that leave the trainer for four actors of one host that relay ÷ those of a version
     relay_depth_cost    seconds until the last of 16 actors has a version ÷ seconds until one alone has it, where every
                         connection is as slow as the others
 """
@@ -38,7 +40,11 @@ from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
-BARS = {"egress_growth_4_to_16": ("<=", 1.1), "relay_depth_cost": ("<=", 2.0)}
+BARS = {
+    "egress_growth_4_to_16": ("<=", 1.1),
+    "egress_copies_one_host": ("<=", 1.1),
+    "relay_depth_cost": ("<=", 2.0),
+}
 EPOCH = "e1-fanout"
 ACTORS_PER_PROCESS = 4
 # The first version finds actors that are still connecting.
@@ -49,16 +55,18 @@ LINK_BYTES_PER_S = 4_000_000
 def serve(arguments: dict[str, Any]) -> None:
     """In a child: actors until the benchmark kills them."""
     torch.set_num_threads(1)
-    for name in arguments["names"]:
+    for name, host in arguments["actors"]:
         key = role_key(arguments["token"], ACTOR, name)
-        SyncActor(arguments["registry"], name, EPOCH, key, lambda _staged: None, relay_host="127.0.0.1").start()
-    common.say({"actors": len(arguments["names"])})
+        SyncActor(arguments["registry"], name, EPOCH, key, lambda _staged: None, relay_host=host).start()
+    common.say({"actors": len(arguments["actors"])})
     sys.stdin.read()
 
 
-def egress_per_version(actors: int, relay: bool, versions: int, megabytes: int, folder: Path) -> dict[str, float]:
+def egress_per_version(
+    actors: int, relay: bool, versions: int, megabytes: int, folder: Path, one_host: bool = False
+) -> dict[str, float]:
     """Mean bytes that leave the trainer and the busiest actor per version, and the median seconds until all have it."""
-    run_dir = folder / f"{actors}-{'relay' if relay else 'direct'}"
+    run_dir = folder / f"{actors}-{'relay' if relay else 'direct'}-{one_host}"
     config = WeightSyncConfig(relay=relay, bucket_bytes=1 << 20, progress_timeout_s=20)
     weights = {f"layer{index}": torch.zeros(megabytes << 17, dtype=torch.float32) for index in range(2)}
     token = secrets.token_urlsafe(16)
@@ -66,12 +74,12 @@ def egress_per_version(actors: int, relay: bool, versions: int, megabytes: int, 
     with contextlib.ExitStack() as closing:
         sync = WeightSync(config, weights, epoch=EPOCH, token=token, run_dir=run_dir)
         closing.callback(sync.close)
-        names = [f"actor-{number}" for number in range(actors)]
+        named = [(f"actor-{number}", f"127.0.0.{1 if one_host else 2 + number}") for number in range(actors)]
         for first in range(0, actors, ACTORS_PER_PROCESS):
             arguments = {
                 "registry": sync.registry_address,
                 "token": token,
-                "names": names[first : first + ACTORS_PER_PROCESS],
+                "actors": named[first : first + ACTORS_PER_PROCESS],
             }
             child = common.Child(Path(__file__), arguments)
             closing.callback(child.close)
@@ -153,6 +161,9 @@ def main() -> int:
                 figures[f"seconds_{name}"] = measured["seconds"]
                 if relay:
                     figures[f"busiest_actor_mb_{name}"] = measured["busiest_actor"] / 1e6
+        common.progress("four actors of one host")
+        measured = egress_per_version(4, True, versions, options.megabytes, Path(folder), one_host=True)
+        figures["egress_copies_one_host"] = measured["trainer"] / (options.megabytes << 20)
         common.progress(f"{many} actors and one, over slow links")
         cost = depth_cost(many, 2 if options.quick else 4, options.megabytes, Path(folder) / "links")
     growth = {"relay_depth_cost": cost}

@@ -425,10 +425,11 @@ class WeightSync:
     """tcp, disk: send only the elements that changed since the version that the actor holds; needs one more slot"""
 
     relay: bool = False
-    """tcp: actors that hold a version pass it on, which bounds how many times the trainer sends it"""
+    """tcp: actors that hold a version pass it on: each host receives it once, and few of them from the trainer"""
 
     relay_fanout: Count = 2
-    """relay: actors that receive from the trainer, or from one actor, at the same time"""
+    """relay: hosts that receive from the trainer, or from another host, at the same time; on a host, actors that
+    receive from one actor"""
 
     num_slots: Annotated[int, Range(3)] = 3
     """Staging slots per trainer rank, each for one version: one is being written, one holds the newest, and each

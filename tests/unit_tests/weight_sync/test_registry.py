@@ -462,15 +462,17 @@ def test_registry_that_ends_closes_everything() -> None:
     assert "refused" in Client(world.machine, REGISTRY, TRAINER, "0").over
 
 
+def _relaying(seconds: float | None, host: str, away: bool = False) -> ActorRecord:
+    channel: Any = None if away else object()
+    figures = {} if seconds is None else {"transfer_s": seconds}
+    return ActorRecord(channel, "i", host and f"{host}:1", 0.0, figures=figures)
+
+
 def test_who_passes_versions_on() -> None:
     """The fast ones first, in classes of speed; not who is away, has no address or has lost its snapshot."""
-    there: Any = object()
-
-    def actor(seconds: float | None, channel: Any = there, address: str = "10.0.0.1:1") -> ActorRecord:
-        return ActorRecord(channel, "i", address, 0.0, figures={} if seconds is None else {"transfer_s": seconds})
-
-    actors = {"new": actor(None), "late": actor(90.0), "b": actor(1.1), "a": actor(1.0), "at once": actor(0.0)}
-    others = {"gone": actor(0.1, channel=None), "mute": actor(0.1, address=""), "slow": actor(0.1)}
+    seconds = {"new": None, "late": 90.0, "b": 1.1, "a": 1.0, "at once": 0.0}
+    actors = {name: _relaying(took, f"10.0.0.{number}") for number, (name, took) in enumerate(seconds.items())}
+    others = {"gone": _relaying(0.1, "10.0.1.1", True), "mute": _relaying(0.1, ""), "slow": _relaying(0.1, "10.0.1.2")}
     sources = relay_sources({**actors, **others}, {"slow"}, 2, TOKEN)
     assert {child: source["name"] for child, source in sources.items()} == {
         "b": "at once",
@@ -478,8 +480,27 @@ def test_who_passes_versions_on() -> None:
         "new": "a",
     }
     key = role_key(role_key(TOKEN, ACTOR, "a"), PEER, "new")
-    assert sources["new"] == {"name": "a", "address": "10.0.0.1:1", "key": key}
+    assert sources["new"] == {"name": "a", "address": "10.0.0.3:1", "key": key}
     assert relay_sources(actors, (), 0, TOKEN) == {}
+
+
+@pytest.mark.parametrize("fanout", [1, 2, 3])
+def test_a_version_reaches_each_host_once(fanout: int) -> None:
+    """Of a host's actors, the fastest alone pulls from elsewhere, and nobody serves too many of either kind."""
+    hosts = [f"10.0.0.{number}" for number in range(7)] + ["[fe80::1]", "[fe80::2]"]
+    host_of = {f"{number}-of-{host}": host for host in hosts for number in range(4)}
+    actors = {name: _relaying(0.1 if name[0] == "2" else 9.0, host) for name, host in host_of.items()}
+    sources = {child: source["name"] for child, source in relay_sources(actors, (), fanout, TOKEN).items()}
+    from_elsewhere = {name for name in actors if name not in sources or host_of[sources[name]] != host_of[name]}
+    assert from_elsewhere == {f"2-of-{host}" for host in hosts}
+    assert len(actors) - len(sources) == fanout
+    for parent in actors:
+        children = [host_of[child] == host_of[parent] for child, source in sources.items() if source == parent]
+        assert max(children.count(True), children.count(False)) <= fanout
+        above = parent
+        for _ in actors:
+            above = sources.get(above, above)
+        assert above not in sources, "every way leads to the trainer"
 
 
 @pytest.mark.parametrize("relay", [False, True])

@@ -38,7 +38,8 @@ class Settings:
     lease_s: float = 60.0
     """How long a snapshot is retained at most"""
     relay_fanout: int = 0
-    """How many actors pull from the trainer, and from each actor that relays; 0: all pull from the trainer"""
+    """How many hosts' fastest actors pull from the trainer, and how many from each that relays; 0: all actors pull from
+    the trainer"""
     progress_timeout_s: float = 5.0
     """A pull that moves no byte for this long no longer retains its snapshot"""
     apply_timeout_s: float = 10.0
@@ -200,23 +201,24 @@ class IncompleteVersion:
 def relay_sources(
     actors: Mapping[str, ActorRecord], slow: Container[str], fanout: int, token: str
 ) -> dict[str, Message]:
-    """Map each actor that pulls from another one to its source and the key for it. The fastest actors pull from the
-    trainer, and are left out.
+    """Map each actor that pulls from another one to its source and the key for it. Those that pull from the trainer are
+    left out. The fastest actor of each host gets versions over the network, and the others of its host from it.
 
-    fanout: how many actors pull from the trainer, and from each actor that relays; 0: nobody relays. token: actors'
-    keys are derived from it, and from those the keys of their peers (see bucket_server.Relay).
+    fanout: how many hosts pull from the trainer, and from each other host; also how many actors pull from each actor
+    of their host; 0: nobody relays. token: actors' keys are derived from it, and from those the keys of their peers
+    (see bucket_server.Relay).
     """
-    able = [
-        name
-        for name, actor in actors.items()
-        if actor.channel is not None and actor.address and not actor.disputes and name not in slow
-    ]
-    able.sort(key=lambda name: (actors[name].speed_class, name))
+    hosts: dict[str, list[str]] = {}
+    for name, actor in sorted(actors.items(), key=lambda item: (item[1].speed_class, item[0])):
+        if fanout and actor.channel is not None and actor.address and not actor.disputes and name not in slow:
+            hosts.setdefault(actor.address.rpartition(":")[0], []).append(name)
     found: dict[str, Message] = {}
-    for number, child in enumerate(able[fanout:] if fanout else []):
-        parent = able[number // fanout]
-        key = role_key(role_key(token, ACTOR, parent), PEER, child)
-        found[child] = {"name": parent, "address": actors[parent].address, "key": key}
+    # In each row, the first one is where versions come from: the trainer (""), or the host's fastest actor.
+    for row in (["", *(host[0] for host in hosts.values())], *hosts.values()):
+        for number, child in enumerate(row[1:]):
+            if parent := row[number // fanout]:
+                key = role_key(role_key(token, ACTOR, parent), PEER, child)
+                found[child] = {"name": parent, "address": actors[parent].address, "key": key}
     return found
 
 
