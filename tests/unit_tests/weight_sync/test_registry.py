@@ -462,10 +462,10 @@ def test_registry_that_ends_closes_everything() -> None:
     assert "refused" in Client(world.machine, REGISTRY, TRAINER, "0").over
 
 
-def _relaying(seconds: float | None, host: str, away: bool = False) -> ActorRecord:
+def _relaying(seconds: float | None, host: str, away: bool = False, port: int = 1) -> ActorRecord:
     channel: Any = None if away else object()
     figures = {} if seconds is None else {"transfer_s": seconds}
-    return ActorRecord(channel, "i", host and f"{host}:1", 0.0, figures=figures)
+    return ActorRecord(channel, "i", host and f"{host}:{port}", 0.0, figures=figures)
 
 
 def test_who_passes_versions_on() -> None:
@@ -489,7 +489,8 @@ def test_a_version_reaches_each_host_once(fanout: int) -> None:
     """Of a host's actors, the fastest alone pulls from elsewhere, and nobody serves too many of either kind."""
     hosts = [f"10.0.0.{number}" for number in range(7)] + ["[fe80::1]", "[fe80::2]"]
     host_of = {f"{number}-of-{host}": host for host in hosts for number in range(4)}
-    actors = {name: _relaying(0.1 if name[0] == "2" else 9.0, host) for name, host in host_of.items()}
+    speeds = {name: 0.1 if name[0] == "2" else 9.0 for name in host_of}
+    actors = {name: _relaying(speeds[name], host, port=1 + int(name[0])) for name, host in host_of.items()}
     sources = {child: source["name"] for child, source in relay_sources(actors, (), fanout, TOKEN).items()}
     from_elsewhere = {name for name in actors if name not in sources or host_of[sources[name]] != host_of[name]}
     assert from_elsewhere == {f"2-of-{host}" for host in hosts}
