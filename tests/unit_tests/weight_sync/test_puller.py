@@ -162,21 +162,6 @@ def test_slow_actors_share_the_retained_snapshots(slots: int) -> None:
     job.check_progress(job.actors[0], 0.0, 120.0)
 
 
-@pytest.mark.parametrize(("slots", "most"), [(3, 11), (4, 3)])
-def test_actor_of_middling_speed_waits_at_most_for_the_slowest_one(slots: int, most: int) -> None:
-    """In versions, one per second: as long as the slowest one's pull lasts, and its own; with one more slot only its
-    own."""
-    job = job_of(slots=slots, actor_seconds=(0.1, 1.3, 8.0))
-    middling, behind = job.actors[1], []
-    job.train(60)
-    while job.machine.now < 60.0:
-        job.machine.run(job.machine.now + 0.1)
-        if job.machine.now > 10.0:
-            behind.append(max(job.published_at) - versions(middling)[-1])
-    assert max(behind) <= most
-    job.check_progress(job.actors[0], 0.0, 60.0)
-
-
 @pytest.mark.parametrize("fanout", [1, 2])
 def test_relay_bounds_what_leaves_the_trainer(fanout: int) -> None:
     machine = Machine(0)
