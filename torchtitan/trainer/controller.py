@@ -103,6 +103,18 @@ def share_command(command: Command | None) -> Command:
     return command
 
 
+@dataclass
+class DataPath:
+    """Where the batches of rank 0 come from, and where it records them."""
+
+    tokenizer: Tokenizer
+    events: EventLog
+    journal: Journal
+    rollouts: Rollouts | None = None
+    prepared: ReplaySource | Demonstrations | None = None
+    """Batches that need no sampling; rollouts then serve only evaluations"""
+
+
 class Controller:
     """Exists only on rank 0. It uses the engines' pool and the rollouts directly, in their own thread.
 
@@ -124,31 +136,24 @@ class Controller:
         run_dir: Path,
         epoch: str,
         signals: SignalFlags,
-        rollouts: Rollouts | None,
+        data: DataPath,
         weights: WeightPath,
-        *,
-        events: EventLog,
-        journal: Journal,
-        tokenizer: Tokenizer,
-        prepared: ReplaySource | Demonstrations | None = None,
         restored: Restored | None = None,
         lost: str = "",
     ):
-        """prepared: batches that need no sampling; rollouts then serve only evaluations. weights: the path by which
-        weights leave the trainer. restored: the checkpoint to continue from. lost: why the ranks were restarted; the
-        batches that they had trained on since that checkpoint then come first.
+        """weights: the path by which weights leave the trainer. restored: the checkpoint to continue from. lost: why
+        the ranks were restarted; the batches that they had trained on since that checkpoint then come first.
 
         Raises UserError for rollouts of other training prompts, or without a package that [metrics] asks for.
         """
         self.config, self.run_dir, self.signals, self.weights = config, run_dir, signals, weights
-        self.events, self.journal, self.tokenizer = events, journal, tokenizer
-        self.rollouts, self.prepared = rollouts, prepared
-        self.demonstrations = prepared if isinstance(prepared, Demonstrations) else None
+        self.events, self.journal, self.tokenizer = data.events, data.journal, data.tokenizer
+        self.rollouts, self.prepared = data.rollouts, data.prepared
+        self.demonstrations = data.prepared if isinstance(data.prepared, Demonstrations) else None
         pool = self.rollouts and self.rollouts.pool
         self.colocated = pool if isinstance(pool, ColocatedPool) else None
         self.actors = pool if isinstance(pool, InferencePool) else None
         self.sync = weights if isinstance(weights, WeightSync) else None
-        self._evaluations: list[tuple[float, float]] = []
         self._sleep_times = dict.fromkeys(SLEEP_TIMES, 0.0) if sleeps_between_batches(config) else {}
         """Empty unless actors sleep while the trainer trains"""
         self._last_snapshot_try = 0.0
@@ -160,42 +165,18 @@ class Controller:
         self._mismatched = False
         # Other ranks sit in a collective while rank 0 waits, so it must send a command well before the deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
-        state = None if restored is None else restored.rollout
-        if state is not None and self.demonstrations is not None:
-            self.demonstrations.restore_state(state)
-        self._evaluators: dict[str, Evaluator] = {}
-        self._due: dict[str, Evaluator] = {}
-        """The sets of the current evaluation"""
         if self.rollouts is not None:
             self._call = self.rollouts.loop.call
-            if state is not None and self.prepared is None:
-                self._call(self.rollouts.flow.restore_state, state)
-            if config.eval.enable:
-                self._evaluators = {
-                    name: Evaluator(task.config, epoch, task.held_out_prompts(), task.groups, events)
-                    for (name, _), task in zip(sets_of(config), self.rollouts.sets, strict=True)
-                }
-            if self.actors is not None and self.sync is not None:
-                self._call(self.actors.connect_weights, self.sync.registry_address)
-        self._held_out = None
-        """Demonstrations whose loss evaluations compute"""
-        if self.demonstrations is not None and config.eval.enable:
-            self._held_out = self.demonstrations.held_out()
-        self._loss: dict[str, Figure] = {}
-        """The loss of the current evaluation"""
+        if restored is not None and restored.rollout is not None:
+            self._restore(restored.rollout)
+        self._prepare_evaluations(epoch)
+        if self.actors is not None and self.sync is not None:
+            self._call(self.actors.connect_weights, self.sync.registry_address)
         if restored is not None:
             check_rows(run_dir)
-            deque(read_records(journal.path), maxlen=0)
-        # All that can be refused has been. From here on files are cut back, and the console is taken until close().
-        if restored is not None:
-            go_back_to(run_dir / config.checkpoint.folder, restored.version)
-        if restored is not None and lost:
-            self._go_on(restored.version, lost)
-        elif restored is not None:
-            journal.resume_at(restored.version)
-            logger.info("resuming at version %d", restored.version)
-            if restored.version >= config.training.steps:
-                logger.warning("training.steps = %d: nothing is left to train", config.training.steps)
+            deque(read_records(self.journal.path), maxlen=0)
+            # All that can be refused has been. From here on files are cut back, and the console is taken until close().
+            self._resume(restored.version, lost)
         self.metrics = MetricsLogger(config, run_dir, resumed_step=None if restored is None else restored.version)
         if config.training.steps == 0:
             # Nothing is trained, so completions.jsonl is that of the evaluations.
@@ -207,8 +188,38 @@ class Controller:
         if self.rollouts is not None and self.actors is not None and self.sync is not None:
             self._watch = self.rollouts.loop.submit(self._watch_actors)
 
-    def _go_on(self, version: int, lost: str) -> None:
-        """After a restart of the ranks, train on the recorded batches again, and record what was lost."""
+    def _restore(self, state: bytes) -> None:
+        """Continue with the data where a checkpoint was; see rollout_state."""
+        if self.demonstrations is not None:
+            self.demonstrations.restore_state(state)
+        elif self.rollouts is not None and self.prepared is None:
+            self._call(self.rollouts.flow.restore_state, state)
+
+    def _prepare_evaluations(self, epoch: str) -> None:
+        self._evaluations: list[tuple[float, float]] = []
+        self._evaluators: dict[str, Evaluator] = {}
+        self._due: dict[str, Evaluator] = {}
+        """The sets of the current evaluation"""
+        self._held_out = self.demonstrations.held_out() if self.demonstrations and self.config.eval.enable else None
+        """Demonstrations whose loss evaluations compute"""
+        self._loss: dict[str, Figure] = {}
+        """The loss of the current evaluation"""
+        if self.rollouts is not None and self.config.eval.enable:
+            self._evaluators = {
+                name: Evaluator(task.config, epoch, task.held_out_prompts(), task.groups, self.events)
+                for (name, _), task in zip(sets_of(self.config), self.rollouts.sets, strict=True)
+            }
+
+    def _resume(self, version: int, lost: str) -> None:
+        """Cut the run's files back to the checkpoint of `version`. After a restart of the ranks, train on the recorded
+        batches again, and record what was lost."""
+        go_back_to(self.run_dir / self.config.checkpoint.folder, version)
+        if not lost:
+            self.journal.resume_at(version)
+            logger.info("resuming at version %d", version)
+            if version >= self.config.training.steps:
+                logger.warning("training.steps = %d: nothing is left to train", self.config.training.steps)
+            return
         decided, kept = self.journal.set_aside(version)
         fields = {"reason": lost, "steps_again": decided - version, "batches_kept": len(kept.versions)}
         if self.rollouts is not None:

@@ -38,12 +38,12 @@ from torchtitan.report.metrics import set_up_logging
 from torchtitan.report.page import LivePage
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.journal import Journal, ReplaySource
-from torchtitan.rollout.rollouts import Rollouts, make_rollouts
+from torchtitan.rollout.rollouts import make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
-from torchtitan.trainer.controller import Command, Controller, Kind, share_command
+from torchtitan.trainer.controller import Command, Controller, DataPath, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, new_epoch, open_run_directory, whole_steps
 from torchtitan.trainer.signals import SignalFlags
@@ -320,17 +320,7 @@ class Job:
         if rank == 0:
             self._closing.enter_context(locked(self.run_dir))
         set_up_logging(self.run_dir, rank)
-        if rank == 0 and (rounded := without_masters(config)) is not None:
-            logger.warning(rounded)
-        if rank == 0 and device.device().type == "cuda" and not trains_on_gpu():
-            logger.warning(
-                "torch sees a GPU that neither nvidia-smi nor /dev shows, so the defaults are those for CPUs. Set "
-                "TORCHTITAN_DEVICE=cuda for those for GPUs"
-            )
-        if address:
-            places = gather_bytes(f"{address} on {socket.gethostname()}".encode()) or []
-            for number, place in enumerate(places):
-                logger.info("rank %d meets the others at %s", number, place.decode())
+        self._describe_devices(address)
         self._recorder = StepRecorder(self.run_dir, rank)
         self._closing.callback(self._recorder.close)
         elsewhere = not has_engines(config) or config.inference.servers or config.inference.mode == "colocate"
@@ -338,72 +328,92 @@ class Job:
         device.set_threads(config.training.threads, beside=actors)
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
-        if rank == 0:
-            tokenizer = Tokenizer(config.model.hf_assets_path, config.rollout.chat_template_kwargs)
-            events = EventLog(self.run_dir / "events.jsonl")
-            journal = Journal(self.run_dir, config.rollout.journal_max_mb << 20, self._trains_again_from)
-            self._closing.callback(journal.close)
-            if start.load_step is None:
-                self._record_start(events)  # a resume may still be refused, which leaves the folder as it was
-            if config.metrics.live_port:
-                # Before anything that takes minutes: the port may be taken.
-                self._closing.callback(LivePage(self.run_dir, config.metrics.live_port).close)
-            rollouts: Rollouts | None = None
-            prepared: ReplaySource | Demonstrations | None = None
-            if has_engines(config):
-                # Actors need as long to start as the trainer does: let them start side by side.
-                rollouts = make_rollouts(config, ranks, tokenizer, journal, events, self.run_dir, epoch, token)
-                self._closing.enter_context(rollouts)
-            if config.rollout.replay:
-                prepared = ReplaySource(config.rollout.replay, journal)
-            elif config.job.stage == "sft":
-                prepared = Demonstrations(config, tokenizer, ranks)
-                config.training.steps = prepared.steps
-            # Also a run that ends with an error has something to show, and the rest has ended by then.
-            self._closing.callback(self._close_controller)
+        data = self._open_data(start, epoch, token) if rank == 0 else None
         if config.sft.epochs and config.job.stage == "sft":
-            steps = broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None)
-            config.training.steps = int(steps)
+            config.training.steps = int(broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None))
+        restored = self._build_trainer(start)
+        self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank, self.version))
+        self.replica = self._closing.enter_context(open_replica(config, self.trainer.optimizer, self.run_dir))
+        path = open_weight_path(config, self.trainer.policy, epoch, token, self.run_dir, self.replica)
+        self.weights = self._closing.enter_context(path)
+        self.sync = self.weights if isinstance(self.weights, WeightSync) else None
+        if data is not None:
+            about = (config, self.run_dir, epoch, self.signals)
+            self.controller = Controller(*about, data, self.weights, restored, start.lost)
+            self._announce(data.events, given)
+
+    def _describe_devices(self, address: str) -> None:
+        """Log what a user should know of this machine's devices, and where the ranks meet (collective)."""
+        if device.rank() == 0 and (rounded := without_masters(self.config)) is not None:
+            logger.warning(rounded)
+        if device.rank() == 0 and device.device().type == "cuda" and not trains_on_gpu():
+            logger.warning(
+                "torch sees a GPU that neither nvidia-smi nor /dev shows, so the defaults are those for CPUs. Set "
+                "TORCHTITAN_DEVICE=cuda for those for GPUs"
+            )
+        if address:
+            for number, place in enumerate(gather_bytes(f"{address} on {socket.gethostname()}".encode()) or []):
+                logger.info("rank %d meets the others at %s", number, place.decode())
+
+    def _open_data(self, start: Start, epoch: str, token: str) -> DataPath:
+        """Open what batches come from, and the run's records. Only rank 0 has these."""
+        config, ranks = self.config, device.world_size()
+        tokenizer = Tokenizer(config.model.hf_assets_path, config.rollout.chat_template_kwargs)
+        events = EventLog(self.run_dir / "events.jsonl")
+        journal = Journal(self.run_dir, config.rollout.journal_max_mb << 20, self._trains_again_from)
+        self._closing.callback(journal.close)
+        if start.load_step is None:
+            self._record_start(events)  # a resume may still be refused, which leaves the folder as it was
+        if config.metrics.live_port:
+            # Before anything that takes minutes: the port may be taken.
+            self._closing.callback(LivePage(self.run_dir, config.metrics.live_port).close)
+        data = DataPath(tokenizer, events, journal)
+        if has_engines(config):
+            # Actors need as long to start as the trainer does: let them start side by side.
+            data.rollouts = make_rollouts(config, ranks, tokenizer, journal, events, self.run_dir, epoch, token)
+            self._closing.enter_context(data.rollouts)
+        if config.rollout.replay:
+            data.prepared = ReplaySource(config.rollout.replay, journal)
+        elif config.job.stage == "sft":
+            data.prepared = Demonstrations(config, tokenizer, ranks)
+            config.training.steps = data.prepared.steps
+        # Also a run that ends with an error has something to show, and the rest has ended by then.
+        self._closing.callback(self._close_controller)
+        return data
+
+    def _build_trainer(self, start: Start) -> Restored | None:
+        """Build the policy, and load the checkpoint that the run continues from (collective)."""
+        config = self.config
         self.trainer = trainer = PolicyTrainer(config, self.dims)
-        policy, optimizer, reference = trainer.policy, trainer.optimizer, trainer.references.get("")
+        policy, reference = trainer.policy, trainer.references.get("")
         trainer.is_told_to_stop = lambda: self.signals.told
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(
-            config.checkpoint, self.run_dir, policy, optimizer, trainer.scheduler, changing,
+            config.checkpoint, self.run_dir, policy, trainer.optimizer, trainer.scheduler, changing,
             origins_of_adapters(config),
         )  # fmt: skip
         self._closing.callback(self.checkpointer.wait, config.checkpoint.save_deadline_s)
-        restored = None
-        if start.load_step is not None:
-            restored = self.checkpointer.load(start.load_step)
-            self.version = restored.version
-        elif start.lost:
-            restored = Restored(0)
-        self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank, self.version))
         # An engine in these processes is judged by what it samples, see mismatch.py.
         served = config.inference.mode == "server"
         self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
-        self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir))
-        self.weights = self._closing.enter_context(
-            open_weight_path(config, policy, epoch, token, self.run_dir, self.replica)
-        )
-        self.sync = self.weights if isinstance(self.weights, WeightSync) else None
-        if rank == 0:
-            self.controller = Controller(
-                config, self.run_dir, epoch, self.signals, rollouts, self.weights, events=events, journal=journal,
-                tokenizer=tokenizer, prepared=prepared, restored=restored, lost=start.lost,
-            )  # fmt: skip
-            if changed := claim(given, self.run_dir):
-                # What a run means may change with them (a temperature, a loss, a tokenizer).
-                events.write("goes_on_with_other_values", level=logging.WARNING, **changed)
-            if self._events is None:
-                self._record_start(events)
-            logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
-            inference = config.inference
-            if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":
-                said = size_message(policy.invariant_sizes(), "the engine's log-probs")
-                if said is not None:
-                    logger.warning(said)
+        if start.load_step is None:
+            return Restored(0) if start.lost else None
+        restored = self.checkpointer.load(start.load_step)
+        self.version = restored.version
+        return restored
+
+    def _announce(self, events: EventLog, given: JobConfig) -> None:
+        """Record that the run begins, with its configuration as it was `given`."""
+        if changed := claim(given, self.run_dir):
+            # What a run means may change with them (a temperature, a loss, a tokenizer).
+            events.write("goes_on_with_other_values", level=logging.WARNING, **changed)
+        if self._events is None:
+            self._record_start(events)
+        job, inference = self.config.job, self.config.inference
+        logger.info("%s; run folder %s", job.description or job.name, self.run_dir)
+        on_cpu = inference.backend == "embedded" and not inference.exact and device.device().type == "cpu"
+        if on_cpu and (said := size_message(self.trainer.policy.invariant_sizes(), "the engine's log-probs")):
+            logger.warning(said)
 
     def _trains_again_from(self) -> float:
         """Return the version whose batch would be the first one after a restart of the ranks."""

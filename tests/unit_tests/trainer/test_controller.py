@@ -18,7 +18,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import Round
 from torchtitan.rollout.rollouts import BackgroundLoop
 from torchtitan.rollout.types import Batch
-from torchtitan.trainer.controller import Controller, Kind
+from torchtitan.trainer.controller import Controller, DataPath, Kind
 from torchtitan.trainer.job import Job
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
@@ -71,11 +71,8 @@ def make(folder: Path, parts: Any, config: JobConfig | None = None) -> Controlle
         folder,
         "e1",
         cast("Any", Signals()),
-        None,
+        DataPath(cast("Any", None), EventLog(folder / "events.jsonl"), journal=parts),
         parts,
-        events=EventLog(folder / "events.jsonl"),
-        journal=parts,
-        tokenizer=cast("Any", None),
     )
     controller.rollouts = cast("Any", SimpleNamespace(flow=parts))
     controller.actors = controller.sync = parts
