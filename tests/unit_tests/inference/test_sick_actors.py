@@ -76,7 +76,7 @@ ANSWERS = {
     "nested": '{"completions":' + "[" * 200_000,
     "long": json.dumps({"completions": [GOOD]}) + " " * 100_000,
     **{
-        f"{name} {str(value)[-20:]}": json.dumps({"completions": [{**GOOD, name: value}]})
+        f"{name} {value!r:.35}": json.dumps({"completions": [{**GOOD, name: value}]})
         for name, value in [
             ("token_ids", 7), ("token_ids", ["a", "b"]), ("token_ids", [-1, 2]), ("token_ids", [BIG, 2]),
             ("log_probs", ["a", "b"]), ("log_probs", [BIG, 0]), ("finish_reason", ["stop"]),
