@@ -32,6 +32,7 @@ KEYS = {
     "weight_sync_plan": {"plan_s", "growth_per_version"},
     "weight_sync_fanout": {"egress_growth_1_to_2", "egress_mb_relay_2", "egress_copies_one_host"},
     "weight_sync_registry": {"registry_share", "join_storm_s", "status_bytes_s", "actor_start_pull_ms"},
+    "weight_sync_middling": {"middling_mean", "four_slots_gain", "healthy_max"},
     "weight_sync_slow": {"healthy_gap_versions", "healthy_gap_versions_four_slots", "healthy_gap_versions_ten"},
     "accuracy_hostile": {"accuracy_seconds_worst", "clock_worst_s"},
     "agents": {"prefill_saved", "gateway_overhead"},
