@@ -4,8 +4,9 @@
 
 Each transport of --transport gets its share of the faults, in one run with one trainer process. Faults: an actor, the
 shard server or the registry is killed or stopped for a while, a connection is reset, a byte corrupted, a link slow, a
-disk full, a file truncated. A fault counts when it has struck. The seed decides what comes when; what it meets there
-depends on the machine.
+disk full, a file truncated. `s3` is `disk` with moto's server as the object store, which is stopped for a while, too
+(needs the extra `remote` and moto[server]). A fault counts when it has struck. The seed decides what comes when; what
+it meets there depends on the machine.
 
     training_stops         steps that spent more than --stall_s in the synchronisation, or raised: then the run is over,
                            and what it had come to is reported
@@ -49,11 +50,13 @@ from torchtitan.weight_sync import servers  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.memory.manifest import Sheet, content_digest, merge_layouts  # noqa: E402
 from torchtitan.weight_sync.memory.slots import SlotState, SlotWriter  # noqa: E402
+from torchtitan.weight_sync.transports.stores import Objects  # noqa: E402
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02
 BUCKET_BYTES = 128 * 1024
+BUCKET = "chaos"
 # One version takes about 0.05 s on the wire, so that many faults hit a transfer.
 LINK_BYTES_PER_S = 40_000_000
 SLOW_BYTES_PER_S = 400_000
@@ -79,6 +82,7 @@ KINDS = {
         "kill server": 1, "kill registry": 1,
     },
 }  # fmt: skip
+KINDS["s3"] = {**KINDS["disk"], "stop store": 3}
 _ACTOR_PHASES = ("pull", "receive", "staged", "apply", "applied")
 
 
@@ -97,7 +101,7 @@ class Run:
         self._plan_faults([])
         self.parameters = {f"p{index}": parameter_values(0, index) for index in range(len(SHAPES))}
         config = WeightSyncConfig(
-            transport=transport, bucket_bytes=BUCKET_BYTES, max_restarts=1000,
+            transport="disk" if transport == "s3" else transport, bucket_bytes=BUCKET_BYTES, max_restarts=1000,
             progress_timeout_s=1.5, apply_timeout_s=2.0, **options,
         )  # fmt: skip
         self.epoch, self.token = f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
@@ -236,15 +240,20 @@ class Run:
         assert self.sync.registry is not None
         return {"server": self.sync.shard_server, "registry": self.sync.registry}
 
+    @property
+    def _store(self) -> psutil.Process:
+        return next(child for child in psutil.Process().children() if "moto.server" in child.cmdline())
+
     def _strike(self, kind: str, actor: str, number: int) -> bool:
         processes = self._supervised
         verb, _, target = kind.partition(" ")
         if verb == "kill" and target == "actor" and self.random.random() < 0.5:
             return self._planned(f"kill:phase={self.random.choice(_ACTOR_PHASES)},actor={actor}", number)
         if verb in ("kill", "stop"):
-            process = processes[target].process if target in processes else self.actors[actor]
+            process: Any = processes[target].process if target in processes else self.actors[actor]
             if process.poll() is not None:
                 return False
+            process = self._store if target == "store" else process
             process.send_signal(signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
             if verb == "stop":
                 self.train(0.1 + self.random.random() * (3.0 if target == "actor" else 1.0))
@@ -258,7 +267,7 @@ class Run:
             phase = self.random.choice(("pull", "send", "receive", "staged", "applied"))
             return f"reset:phase={phase},actor={actor}" + (f",bucket={bucket}" if phase in ("send", "receive") else "")
         if kind == "corrupt":
-            if self.transport == "disk":
+            if self.transport != "tcp":
                 return f"corrupt:phase=write,bucket={bucket}"
             return f"corrupt:phase={self.random.choice(('send', 'receive'))},actor={actor},bucket={bucket}"
         if kind == "delay":
@@ -382,11 +391,26 @@ def run(
         chaos.close()
 
 
+@contextlib.contextmanager
+def s3_store() -> Iterator[None]:
+    """An object store on this machine, which every process of the run finds by its environment."""
+    from fsspec.config import conf, set_conf_env
+
+    from tests.moto_server import moto_server
+
+    with moto_server() as url:
+        names = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+        os.environ |= {**names, "FSSPEC_S3_ENDPOINT_URL": url}
+        set_conf_env(conf)
+        Objects(f"s3://{BUCKET}")._files.mkdir(BUCKET)
+        yield
+
+
 def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--transport", default="tcp,disk", help="tcp, disk, or both; then three quarters are of tcp")
+    parser.add_argument("--transport", default="tcp,disk", help="tcp, disk, s3; of two, the first has three quarters")
     parser.add_argument("--stall_s", type=float, default=1.0, help="a machine that is busy otherwise needs more")
     parser.add_argument("--option", action="append", default=[], help="[weight_sync] key=value, value as JSON")
     parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
@@ -397,10 +421,13 @@ def main() -> int:
     options = {key: json.loads(value) for key, _, value in (item.partition("=") for item in arguments.option)}
     transports = arguments.transport.split(",")
     count = 4 if arguments.quick else arguments.faults
+    if "s3" in transports:
+        options["disk_path"] = f"s3://{BUCKET}/weights"
     shares = [count - count // 4, count // 4] if transports[1:] else [count]
     figures: dict[str, float] = {}
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="weight-sync-chaos-") as temporary:
+    store = s3_store() if "s3" in transports else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory(prefix="weight-sync-chaos-") as temporary, store:
         for transport, share in zip(transports, shares, strict=True):
             folder = (arguments.keep or Path(temporary)) / transport
             folder.mkdir(parents=True)
