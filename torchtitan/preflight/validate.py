@@ -256,6 +256,8 @@ def _check_objective(check: Check) -> None:
         text += "negative), and an asynchronous run trains on samples of older policies: set "
         bounds = {"grpo.delta": "grpo.delta to 3", "grpo.loss_type": "another objective, whose ratio has a bound"}
         bounds |= {f"grpo.sapo_temperature_{sign}": "it to at least 0.1" for sign in ("positive", "negative")}
+        if ":" in grpo.loss_type:
+            bounds["grpo.loss_type"] = "grpo.recompute_old_log_probs = false and off_policy_correction = icepop or mask"
         caps = f"a correction and caps of at most {NO_BOUND:g}"
         refuse(key, True, f"{text}{bounds.get(key, caps)}, or grpo.allow_uncorrected = true")
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
