@@ -240,7 +240,7 @@ async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) 
     left = max(deadline - time.perf_counter(), 0.0)
     tasks = [asyncio.ensure_future(task) for task in work]
     try:
-        # Of a cancelled gather(), asyncio prints the failures of its parts, which nobody waits for.
+        # Of a cancelled gather(), asyncio prints the failures of its parts, as no task awaits them.
         done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
         results = [task.result() for task in tasks if task in done]
         if len(results) < len(tasks) or not left:

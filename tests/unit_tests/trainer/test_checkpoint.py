@@ -128,20 +128,20 @@ def test_what_writes_in_the_background_waits_for_no_computation(
     mode: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor has it another GPU's stream; a save that the run waits for reads what was computed, so it must wait."""
-    told = list[str]()
+    calls = list[str]()
 
     def in_background(where: torch.device) -> contextlib.AbstractContextManager[None]:
-        told.append(f"beside {where}")
+        calls.append(f"beside {where}")
         return contextlib.nullcontext()
 
     monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 3))
-    monkeypatch.setattr(device, "use", lambda where: told.append(str(where)))
+    monkeypatch.setattr(device, "use", lambda where: calls.append(str(where)))
     monkeypatch.setattr(device, "in_background", in_background)
     run = Run(tmp_path, async_mode=mode)
     run.train(1)
     run.save(1)
     run.checkpointer.wait()
-    assert told == expected and whole_steps(run.checkpointer.folder) == [1]
+    assert calls == expected and whole_steps(run.checkpointer.folder) == [1]
 
 
 def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:

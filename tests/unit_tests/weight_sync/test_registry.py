@@ -486,7 +486,7 @@ def test_who_passes_versions_on() -> None:
 
 @pytest.mark.parametrize("fanout", [1, 2, 3])
 def test_a_version_reaches_each_host_once(fanout: int) -> None:
-    """Of a host's actors, the fastest alone pulls from elsewhere, and nobody serves too many of either kind."""
+    """Of a host's actors, the fastest alone pulls from elsewhere, and no actor serves too many of either kind."""
     hosts = [f"10.0.0.{number}" for number in range(7)] + ["[fe80::1]", "[fe80::2]"]
     host_of = {f"{number}-of-{host}": host for host in hosts for number in range(4)}
     speeds = {name: 0.1 if name[0] == "2" else 9.0 for name in host_of}

@@ -205,7 +205,7 @@ def relay_sources(
     left out. The fastest actor of each host gets versions over the network, and the others of its host from it.
 
     fanout: how many hosts pull from the trainer, and from each other host; also how many actors pull from each actor
-    of their host; 0: nobody relays. token: actors' keys are derived from it, and from those the keys of their peers
+    of their host; 0: no actor relays. token: actors' keys are derived from it, and from those the keys of their peers
     (see bucket_server.Relay).
     """
     hosts: dict[str, list[str]] = {}

@@ -202,7 +202,7 @@ class Objects(Store):
                 raise
             except Exception as error:  # Every library has errors of its own for a network that fails.
                 if attempt == TRIES:
-                    # No ConnectionError, which stands for a broken link and is tried again without a bound.
+                    # No ConnectionError, which means a broken link and is tried again without a bound.
                     code = error.errno if isinstance(error, OSError) and not isinstance(error, ConnectionError) else 0
                     raise OSError(code or errno.EIO, f"{method} {self.url}/{name}: {error}") from error
                 time.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
