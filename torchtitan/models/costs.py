@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torchtitan.config.derived import (
@@ -93,105 +93,131 @@ def version_bytes(config: JobConfig, args: ModelArgs) -> int:
 def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEstimate:
     """Estimate one rank's memory; MemoryEstimate explains how."""
     training, parallelism = config.training, config.parallelism
-    tensor, spread = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
-    shard = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree
+    tensor = parallelism.tensor_parallel_degree
+    sharing = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree * tensor
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     own, adapters = trained_parameters(config, args)
-    trained = -(-(own + adapters) // (shard * tensor))
+    trained = -(-(own + adapters) // sharing)
     # modules_to_save are fp32, like adapters.
     trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
-    projections = quantized_projections(config, args).items()
-    quantized = [rows * columns for _, (rows, columns) in projections]
-    all_quantized = sum(args.layers_with(name) * rows * columns for name, (rows, columns) in projections)
-    base = (args.num_parameters() - all_quantized) * master + int(all_quantized * QUANTIZED_BITS / 8)
-    query = args.num_attention_heads * args.head_dim
-    key_value = args.num_key_value_heads * args.head_dim
-    root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
-    layer = (args.num_parameters() - root) // args.num_hidden_layers
-    wide, experts = args.intermediate_size, 0
-    if args.experts is not None:
-        # A token has one row per chosen expert, both when dispatched and when combined.
-        wide = args.experts.active_size + args.experts.per_token * args.hidden_size // 2
-        experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
-    attention = most = 3 * query + 4 * key_value
-    if (delta := args.delta) is not None:
-        per_head = 4 * delta.value_dim + 7 * delta.key_dim + 5 * CHUNK + 2 * delta.key_dim * delta.value_dim // CHUNK
-        recurrent = 8 * delta.channels + delta.value_heads * per_head * BYTES["float32"] // computed
-        attention += (recurrent - attention) * len(delta.layers) // args.num_hidden_layers
-        most = max(most, recurrent)
-    kept = 5 * args.hidden_size + 4 * wide
-    whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
-    # What attention returned, and each head's fp32 sum.
-    of_op = args.num_attention_heads * (args.head_dim + BYTES["float32"] // computed)
-    of_op *= (args.num_hidden_layers - len(args.delta_layers)) * (config.activation_checkpoint.mode == "op")
-    per_token = whole * (kept + attention) + checkpointed * args.hidden_size + of_op
-    tokens, head = -(-training.tokens_per_micro_batch // config.parallelism.context_parallel_degree), config.model
-    budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
-    budget = budget // tensor * (2 if trains_on_gpu() and head.logprob_head == "one_pass" else 1)
-    all_logits = 4 * tokens * args.vocab_size * 4 // tensor
-    second = 0
-    for own_config in references_of(config).values():
-        if config.job.stage == "distill":
-            teacher = read_teacher_shape(own_config)
-            second += base if teacher is None else teacher.num_parameters() * master
-        elif not trains_only_adapters(config):
-            second += base + (adapters * BYTES["float32"] if config.lora.adapter_path else 0)
-    reference = -(-second // (shard * tensor))
-    # Without FSDP2, parameters are used in place and gradients accumulate in place.
-    training_types = {training.mixed_precision_param, training.mixed_precision_reduce, training.dtype}
-    fsdp = ranks > 1 or len(training_types) > 1 or (reference > 0 and reference_on_host(config))
-    of_layer = all_quantized // args.num_hidden_layers
-    held = (layer - experts - of_layer) * computed + int(of_layer * QUANTIZED_BITS / 8)
-    held_root, sent = root * computed // tensor, BYTES[training.mixed_precision_reduce]
-    # Of a layer: what this rank shares with others, and what it holds alone.
-    shared = alone = 0
-    for part, over in (held // tensor, tensor), (experts * computed // spread, spread):
-        shared, alone = (shared, alone + part) if keeps_unshared(config) and over == ranks else (shared + part, alone)
-    shared, alone, held_root = (shared, alone, held_root) if fsdp else (0, 0, 0)
-    kept_gathered = held_root + args.num_hidden_layers * alone
-    # Adapters' gradients are negligible here.
-    trains = fsdp and not config.lora.rank
-    of_head = args.vocab_size * args.hidden_size // tensor
-    by_head = of_head * computed if trains else 0
-    logits = all_logits if head.logprob_head == "full" else min(all_logits, budget)
-    stays, one = (
-        tokens * per_token * computed // tensor,
-        tokens * (kept + most) * computed // tensor if checkpointed else 0,
-    )
+    quantized = [args.layers_with(name) * rows * columns for name, (rows, columns) in _quantized(config, args)]
+    base = (args.num_parameters() - sum(quantized)) * master + int(sum(quantized) * QUANTIZED_BITS / 8)
+    reference = -(-_references_bytes(config, args, base) // sharing)
     optimizer = int(2 * trained_bytes * _state_share(config, args))
-    visits = optimizer if training.enable_cpu_offload == "optimizer" else 0
+    # Without FSDP2, parameters are used in place and gradients accumulate in place.
+    types = {training.mixed_precision_param, training.mixed_precision_reduce, training.dtype}
+    fsdp = ranks > 1 or len(types) > 1 or (reference > 0 and reference_on_host(config))
+    root, shared, alone = _gathered_bytes(config, args, ranks) if fsdp else (0, 0, 0)
+    stays = root + args.num_hidden_layers * alone
+    kept, one = _activation_bytes(config, args)
+    # Adapters' gradients are negligible here.
+    trains, sent = fsdp and not config.lora.rank, BYTES[training.mixed_precision_reduce]
+    head = args.vocab_size * args.hidden_size // tensor * trains
+    in_layer = head * computed + (shared + alone + shared * sent // computed) * trains
     moments = (
         # gathered, activations, logits, unreduced
-        (muon_bytes(config, args, ranks) + visits, 0, 0, 0),
-        (kept_gathered + shared, stays, logits, (of_head * BYTES["float32"] + by_head) if trains else 0),
-        (
-            kept_gathered + 2 * shared,
-            stays + one,
-            0,
-            (by_head + shared + alone + shared * sent // computed) if trains else 0,
-        ),
-        (kept_gathered, 0, 0, held_root * (computed + sent) // computed if trains else 0),
+        (muon_bytes(config, args, ranks) + optimizer * (training.enable_cpu_offload == "optimizer"), 0, 0, 0),
+        (stays + shared, kept, _logits_bytes(config, args), head * (BYTES["float32"] + computed)),
+        (stays + 2 * shared, kept + one, 0, in_layer),
+        (stays, 0, 0, root * (computed + sent) // computed * trains),
     )
     gathered, activations, logits, unreduced = max(moments, key=sum)
-    gathered += max(quantized, default=0) * computed
+    largest = max((rows * columns for _, (rows, columns) in _quantized(config, args)), default=0)
     whole_gradients = 0
-    if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":
-        whole_gradients = (own + adapters) // tensor * BYTES[training.mixed_precision_reduce]
+    if ranks > 1 and parallelism.fsdp_reduce_gradients == "optimizer_step":
+        whole_gradients = (own + adapters) // tensor * sent
     slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
     saves = config.checkpoint.enable and config.checkpoint.async_mode == "async"
-    saved = trained_bytes + optimizer + (reference if config.grpo.reference_ema_decay else 0)
     return MemoryEstimate(
-        parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // (shard * tensor)),
+        parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // sharing),
         gradients=trained_bytes + whole_gradients,
         optimizer=optimizer,
         reference=reference,
-        gathered=gathered,
+        gathered=gathered + largest * computed,
         activations=activations,
         logits=logits,
         unreduced=unreduced,
         slots=slots * trained * BYTES[config.inference.dtype],
-        checkpoint=saves * saved,
+        checkpoint=saves * (trained_bytes + optimizer + (reference if config.grpo.reference_ema_decay else 0)),
     )
+
+
+def _quantized(config: JobConfig, args: ModelArgs) -> Collection[tuple[str, tuple[int, int]]]:
+    return quantized_projections(config, args).items()
+
+
+def _references_bytes(config: JobConfig, args: ModelArgs, base: int) -> int:
+    """Weights of all references and teachers that the ranks hold, beside a policy whose frozen ones take `base`."""
+    size = 0
+    for own_config in references_of(config).values():
+        if config.job.stage == "distill":
+            teacher = read_teacher_shape(own_config)
+            size += base if teacher is None else teacher.num_parameters() * BYTES[config.training.dtype]
+        elif not trains_only_adapters(config):
+            adapters = trained_parameters(config, args)[1] if config.lora.adapter_path else 0
+            size += base + adapters * BYTES["float32"]
+    return size
+
+
+def _gathered_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[int, int, int]:
+    """What FSDP2 gathers: embedding and head; of a layer, what a rank shares with others; what it holds alone."""
+    tensor, spread = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
+    computed = BYTES[config.training.mixed_precision_param]
+    root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
+    experts = 0
+    if args.experts is not None:
+        experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
+    quantized = sum(args.layers_with(name) * rows * columns for name, (rows, columns) in _quantized(config, args))
+    quantized //= args.num_hidden_layers
+    dense = (args.num_parameters() - root) // args.num_hidden_layers - experts - quantized
+    held = dense * computed + int(quantized * QUANTIZED_BITS / 8)
+    shared = alone = 0
+    for part, over in (held // tensor, tensor), (experts * computed // spread, spread):
+        shared, alone = (shared, alone + part) if keeps_unshared(config) and over == ranks else (shared + part, alone)
+    return root * computed // tensor, shared, alone
+
+
+def _activation_bytes(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
+    """What all layers keep of a full micro-batch for the backward, and what one holds that computes it again."""
+    computed = BYTES[config.training.mixed_precision_param]
+    wide = args.intermediate_size
+    if args.experts is not None:
+        # A token has one row per chosen expert, both when dispatched and when combined.
+        wide = args.experts.active_size + args.experts.per_token * args.hidden_size // 2
+    kept = 5 * args.hidden_size + 4 * wide
+    query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
+    attention = largest = 3 * query + 4 * key_value
+    if (delta := args.delta) is not None:
+        per_head = 4 * delta.value_dim + 7 * delta.key_dim + 5 * CHUNK + 2 * delta.key_dim * delta.value_dim // CHUNK
+        recurrent = 8 * delta.channels + delta.value_heads * per_head * BYTES["float32"] // computed
+        attention += (recurrent - attention) * len(delta.layers) // args.num_hidden_layers
+        largest = max(largest, recurrent)
+    checkpointed = recomputed_layers(config, args)
+    per_token = (args.num_hidden_layers - checkpointed) * (kept + attention) + checkpointed * args.hidden_size
+    if config.activation_checkpoint.mode == "op":
+        # What attention returned, and each head's fp32 sum.
+        of_op = args.num_attention_heads * (args.head_dim + BYTES["float32"] // computed)
+        per_token += of_op * (args.num_hidden_layers - len(args.delta_layers))
+    bytes_per_element = _computed_tokens(config) * computed
+    tensor = config.parallelism.tensor_parallel_degree
+    one = bytes_per_element * (kept + largest) // tensor if checkpointed else 0
+    return bytes_per_element * per_token // tensor, one
+
+
+def _computed_tokens(config: JobConfig) -> int:
+    """Tokens of a full micro-batch that a rank computes."""
+    return -(-config.training.tokens_per_micro_batch // config.parallelism.context_parallel_degree)
+
+
+def _logits_bytes(config: JobConfig, args: ModelArgs) -> int:
+    tokens, tensor = _computed_tokens(config), config.parallelism.tensor_parallel_degree
+    everything = 4 * tokens * args.vocab_size * 4 // tensor
+    if config.model.logprob_head == "full":
+        return everything
+    asked = config.model.logprob_head_budget_mb << 20
+    budget = asked or default_head_budget(tokens, args.vocab_size, args.hidden_size)
+    twice = trains_on_gpu() and config.model.logprob_head == "one_pass"
+    return min(everything, budget // tensor * (2 if twice else 1))
 
 
 def _by_muon(config: JobConfig, args: ModelArgs) -> int:
@@ -217,17 +243,11 @@ def muon_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> int:
     return 9 * max(min(MUON_BUCKET_BYTES, elements * BYTES["bfloat16"] // ranks), largest * BYTES["bfloat16"])
 
 
-def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
-    """Return (layers that keep their activations, layers that recompute them)."""
+def recomputed_layers(config: JobConfig, args: ModelArgs) -> int:
+    """How many layers compute their activations again in the backward."""
     mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-    checkpointed = {"none": 0, "selective": layers // every}.get(mode, layers)
-    return layers - checkpointed, checkpointed
-
-
-def recomputed_share(config: JobConfig) -> float:
-    """The share of all layers that are computed again."""
-    every = config.activation_checkpoint.selective_ac_option
-    return {"none": 0.0, "selective": 1 / every}.get(config.activation_checkpoint.mode, 1.0)
+    layers = args.num_hidden_layers
+    return {"none": 0, "selective": layers // every}.get(mode, layers)
 
 
 def reference_on_host(config: JobConfig) -> bool:

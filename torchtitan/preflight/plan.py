@@ -27,7 +27,7 @@ from torchtitan.models.costs import (
     muon_bytes,
     on_device,
     parts_on_host,
-    recomputed_share,
+    recomputed_layers,
     version_bytes,
 )
 from torchtitan.models.model_args import ModelArgs
@@ -62,7 +62,7 @@ def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
     again = model_flops(args, lengths, 0, Passes(0, scored=1))
     if config.activation_checkpoint.mode == "op":
         again = sum(lengths) * model_flops(args, [1], 0, Passes(0, scored=1))  # without attention
-    operations += recomputed_share(config) * grpo.num_iterations * again
+    operations += recomputed_layers(config, args) / args.num_hidden_layers * grpo.num_iterations * again
     return operations / (ranks * OPERATIONS * REACHED_OPERATIONS)
 
 

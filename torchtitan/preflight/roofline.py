@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import global_batch_size, keeps_unshared, shard_degree
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_share
+from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers
 from torchtitan.models.model_args import ModelArgs
 
 PEAK = 989e12
@@ -56,14 +56,13 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
 
     With tensor or context parallelism, the tokens are those of the whole pack, of whose work a rank does its share.
     """
-    parallelism, training, grpo = config.parallelism, config.training, config.grpo
+    parallelism, grpo = config.parallelism, config.grpo
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     share = tokens / (tensor * context)
-    recomputed = recomputed_share(config)
+    recomputed = recomputed_layers(config, args) / args.num_hidden_layers
     attending = 0.0 if config.activation_checkpoint.mode == "op" else recomputed
-    # The old log-probs and those of a reference.
-    scored = int(grpo.recompute_old_log_probs) + (grpo.kl_coefficient > 0)
-    forwards, trained = grpo.num_iterations * (1 + recomputed) + scored, grpo.num_iterations
+    scored, trained = _scored(config), grpo.num_iterations
+    forwards = trained * (1 + recomputed) + scored
     # Of adapters, neither operations, gradients nor moments are counted.
     updated = 0 if config.lora.rank else trained
     layers, by_token = args.num_hidden_layers, args.weights_per_token()
@@ -73,77 +72,97 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     head_products = 2 * trained + updated + scored + (config.model.logprob_head != "one_pass") * trained
     whole = model_flops(args, [length], 0, Passes(trained, scored))
     attended = (whole - length * model_flops(args, [1], 0, Passes(trained, scored))) / length
-    hidden, expert = args.hidden_size, args.experts
-    # Elements that a layer's operators read and write for a token, forward and backward: norms and additions to the
-    # residual stream, rotations and norms of heads, and the activation.
-    turned = (args.num_attention_heads + args.num_key_value_heads) * args.head_dim
-    wide = args.intermediate_size if expert is None else expert.active_size
-    forward = 10 * hidden + (7 if args.qk_norm else 5) * turned + 5 * wide
-    backward = 21 * hidden + (8 if args.qk_norm else 5) * turned + 9 * wide
-    exchanged = 0.0
-    if expert is not None:
-        rows = expert.per_token * hidden
-        apart = parallelism.expert_parallel_degree > 1
-        forward += hidden + (7 if apart else 3) * rows
-        backward += 2 * hidden + (15 if apart else 9) * rows
-        if expert.stacked:
-            # Biases, and an activation that is clamped.
-            forward, backward = forward + 22 * wide, backward + 32 * wide
-        # A rank's own rows leave it for no other.
-        exchanged = 2.0 * rows * (1 - 1 / parallelism.expert_parallel_degree)
-    width = BYTES[training.mixed_precision_param]
+    width = BYTES[config.training.mixed_precision_param]
+    forward, backward, exchanged = _elements_per_token(args, parallelism.expert_parallel_degree)
     elementwise = share * layers * width * (forward * forwards + backward * trained)
     # Log-softmax of fp32 logits; to train, their exponential, entropy and gradient as well.
     of_entropy = 20 * (trained + int(grpo.recompute_old_log_probs and grpo.entropy_top_share < 1))
     elementwise += share * args.vocab_size * (8 * (trained + scored) + of_entropy + 6 * trained)
-    shards, spread = shard_degree(parallelism, ranks) * context, parallelism.expert_parallel_degree
+    # The head's gradient is summed in fp32, rounded and scaled, and the embedding's is filled.
+    elementwise += micro_batches * updated * head / tensor * (4 + 4 * width)
+    # The gradient's norm and its clipping, and AdamW.
+    shards = shard_degree(parallelism, ranks) * context
+    elementwise += (updated > 0) * args.num_parameters() / (shards * tensor) * 40
+    copied, overlapped = _by_fsdp(config, args, ranks, micro_batches)
+    between = share * layers * exchanged * (forwards + trained)
+    if tensor > 1:
+        between += 4 * layers * args.hidden_size * tokens / context * (tensor - 1) / tensor * (forwards + trained)
+    if context > 1:
+        between += 2 * layers * _rotated(args) * share * (forwards + trained)
+    return Counts(
+        2 * share * (matrices * (forwards + trained + updated) + head * head_products),
+        2 * share * of_experts * (forwards + trained + updated),
+        share * attended * (1 + attending * trained / (scored + 3 * trained)),
+        elementwise + copied,
+        overlapped,
+        width * between,
+    )
+
+
+def _scored(config: JobConfig) -> int:
+    """Forward passes that only score: of the old log-probs, and of a reference."""
+    return int(config.grpo.recompute_old_log_probs) + (config.grpo.kl_coefficient > 0)
+
+
+def _rotated(args: ModelArgs) -> int:
+    return (args.num_attention_heads + args.num_key_value_heads) * args.head_dim
+
+
+def _elements_per_token(args: ModelArgs, expert_parallel_degree: int) -> tuple[float, float, float]:
+    """Elements that a layer's operators read and write for a token, forward and backward: norms and additions to the
+    residual stream, rotations and norms of heads, and the activation. Last, those that it exchanges for experts."""
+    hidden, expert = args.hidden_size, args.experts
+    wide = args.intermediate_size if expert is None else expert.active_size
+    forward = 10 * hidden + (7 if args.qk_norm else 5) * _rotated(args) + 5 * wide
+    backward = 21 * hidden + (8 if args.qk_norm else 5) * _rotated(args) + 9 * wide
+    if expert is None:
+        return forward, backward, 0.0
+    rows, apart = expert.per_token * hidden, expert_parallel_degree > 1
+    forward += hidden + (7 if apart else 3) * rows
+    backward += 2 * hidden + (15 if apart else 9) * rows
+    if expert.stacked:
+        # Biases, and an activation that is clamped.
+        forward, backward = forward + 22 * wide, backward + 32 * wide
+    # A rank's own rows leave it for no other.
+    return forward, backward, 2.0 * rows * (1 - 1 / expert_parallel_degree)
+
+
+def _by_fsdp(config: JobConfig, args: ModelArgs, ranks: int, micro_batches: float) -> tuple[float, float]:
+    """Bytes that FSDP2 copies, and those that it sends."""
+    parallelism, training, grpo = config.parallelism, config.training, config.grpo
+    tensor, spread = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    shards = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree
     master, reduced = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
-    reductions = updated * (micro_batches if parallelism.fsdp_reduce_gradients == "micro_batch" else 1)
-    overlapped = 0.0
-    # What FSDP2 gathers; of the experts, those that this rank computes.
+    width, trained = BYTES[training.mixed_precision_param], grpo.num_iterations
+    by_micro_batch = parallelism.fsdp_reduce_gradients == "micro_batch"
+    reductions = 0.0 if config.lora.rank else trained * (micro_batches if by_micro_batch else 1)
+    # Of the experts, those that this rank computes.
     stacks = args.module_parameters().get("experts", 0)
-    root = head * (1 if args.tie_word_embeddings else 2) / tensor
+    root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2) / tensor
     # The backward may still have embedding and head.
     stays = 0 if parallelism.fsdp_reshard_after_forward == "always" else root
     dense = (args.num_parameters() - stacks) / tensor
+    copied = sent = 0.0
     for owned, over, kept, sharing in (
         (dense, shards, stays, ranks // tensor),
         (stacks / spread, shards * tensor / spread, 0.0, ranks // spread),
     ):
         alone = keeps_unshared(config) and sharing == 1
-        gathered = micro_batches * owned * scored
+        gathered = micro_batches * owned * _scored(config)
         gathered += (grpo.num_minibatches if alone else micro_batches) * (2 * owned - kept) * trained
         if over > 1:
-            overlapped += width * gathered + reduced * owned * reductions
-        if ranks > 1 or width != master:
-            # A rank casts and copies its part, and copies the whole out; where it has no other, it copies all the same.
-            elementwise += gathered * ((master + 3 * width) / over + 2 * width * (over > 1))
-            if alone:
-                # Gradients are added to the sum of them, which is copied twice.
-                elementwise += (
-                    owned * (micro_batches * (width + 2 * reduced) + grpo.num_minibatches * 3 * reduced) * trained
-                )
-            else:
-                # Gradients are copied for the reduction, and its result is added to those of earlier micro-batches.
-                elementwise += owned * reductions * (width + reduced + 2 * reduced * (over == 1) + 3 * master / over)
-    # The head's gradient is summed in fp32, rounded and scaled, and the embedding's is filled.
-    elementwise += micro_batches * updated * head / tensor * (4 + 4 * width)
-    # The gradient's norm and its clipping, and AdamW.
-    elementwise += (updated > 0) * args.num_parameters() / (shards * tensor) * 40
-    between = 0.0
-    if tensor > 1:
-        between += 4 * layers * hidden * tokens / context * (tensor - 1) / tensor * (forwards + trained)
-    if context > 1:
-        between += 2 * layers * turned * share * (forwards + trained)
-    between += share * layers * exchanged * (forwards + trained)
-    return Counts(
-        2 * share * (matrices * (forwards + trained + updated) + head * head_products),
-        2 * share * of_experts * (forwards + trained + updated),
-        share * attended * (1 + attending * trained / (scored + 3 * trained)),
-        elementwise,
-        overlapped,
-        width * between,
-    )
+            sent += width * gathered + reduced * owned * reductions
+        if ranks == 1 and width == master:
+            continue
+        # A rank casts and copies its part, and copies the whole out; where it has no other, it copies all the same.
+        copied += gathered * ((master + 3 * width) / over + 2 * width * (over > 1))
+        if alone:
+            # Gradients are added to the sum of them, which is copied twice.
+            copied += owned * (micro_batches * (width + 2 * reduced) + grpo.num_minibatches * 3 * reduced) * trained
+        else:
+            # Gradients are copied for the reduction, and its result is added to those of earlier micro-batches.
+            copied += owned * reductions * (width + reduced + 2 * reduced * (over == 1) + 3 * master / over)
+    return copied, sent
 
 
 def training_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[dict[str, float], float]:
@@ -160,6 +179,6 @@ def training_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[d
         steps = config.grpo.num_iterations * config.grpo.num_minibatches
         seconds["optimizer's state"] = 2 * steps * estimate_memory(config, args, ranks).optimizer / PCIE
     total = sum(seconds.values()) - seconds["hidden collectives"]
-    scored = int(config.grpo.recompute_old_log_probs) + (config.grpo.kl_coefficient > 0)
-    needed = model_flops(args, [length] * sequences, length * sequences, Passes(config.grpo.num_iterations, scored))
+    passes = Passes(config.grpo.num_iterations, _scored(config))
+    needed = model_flops(args, [length] * sequences, length * sequences, passes)
     return seconds, needed / (total * ranks * PEAK)
