@@ -59,7 +59,8 @@ class Family:
 
 
 def _gemma(**defaults: Any) -> dict[str, Any]:
-    common = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096}
+    common = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
+    common |= {"tie_word_embeddings": True, "sliding_window": 4096}
     return {
         "norms": GEMMA,
         "zero_norms": True,
@@ -86,6 +87,7 @@ _GROUPED = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_
 _NOAUX = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SWITCHED = {"use_sliding_window": False}
+_HEADS_OF_128 = {"head_dim": 128, **_SWITCHED}
 # For other families, transformers ignores partial_rotary_factor, but some engines do not.
 _PARTLY_TURNED = ("phi3", "glm4", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_SIZES = {
@@ -100,8 +102,9 @@ _SHARED = {"shared_expert_intermediate_size": 512}
 _MTP_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
 
-def _gated_delta(joint: bool = False, experts: bool = False, **defaults: Any) -> dict[str, Any]:
-    sizes = {"head_dim": 256, "partial_rotary_factor": 0.25, **DELTA_SIZES, **(_SHARED if experts else {})}
+def _gated_delta(key_heads: int, joint: bool = False, experts: bool = False, **defaults: Any) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"num_key_value_heads": key_heads, "head_dim": 256}
+    sizes |= {"partial_rotary_factor": 0.25, **DELTA_SIZES, **(_SHARED if experts else {})}
     return {
         "qk_norm": "heads",
         "zero_norms": True,
@@ -115,16 +118,24 @@ def _gated_delta(joint: bool = False, experts: bool = False, **defaults: Any) ->
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False, defaults=_SWITCHED),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm="heads", defaults={"head_dim": 128, **_SWITCHED}),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="heads", keys=_EXPERTS, defaults={"head_dim": 128, **_SWITCHED}),
-    "mixtral": Family("MixtralForCausalLM", keys=_EXPERTS, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", qkv_bias=True, output_bias=False, defaults={"num_key_value_heads": 32, **_SWITCHED}
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="heads", defaults={"num_key_value_heads": 32, **_HEADS_OF_128}),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qk_norm="heads", keys=_EXPERTS, defaults={"num_key_value_heads": 4, **_HEADS_OF_128}
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        keys=_EXPERTS,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         qk_norm="whole",
         keys=(*_EXPERTS, "rotary_dim", "use_qk_norm", *_MTP),
         only={"scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"},
-        defaults={"rope_theta": 5000000.0},
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5000000.0},
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -132,7 +143,14 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         keys=(*_EXPERTS, "use_qk_norm", *_MTP),
         only=_NOAUX,
-        defaults={**_ROUTED, "rms_norm_eps": 1e-5, "head_dim": 128, "partial_rotary_factor": 0.5, "use_qk_norm": False},
+        defaults={
+            **_ROUTED,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+        },
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -142,10 +160,10 @@ FAMILIES: dict[str, Family] = {
         only={**_NOAUX, "rope_interleave": True, "moe_layer_freq": 1},
         defaults=_LATENT | _ROUTED | _GROUPED,
     ),
-    "qwen3_next": Family("Qwen3NextForCausalLM", **_gated_delta(joint=True, experts=True, norm_topk_prob=True)),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_gated_delta()),
+    "qwen3_next": Family("Qwen3NextForCausalLM", **_gated_delta(2, joint=True, experts=True, norm_topk_prob=True)),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_gated_delta(4)),
     # It has no dense layers, whose width the first number would be.
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_gated_delta(experts=True, intermediate_size=512)),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", **_gated_delta(2, experts=True, intermediate_size=512)),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         sinks=True,
@@ -153,6 +171,7 @@ FAMILIES: dict[str, Family] = {
         keys=(*_EXPERTS, "swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"),
         defaults={
             "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
             "head_dim": 64,
             "rope_theta": 150000.0,
             "sliding_window": 128,
@@ -160,7 +179,7 @@ FAMILIES: dict[str, Family] = {
             "rope_scaling": _GPT_OSS_YARN,
         },
     ),
-    "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096}),
+    "mistral": Family("MistralForCausalLM", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="whole", norms=AFTER, defaults={"rms_norm_eps": 1e-5}),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -172,7 +191,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         keys=("no_rope_layers", "no_rope_layer_interval"),
-        defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True, **_SWITCHED},
+        defaults={"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True, **_SWITCHED},
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
@@ -180,7 +199,13 @@ FAMILIES: dict[str, Family] = {
         joint_gate_up=True,
         output_bias=False,
         rotary_pairs=True,
-        defaults={"rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True},
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+        },
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM", full_every=2, **_gemma(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
