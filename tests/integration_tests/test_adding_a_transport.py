@@ -80,3 +80,16 @@ def test_the_transport_of_the_page_carries_versions(tmp_path: Path) -> None:
     # 400 kB are seven buckets: each of them travelled by this transport, in slots 0 to 2.
     written = {path.name.partition("-")[2].partition("-")[2] for path in (tmp_path / "run" / "spool").iterdir()}
     assert written == {str(start) for start in range(0, 400_000, 65536)}
+
+    # Whatever it raises, the actor has its versions over the connection, and what was raised is in a log.
+    for side, marked in (
+        ("def refer(slot, start, end):\n", 12 * " "),
+        ("def fetch(self, reference, target):\n", 8 * " "),
+    ):
+        assert side in file
+        (tmp_path / name[1]).write_text(file.replace(side, f'{side}{marked}raise OSError("no room")\n'))
+        done = run(RUN, str(tmp_path / side[4:9]))
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["held"] == [[1, True], [2, True]]
+        logs = [path.read_text() for path in (tmp_path / side[4:9]).rglob("shard-server*.log")]
+        assert any("no room" in text for text in [done.stderr, *logs])

@@ -284,7 +284,7 @@ def check_completions(completions: list[Completion], wanted: int) -> list[Comple
 
 def _check(completion: Completion) -> None:
     if completion.finish_reason not in ("stop", "length"):
-        raise ActorError("generate", "the engine aborted the request")
+        raise ActorError("generate", f"the engine ended a completion with finish_reason = {completion.finish_reason!r}")
     length = len(completion.token_ids)
     if len(completion.log_probs) != length:
         raise ActorError("generate", f"{length} tokens were returned with {len(completion.log_probs)} log-probs")

@@ -376,7 +376,7 @@ def test_what_could_not_be_trained_on_is_asked_for_again(log_probs: list[float],
     spans = [VersionSpan("e", 1, 0, length)] if length else []
     with pytest.raises(ActorError, match=reason):
         check_completions([Completion([1] * length, log_probs, "stop", spans)], 1)
-    with pytest.raises(ActorError, match="aborted"):
+    with pytest.raises(ActorError, match="finish_reason = 'abort'"):
         check_completions([Completion([], [], "abort", [])], 1)
 
 

@@ -423,7 +423,7 @@ class Puller:
             return
         self.corrupted += 1
         pull.corruptions[key] += 1
-        logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
+        logger.warning("%s: bucket %d of rank %d did not come whole (%s)", self.name, bucket, rank, found)
         if pull.source:
             self._tell({"type": "forged", "version": pull.manifest.version, "source": pull.source})
         if pull.corruptions[key] >= MAX_CORRUPTIONS:

@@ -213,8 +213,14 @@ class ShardServer(BucketServer):
         serial, index = reader.serial, self.live.filled()[reader.serial][0]
         if reader.link is not None:
             return {"reference": self._send_over(reader.link, reader, bucket)}, None
-        if self._refer is not None and not (again and isinstance(self._slots.slot(index), memoryview)):
-            return {"reference": self._refer(index, *self._layout.bucket_range(0, bucket))}, None
+        in_host_memory = isinstance(self._slots.slot(index), memoryview)
+        if self._refer is not None and not (again and in_host_memory):
+            try:
+                return {"reference": self._refer(index, *self._layout.bucket_range(0, bucket))}, None
+            except Exception:  # whatever a transport raises: its actors shall have their version all the same
+                logger.exception("the transport has no reference for bucket %d of rank %d", bucket, self.rank)
+                if not in_host_memory:
+                    raise
         delta = None if base is None else self.deltas.get(serial, base, bucket)
         return ({}, self._bucket(serial, bucket)) if delta is None else ({"base": base}, delta)
 

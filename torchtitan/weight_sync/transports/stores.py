@@ -262,13 +262,13 @@ class Objects(Store):
         """Objects cannot be locked: the job that has written its name here last owns them until it ends, also if it
         dies, and its next run may go on."""
         try:
-            owner = self._text(OWNER)
+            owner = self.in_time(partial(self._text, OWNER))
             if owner and owner != about:
                 raise UserError(
                     f"weight_sync.disk_path: {self.url} belongs to another job ({owner}): two jobs there would delete "
                     f"each other's weights. If that job has ended for good, delete {self.url}/{OWNER}"
                 )
-            self.put(OWNER, about.encode())
+            self.in_time(partial(self.put, OWNER, about.encode()))
             self._owner = about
         except OSError as error:
             raise UserError(f"weight_sync.disk_path: {self.url}: {error.strerror or error}") from error

@@ -105,6 +105,8 @@ class RegistryClient(ServerConnection):
         self.ready: Callable[[], bool] = lambda: True
         """Whether this client may join yet"""
         self._term = 0
+        self._lost_by = ""
+        """Why the registry is out of reach; said once"""
         self._heard_at = runtime.now()
         self._sent_at = 0.0
         self._closed = False
@@ -148,7 +150,7 @@ class RegistryClient(ServerConnection):
             # This registry has been replaced, and does not know it yet.
             channel.close(f"it is of term {term}, and term {self._term} has begun")
             return
-        self._term, self._heard_at = term, self._runtime.now()
+        self._term, self._heard_at, self._lost_by = term, self._runtime.now(), ""
         if self.ready():
             self._on_join()
         else:
@@ -160,7 +162,9 @@ class RegistryClient(ServerConnection):
             self.failure = f"not joined at {self.address} for {silent:.0f} s: {reason}"
             logger.error("%s gives up: %s", self._identity.name, self.failure)
             return
-        logger.info("%s: registry out of reach: %s", self._identity.name, reason)
+        if reason != self._lost_by:
+            logger.info("%s: registry out of reach: %s", self._identity.name, reason)
+        self._lost_by = reason
         self._try_in(self.retry_s)
 
     def _on_message(self, _channel: Channel, message: Message) -> None:
