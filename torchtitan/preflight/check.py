@@ -84,6 +84,20 @@ def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | 
     return f"{what} {show(name)}: {spec.origin} has no {function}{nearest(function, known)}"
 
 
+def takes_parameter(name: str, parameter: str) -> bool:
+    """Whether the function `package.module:function` is written in that module with such a parameter."""
+    if ":" not in name or name_problem(name, "function"):
+        return False
+    module, _, function = name.partition(":")
+    spec = _find_module(module)
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        return False
+    for node in ast.walk(ast.parse(Path(str(spec.origin)).read_bytes())):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return parameter in {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
+    return False
+
+
 def _find_module(name: str) -> ModuleSpec | None:
     """Like importlib.util.find_spec, but import parent packages only if their files do not lead to the module."""
     parts = name.split(".")

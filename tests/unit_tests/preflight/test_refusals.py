@@ -110,6 +110,7 @@ oops | 'oops' does not belong to any
 --rollout.stop_token_ids 3 50 | rollout.stop_token_ids | [50] | 0 to 49
 --grpo.delta 1.1 | grpo.delta = 1.1 | 1.28
 --grpo.delta 0 | grpo.delta | off-policy token | allow_uncorrected = true
+--grpo.delta 0 --grpo.no-async_weight_update | grpo.delta | off-policy token | rollout.max_staleness
 --grpo.delta 0 --grpo.geometric_mask_high 2 | grpo.delta | off-policy token | allow_uncorrected = true
 --grpo.loss_type cispo --grpo.cispo_cap 50 | grpo.cispo_cap | off-policy token | allow_uncorrected = true
 --grpo.loss_type sapo --grpo.sapo_temperature_negative 0.05 | sapo_temperature_negative = 0.05 | at least 0.1
@@ -118,8 +119,9 @@ oops | 'oops' does not belong to any
 --grpo.loss_type dppo | grpo.loss_type = "dppo" | off-policy token
 --grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss \
     | grpo.loss_type | off-policy token | allow_uncorrected = true
---grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.recompute_old_log_probs \
-    | grpo.loss_type | off-policy token | allow_uncorrected = true
+--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.recompute_old_log_probs | grpo.loss_type
+--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss_of_sequences --grpo.off_policy_correction mask \
+    | grpo.loss_type | off-policy token | set another objective
 --grpo.recompute_old_log_probs --grpo.off_policy_correction none \
     | grpo.off_policy_correction | off-policy token | allow_uncorrected = true
 --grpo.recompute_old_log_probs --grpo.delta 0 | grpo.delta | off-policy token | allow_uncorrected = true
@@ -224,7 +226,7 @@ def test_a_mistake_is_named_in_one_line(
     [
         "",
         "--grpo.delta 0 --grpo.allow_uncorrected",
-        "--grpo.delta 0 --grpo.no-async_weight_update",
+        "--grpo.delta 0 --grpo.no-async_weight_update --rollout.max_staleness 0",
         "--grpo.delta 0 --grpo.off_policy_correction icepop",
         "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask_high 2",
         "--grpo.loss_type sapo --grpo.delta 0",
