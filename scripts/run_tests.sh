@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks lint, format, types and layers, then runs the whole test suite. Arguments go to pytest:
 #   scripts/run_tests.sh tests/unit_tests -k config
-#   --fast                                leave out the real engines and the tests marked slow
+#   --fast                                only the unit tests that are not marked slow
 #   --benchmarks                          run every benchmark in little, too, and look whether it ends with its figures
 #   TEST_WORKERS=3                        processes that run tests (default: one more than the cores, at most four)
 #   TORCHTITAN_ENGINES_SKIP=vllm,sglang   leave out the tests of these engines (which are installed on first use)

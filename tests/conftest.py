@@ -26,7 +26,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES_FOLDER = ROOT / "tests" / "engines"
+ENGINES_FOLDER, UNIT_FOLDER = ROOT / "tests" / "engines", ROOT / "tests" / "unit_tests"
 # Those of its files that share no vLLM server with the others, and take as long.
 ENGINES_OF_THEIR_OWN = (
     "test_colocated",
@@ -137,14 +137,14 @@ def no_process_group_stays() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out the real engines and what is marked slow")
+    parser.addoption("--fast", action="store_true", help="only the unit tests that are not marked slow")
     parser.addoption("--benchmarks", action="store_true", help="run every benchmark in little, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def wanted(item: pytest.Item) -> bool:
-        slow = ENGINES_FOLDER in item.path.parents or item.get_closest_marker("slow") is not None
-        if slow and config.getoption("--fast"):
+        fast = UNIT_FOLDER in item.path.parents and item.get_closest_marker("slow") is None
+        if config.getoption("--fast") and not fast:
             return False
         return item.get_closest_marker("benchmark") is None or bool(config.getoption("--benchmarks"))
 

@@ -122,7 +122,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield made
 
 
-@pytest.mark.slow
 def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
     run.steps_until(lambda: all(run.events("actor_ready", f"actor-{i}") for i in range(2)))
     run.step()
@@ -163,7 +162,6 @@ def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
     assert [replay.next_batch(version) for version in replay.versions] == run.batches
 
 
-@pytest.mark.slow
 def test_drain_mode_gives_completions_of_one_version(tmp_path: Path) -> None:
     config, policy = make_config(tmp_path / "checkpoint")
     config.inference.update_mode = "drain"

@@ -128,7 +128,6 @@ def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path
     assert not last.parent.exists()
 
 
-@pytest.mark.slow
 def test_an_engine_that_freezes_and_one_that_never_ends_loading_come_back(tmp_path: Path) -> None:
     def change(config: JobConfig) -> None:
         config.weight_sync.apply_timeout_s = 2.0

@@ -47,7 +47,6 @@ async def play(behind: Behind, agent: str, episodes: int) -> tuple[AgentPlayer, 
         await pool.close()
 
 
-@pytest.mark.slow
 @asynchronous
 async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
     config = make_config(model)
@@ -101,7 +100,6 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
         assert one.reward is not None and len(behind.events("call_after_end")) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
 def test_a_run_trains_on_what_an_agent_played(model: Path, processes: Processes, tmp_path: Path) -> None:
     options: list[Any] = [

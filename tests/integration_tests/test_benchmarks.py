@@ -78,7 +78,6 @@ def run_quickly(name: str, keys: set[str], *options: str, timeout_s: float = 280
     return dict(figures)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_a_run_goes_on_by_itself_where_ranks_are_killed_and_told_to_go(debug_checkpoint: Path) -> None:
     """Every step is there once, at most one checkpoint interval (4) was trained again, and the server stayed. A rank
@@ -99,7 +98,6 @@ def test_a_curriculum_is_compared_with_dropped_groups(debug_checkpoint: Path) ->
     assert -1 <= figures["pass_difference"] <= 1
 
 
-@pytest.mark.slow
 def test_each_hostile_actor_is_refused_for_what_it_does(debug_checkpoint: Path) -> None:
     figures = run_quickly("hostile_actors", {"kinds_refused"}, "--model", str(debug_checkpoint))
     assert figures["kinds_refused"] == 8 and figures["steps"] == figures["steps_without"] == 25
@@ -119,7 +117,6 @@ def test_benchmark_ends_with_its_figures(name: str) -> None:
         assert namespaces() <= before, "namespaces are left behind"
 
 
-@pytest.mark.slow
 def test_every_sabotage_of_an_embedded_engine_is_noticed_and_nothing_else() -> None:
     assert run_quickly("sabotage", set()) == {"missed": 0, "false_alarms": 0}
 

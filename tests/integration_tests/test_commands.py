@@ -69,7 +69,6 @@ def test_environment_check_names_what_is_missing() -> None:
     assert run(sys.executable, ROOT / "scripts/check_environment.py", "--only", "torch").returncode == 0
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_made(tmp_path: Path) -> None:
     making = f"{sys.executable} -m torchtitan.preflight.debug_checkpoint --output {tmp_path}/debug_arithmetic & echo $!"
     parent = subprocess.Popen(["bash", "-c", f"{making}; wait"], stdout=subprocess.PIPE, text=True, cwd=ROOT)

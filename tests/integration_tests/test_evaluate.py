@@ -15,7 +15,6 @@ from tests.patience import PATIENCE_S
 from torchtitan.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
 
 # What is judged, of every evaluation in this process, goes to a file: tokens, log-probs, and whether it is a whole.
 SCRIPT = """

@@ -99,7 +99,6 @@ LIBRARIES: dict[str, list[Play]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 @asynchronous
 async def test_official_libraries_play_with_tools(library: str, model: Path, tmp_path: Path) -> None:

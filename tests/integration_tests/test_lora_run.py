@@ -15,7 +15,7 @@ from torchtitan.config.job_config import Lora
 from torchtitan.models.hf_checkpoint import load_adapter, load_policy
 from torchtitan.models.lora import add_adapters
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]
+pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 
 SETTINGS = Lora(rank=4, alpha=8.0)
 

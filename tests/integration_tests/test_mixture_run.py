@@ -10,7 +10,7 @@ from tests.policies import make_debug_checkpoint
 from tests.processes import Processes
 from tests.runs import BRIEF, RUN_SECONDS, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]
+pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 
 
 def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: int, *options: str) -> Run:

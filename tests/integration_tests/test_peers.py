@@ -13,7 +13,6 @@ REPOSITORY = Path(__file__).parents[2]
 PEERS_PYTHON = REPOSITORY / "benchmarks" / "peers" / ".venv" / "bin" / "python"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="benchmarks/peers/setup.sh has not been run")
 def test_objectives_equal_those_of_trl_and_liger() -> None:
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "objectives_vs_peers.py"), "--quick", "--json"]

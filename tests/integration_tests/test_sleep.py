@@ -63,7 +63,6 @@ def states(run: Run) -> dict[str, str]:
     return actors
 
 
-@pytest.mark.slow
 def test_an_actor_that_is_killed_asleep_is_replaced_when_its_memory_is_free(tmp_path: Path) -> None:
     config, policy = make_config(tmp_path / "checkpoint")
     with sleeping(config, policy, tmp_path / "run") as run:

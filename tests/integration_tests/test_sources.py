@@ -7,15 +7,12 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from tests.processes import ROOT, Processes
 from tests.runs import BRIEF, Run
 from torchtitan.rollout.journal import ReplaySource
 from torchtitan.trainer.run_dir import whole_steps
 from torchtitan.utils.json_lines import read_json_lines
 
-pytestmark = pytest.mark.slow
 DIGITS = "tests.unit_tests.rollout.reward_examples:share_of_digits"
 WEIGHTS = {"sums": 1.0, "fragile": 1.0, "long": 1.5}
 GROUPS = 12

@@ -116,7 +116,6 @@ def references(recorded: dict[str, Any]) -> list[list[list[float]]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     # The modes differ in the loss alone: all of them where a layout has its own way with it.
     ("ranks", "tp", "cp", "modes"),

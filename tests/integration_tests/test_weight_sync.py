@@ -314,7 +314,6 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
     return {"equal": equal, "elements": own, "skipped": statistics["weight_sync/versions_skipped"]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "transport"), [(4, "tcp"), (2, "nccl")])
 def test_shards_of_all_ranks_become_the_full_tensors(tmp_path: Path, ranks: int, transport: str) -> None:
     job = "tests.integration_tests.test_weight_sync:sync_sharded_model"

@@ -190,6 +190,7 @@ def tables(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(values_of(str), values, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
 def test_what_is_written_reads_back(data: st.DataObject) -> None:

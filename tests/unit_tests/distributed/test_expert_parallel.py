@@ -31,7 +31,6 @@ TWO_RANKS: list[Layout] = [
     {"name": "tp x ep", TP: 2, EP: 2},
     {"name": "ep, recomputed", EP: 2, "activation_checkpoint.mode": "full"},
     {"name": "ep, compiled", EP: 2, "compile.enable": True, "activation_checkpoint.mode": "selective"},
-    {"name": "fsdp, compiled", "compile.enable": True},
 ]
 FOUR_RANKS: list[Layout] = [
     {"name": "fsdp x ep", EP: 2},

@@ -318,6 +318,7 @@ def check_layouts(
     return ranks
 
 
+@pytest.mark.slow
 def test_mixed_precision_and_offload_on_one_rank(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "checkpoint", "llama3", True)
     dims = ParallelDims(1, 1, 1, world_size=1)

@@ -376,6 +376,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSS_TYPES)
 def test_expected_loss_and_gradient_are_those_of_the_definition(name: str) -> None:
     errors = dict(combinations(name))
@@ -395,6 +396,7 @@ def test_ratio_and_normalizer_by_choice_under_several_masks(normalizer: str, whe
     assert objective.sees_sequences and relative_error(found, expected) < LARGEST_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EVERY_ADVANTAGE)
 def test_advantages_of_every_batch(kind: str) -> None:
     pairs = zip(by_kind(code_advantages, kind), by_kind(defined_advantages, kind), strict=True)

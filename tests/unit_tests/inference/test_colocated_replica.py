@@ -159,6 +159,7 @@ def hang_in_first_sleep() -> None:
     made.release_memory()
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_fall_asleep_ends_its_rank_with_a_message() -> None:
     code = "from tests.unit_tests.inference import test_colocated_replica as t; t.hang_in_first_sleep()"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)

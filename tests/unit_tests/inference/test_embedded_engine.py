@@ -131,6 +131,7 @@ def test_log_probs_equal_the_trainers(
         assert_equal_where_it_can_be(engine, [one for group in answers for one in group], expected, largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("hidden", "wide", "heads", "key_heads", "head_dim", "lengths"),
@@ -422,6 +423,7 @@ def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) 
     assert (torch.cat(got) - torch.cat(expected)).abs().mean() < 0.1
 
 
+@pytest.mark.slow
 def test_an_actor_starts_without_distributed_tensors() -> None:
     """Their import takes half a second and 40 MB."""
     modules = "torchtitan.inference.embedded.server, torchtitan.models.hf_checkpoint"

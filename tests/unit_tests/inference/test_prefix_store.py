@@ -66,6 +66,7 @@ def check_log_probs(engine: Engine, trainer: Decoder, played: list[Turn]) -> Non
             assert done.log_probs == expected.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_dim", "prompt", "turns"),
     [(4, 2, 16, 40, TURNS), (14, 2, 22, 33, TURNS), (4, 4, 32, 530, 2)],

@@ -35,6 +35,7 @@ def _trainers(policy: Decoder, prompt: list[int], completion: Completion) -> lis
     return found
 
 
+@pytest.mark.slow
 def test_log_probs_are_the_trainers_to_the_last_bit(checkpoint: Path) -> None:
     """In few rows, so that samples wait, groups share a prompt, and rows move; over several chunks of tokens."""
     trainer, engine = load_policy(checkpoint), Engine(load_policy(checkpoint), 5, 256, ())
@@ -46,6 +47,7 @@ def test_log_probs_are_the_trainers_to_the_last_bit(checkpoint: Path) -> None:
 
 
 # Experts change nothing in what is kept of a sequence.
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["qwen3_5_text", "qwen3_next"], indirect=True)
 def test_turns_continue_from_where_a_sequence_ended(checkpoint: Path) -> None:
     trainer, engine = load_policy(checkpoint), Engine(load_policy(checkpoint), 4, 512, ())

@@ -435,6 +435,7 @@ def test_the_entry_point_names_a_function() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.slow
 def test_what_runs_inside_vllm_imports_little() -> None:
     """Our modules there need nothing that vLLM's environment may lack."""
     import subprocess

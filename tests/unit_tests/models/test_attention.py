@@ -74,6 +74,7 @@ def test_a_pack_is_its_sequences_one_by_one(
     _check_pack(lengths, padding, window, softcap, with_sinks, key_heads, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (100, 2.0), (512, 0.0), (700, 2.0)])
 def test_sequences_of_several_blocks(window: int, softcap: float) -> None:
     _check_pack([1100, 16, 513], 2, window, softcap, True, 1, 0)
@@ -217,6 +218,7 @@ def test_a_tree_is_its_paths_one_by_one(
     _check_tree(runs, window, softcap, with_sinks, whole_graph, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 100, 700])
 def test_trees_of_several_blocks(window: int) -> None:
     _check_tree([(350, 0), (700, 1), (180, 1), (600, 2), (31, 2)], window, 0.0, True, False, 0)
@@ -272,6 +274,7 @@ def _losses(policy: Decoder, packs: list[list[int]]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_nine_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without checkpoints: no breaks, no limit of recompilations (8), and the gradients of the plain model."""

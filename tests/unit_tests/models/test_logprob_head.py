@@ -321,6 +321,7 @@ def test_rows_leave_the_rest_out() -> None:
     assert_close(head(hidden, targets, rows=rows)[0].detach(), log_probs.detach().double())
 
 
+@pytest.mark.slow
 def test_compiles_around_the_head() -> None:
     head, layer = LogProbHead(6, 30), torch.nn.Linear(6, 6)
     torch.nn.init.normal_(head.weight)

@@ -92,6 +92,7 @@ def test_a_version_is_named_as_the_files_and_copies_no_stack(mixture: Path) -> N
     check_named_as_files(load_policy(mixture), mixture)
 
 
+@pytest.mark.slow
 def test_the_engine_samples_with_the_trainers_numbers(mixture: Path, tmp_path: Path) -> None:
     """Through a new version under the names of files, and a sleep that drops all weights."""
     trainer = load_policy(make_mixture(tmp_path / "new", mixture.name, seed=1))
@@ -140,6 +141,7 @@ def test_given_routes_are_followed_and_the_gate_still_learns(mixture: Path) -> N
     assert mixed[0].gate.weight.grad.abs().max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("step", [1, 4])
 def test_grouped_products_against_a_loop(dtype: torch.dtype, step: int) -> None:

@@ -339,6 +339,7 @@ def assert_holds(tensors: dict[str, torch.Tensor], policy: Decoder, directory: P
         assert ((tensors[name].double() - tensor).abs() <= rounding).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_actors_merge_into_the_base_of_the_trainer(checkpoint: Path, dtype: torch.dtype) -> None:
     # Not every projection is adapted, and one is trained whole.

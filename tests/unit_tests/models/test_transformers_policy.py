@@ -92,6 +92,7 @@ def test_windows_that_count_are_those_that_layers_ask_for(foreign: Path, monkeyp
     assert asked == [policy.args.window(layer) for layer in range(len(policy.layers))]
 
 
+@pytest.mark.slow
 def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, tmp_path: Path) -> None:
     import transformers
 

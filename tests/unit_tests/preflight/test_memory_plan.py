@@ -133,6 +133,7 @@ def traced_peak(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
     return peak.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

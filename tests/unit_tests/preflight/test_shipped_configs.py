@@ -86,6 +86,7 @@ def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
     load_config(["--job.config_file", str(file), *changes, "--parallelism.expert_parallel_degree", "1"])
 
 
+@pytest.mark.slow
 def test_entry_points_answer_without_traceback_and_without_torch(write_config: WriteConfig) -> None:
     arguments = [*write_config(), "--grpo.group_size", "1", "--training.stepz", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

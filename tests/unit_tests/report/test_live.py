@@ -76,6 +76,7 @@ def test_only_who_knows_the_token_is_let_in_and_only_by_a_name_of_this_machine(t
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_pages_need_no_network_and_run_no_text_of_a_model(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=3)
     append(run_dir / "completions.jsonl", json.dumps(sample(3)) + "\n")
@@ -187,6 +188,7 @@ def test_a_run_serves_its_page_from_another_process(
     assert (run_dir / "logs" / "live.log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_the_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = "import sys, time; from pathlib import Path; from torchtitan.report.page import LivePage\n"
     code += "page = LivePage(Path(sys.argv[1]), 0); time.sleep(1000)"
@@ -275,6 +277,7 @@ async def browse(url: str, profile: Path) -> AsyncIterator[Browser]:
         await process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_a_browser_draws_what_comes_and_runs_none_of_it(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=30)

@@ -291,6 +291,7 @@ def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:
     assert read_json_lines(path) == rows[:1]
 
 
+@pytest.mark.slow
 def test_reading_rows_needs_no_torch() -> None:
     code = "import sys, torchtitan.report.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

@@ -88,6 +88,7 @@ def check(path: Path) -> tuple[str, Page]:
     return text, page
 
 
+@pytest.mark.slow
 def test_the_page_says_how_the_run_ended(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", 3)
     started = {"time": 1e9, "kind": "run_started", "program": "torchtitan-grpo 0.1.0", "commit": "c0ffee" * 7,
@@ -111,6 +112,7 @@ def test_the_page_says_how_the_run_ended(tmp_path: Path) -> None:
             assert made in banner[2] or "host" not in events[0]
 
 
+@pytest.mark.slow
 def test_of_long_completions_only_the_end_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,6 +127,7 @@ def test_of_long_completions_only_the_end_is_read(
     assert 0 < caplog.text.count("left out: no JSON") < 100
 
 
+@pytest.mark.slow
 def test_page_of_a_long_run(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=2000)
     path = write_report(run_dir)
@@ -156,6 +159,7 @@ def test_little_or_nothing_logged(tmp_path: Path, rows: list[dict]) -> None:
     assert "No step has been logged yet" in text
 
 
+@pytest.mark.slow
 def test_sources_have_curves_of_their_own() -> None:
     one = {"reward/mean": 0.4, "reward/right/mean": 0.3, "groups/trained": 4.0}
     of_sources = {f"groups/{name}/trained": 2.0 for name in ("sums", "game")}
@@ -166,6 +170,7 @@ def test_sources_have_curves_of_their_own() -> None:
     assert "right" not in texts and "by source" not in alone
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         str(write_run(tmp_path / name, steps=150, offset=offset)) for name, offset in (("async", 0.0), ("sync", 0.1))

@@ -216,6 +216,7 @@ def test_bounded_files_keep_the_newest_whole_rows(tmp_path: Path, caplog: pytest
     assert caplog.text.count("is not written any more") == 1
 
 
+@pytest.mark.slow
 def test_the_report_draws_the_last_steps(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, steps=30)
     (run_dir / "config.toml").touch()

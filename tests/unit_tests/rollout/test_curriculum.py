@@ -112,6 +112,7 @@ def curriculum_config(max_staleness: int) -> JobConfig:
     return config
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.sampled_from([0, 20, 200]))
 @settings(max_examples=6, deadline=None)
 def test_on_policy_the_prompts_follow_from_the_rewards_alone(seed: int, longest: int) -> None:

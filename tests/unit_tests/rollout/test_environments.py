@@ -81,6 +81,7 @@ def test_steps_of_many_episodes_side_by_side(tmp_path: Path) -> None:
     assert not events(tmp_path, "environment_failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "failure", "word"),
     [
@@ -232,6 +233,7 @@ def test_a_tool_that_lacks_a_key_says_so_to_people_too(
     assert 'environment.variables = ["WEATHER_KEY"]' in event["reason"] and "secret" not in event["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["itself", "with its limit", "with its worker"])
 def test_nothing_outlives_the_command_that_started_it(tmp_path: Path, ends: str) -> None:
     """Its reward is there when it has ended, though what it leaves behind holds its output open."""

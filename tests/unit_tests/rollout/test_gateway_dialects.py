@@ -89,6 +89,7 @@ async def opened(server: GatewayServer, name: str, stop: int) -> str:
     return await server._open(name, False, sampling, 0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3.1"])
 @asynchronous
 async def test_every_trained_token_is_one_that_was_sampled(family: str, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(draw(st.integers(0, 10**9)), groups, draw(st.dictionaries(st.text(max_size=4), finite, max_size=3)))
 
 
+@pytest.mark.slow
 @given(batches())
 @settings(max_examples=150)
 def test_batches_survive_the_trip_to_the_last_bit(batch: Batch) -> None:

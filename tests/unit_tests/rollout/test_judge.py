@@ -106,6 +106,7 @@ def test_scores_are_rewards_and_are_remembered(tmp_path: Path, monkeypatch: pyte
     assert "<question>\n2+2\n</question>" in user and "<reference>\n4\n</reference>" in user
 
 
+@pytest.mark.slow
 def test_a_ranking_orders_the_group_whatever_stands_first(tmp_path: Path) -> None:
     def by_length(answers: list[str]) -> str:
         places = sorted(range(len(answers)), key=lambda i: len(answers[i]))
@@ -132,6 +133,7 @@ def test_a_ranking_orders_the_group_whatever_stands_first(tmp_path: Path) -> Non
 AWAY: dict[str | int, int] = {500: 3, 429: 3, 401: 1, "I cannot say.": 3, "SCORE: 11": 3}
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_away_gives_no_reward(tmp_path: Path) -> None:
     """For each kind of failure, so many requests; what hangs may be cut off before its last one."""
     stub, counts = Stub(lambda answers: 0), []
@@ -150,6 +152,7 @@ def test_a_judge_that_is_away_gives_no_reward(tmp_path: Path) -> None:
     assert counts == list(AWAY.values()) and len(stub.requests) - sum(counts) in (2, 3)
 
 
+@pytest.mark.slow
 def test_samples_lose_their_reward_one_by_one_and_nothing_is_remembered_of_failures(tmp_path: Path) -> None:
     working: list[bool] = []
 

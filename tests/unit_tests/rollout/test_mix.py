@@ -64,6 +64,7 @@ def largest_remainder(groups: int, owed: dict[str, Fraction]) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_dropped_or_lost() -> None:
     checked = 0
     for trial in range(TRIALS):

@@ -49,6 +49,7 @@ class UnevenActors(FakeActors):
         return completions
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2), st.sampled_from([0.3, 0.6, 1.0]), st.integers(0, 2**32), st.sampled_from([0, 20, 500]))
 @settings(max_examples=30)
 def test_whatever_finishes_first_the_same_groups_are_trained_on(

@@ -131,6 +131,7 @@ def test_without_isolation_it_is_reached(about: dict[str, Any]) -> None:
     assert float(done.stdout) > 12 and "signal the trainer" in done.stderr, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attempt", "word"),
     [

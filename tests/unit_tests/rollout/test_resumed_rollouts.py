@@ -28,6 +28,7 @@ from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.rollouts import Rollouts
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2**32))
 @settings(max_examples=12)
 def test_a_resume_loses_nothing_and_repeats_nothing(max_staleness: int, checkpoint: int, seed: int) -> None:

@@ -75,6 +75,7 @@ def test_async_functions_are_awaited_and_weights_apply() -> None:
     assert results[0][1][1] == {f"{HERE}:echo": 2.0, f"{HERE}:slow_echo": 2.0}
 
 
+@pytest.mark.slow
 def test_a_function_that_is_slow_for_every_sample_keeps_its_rewards() -> None:
     results, statistics = score(make_config("slow", timeout_s=1.8), (PROMPT, completions_of("1", "2", "3", "4")))
     assert totals(results[0]) == [1.0, 2.0, 3.0, 4.0]
@@ -141,6 +142,7 @@ def test_only_the_bad_sample_is_lost(function: str) -> None:
     assert statistics["worker_restarts"] == (2 if function in DIE else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["hang", "native_hang", "async_hang", "async_block", "stubborn_bomb"])
 def test_a_hang_ends_at_the_time_limit(function: str) -> None:
     config = make_config(function, timeout_s=1.0, memory_limit_mb=256)

@@ -136,6 +136,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gold", ["7", r"\frac{1}{3}"])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_completion_is_wrong_and_quickly_so(text: str, gold: str) -> None:
@@ -150,6 +151,7 @@ def processor_seconds() -> float:
     return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
+@pytest.mark.slow
 def test_slow_wrong_answers_are_wrong_beside_right_ones() -> None:
     right, half = r"\boxed{7}", r"\boxed{\frac{14}{4}}"
     assert call("accuracy", [TOWER, right, TOWER, right, right, TOWER, right, right], answer=["7"] * 8) == (

@@ -151,6 +151,7 @@ def test_a_resume_has_the_same_prompts_in_the_same_order(tmp_path: Path, max_sta
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["rewards", "environment", "time"])
 def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: str) -> None:
     class Dying(FakeActors):
@@ -191,6 +192,7 @@ def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: st
     assert not any(index % 3 == 1 for index in state["unfinished"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["reward", "environment"])
 def test_the_last_error_says_that_every_call_timed_out(tmp_path: Path, what: str) -> None:
     class Actors(FakeActors):

@@ -14,6 +14,7 @@ import pytest
 
 from tests.chat_families import FAMILIES, MISTRAL, PHI3, QWEN2_5, Family
 from tests.chat_models import TOOLS
+from tests.policies import make_debug_checkpoint
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
@@ -250,9 +251,10 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
         load_datasets(config, renderer)
 
 
-def test_a_huge_observation_is_not_encoded_as_a_whole(debug_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_observation_is_not_encoded_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out by its beginning would not have fitted."""
-    config, tokenizer = make_config(debug_checkpoint), Tokenizer(debug_checkpoint)
+    make_debug_checkpoint(tmp_path)
+    config, tokenizer = make_config(tmp_path), Tokenizer(tmp_path)
     maker = PromptMaker(config, tokenizer)
     player = EpisodePlayer(config, None, Environments([]), maker, tokenizer)  # type: ignore[arg-type]
     found = []

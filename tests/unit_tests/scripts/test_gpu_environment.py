@@ -42,6 +42,7 @@ def run(command: list[object], environment: dict[str, str]) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 @cpu_build
 def test_a_run_does_not_take_the_cpu_for_want_of_a_cuda_build(environment: dict[str, str]) -> None:
     code = (

@@ -144,6 +144,7 @@ def config(tmp_path: Path, model: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, model: Path, config: Path) -> None:
     from torchtitan.inference.agent.__main__ import parse_arguments
 
@@ -180,6 +181,7 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
     assert options[-4:-2] == ["--training.steps", "9"] and options[options.index("--weight_sync.host") + 1] == "gpu1"
 
 
+@pytest.mark.slow
 def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model: Path, config: Path) -> None:
     nodes = ["gpu8", "gpu9", "gpu10", "gpu11"]  # sorted as words, gpu10 would be first
     done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), SLURM_JOB_NODELIST=",".join(nodes), TRAIN_NODES="3")
@@ -200,12 +202,14 @@ def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model
         assert words[words.index("--master-addr") + 1] == words[words.index("--weight_sync.host") + 1] == "gpu8"
 
 
+@pytest.mark.slow
 def test_a_failed_training_ends_the_servers_and_the_job(tmp_path: Path, model: Path, config: Path) -> None:
     done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), SRUN_EXIT="7")
     assert done.returncode == 7 and calls.count("stopped") == 1
     assert "requeued" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "again"), [("0", True), ("20", False)])
 def test_when_its_time_is_over_the_run_saves_and_the_job_is_queued_again(
     before: str, again: bool, tmp_path: Path, config: Path
@@ -218,6 +222,7 @@ def test_when_its_time_is_over_the_run_saves_and_the_job_is_queued_again(
     assert training[training.index("--checkpoint.enable") + 1] == "true"
 
 
+@pytest.mark.slow
 def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path) -> None:
     done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), TRAIN_NODES="3")
     assert done.returncode == 0, done.stderr
@@ -225,6 +230,7 @@ def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path)
     assert training[training.index("--nodes") + 1] == "3" and "--inference.servers" not in training and token == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "environment", "said"),
     [

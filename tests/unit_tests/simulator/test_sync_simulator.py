@@ -134,6 +134,7 @@ def test_sequences_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_output_byte_for_byte(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"--{name}={value}" for name, value in (SMALL | FAULTS | {"hours": 0.02}).items()]
     outputs = []
@@ -165,6 +166,7 @@ def test_the_slowest_of_many_ranks_is_drawn_at_once() -> None:
 rates = st.sampled_from([0.0, 1.0])
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 10_000),
@@ -216,6 +218,7 @@ def test_without_costs_every_mode_is_ideal(asynchronous: bool) -> None:
     assert figures["versions_skipped"] == figures["versions_superseded"] == 0
 
 
+@pytest.mark.slow
 def test_frozen_actors_stall_only_the_blocking_mode() -> None:
     """Enough others generate; a step takes what it takes without any freeze."""
     values = {**EVEN, "gigabytes": 0.1, "max_staleness": 3, "actors": 4, "tokens_per_s": 20000.0}
@@ -256,6 +259,7 @@ def test_skipped_versions_are_published_while_there_is_no_data() -> None:
     assert figures["steps"] > 20, "training starves behind skipped versions"
 
 
+@pytest.mark.slow
 def test_relay_bounds_the_trainers_egress_and_delta_shrinks_it() -> None:
     values = {**EVEN, "actors": 12, "train_s": 20.0, "hours": 0.2}
     plain = simulate(small(**values))
@@ -335,6 +339,7 @@ def write_run(folder: Path) -> None:
         (folder / path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_the_shape_of_a_measured_run(tmp_path: Path) -> None:
     """Step, data wait and staleness within 10 % (of the step, where they are small), transfer and stall within 30 %."""
     write_run(tmp_path)

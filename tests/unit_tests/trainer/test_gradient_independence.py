@@ -111,6 +111,7 @@ def distance_from_a_bound(policy: Decoder, config: JobConfig, batch: Batch) -> f
     return min((found - math.log(bound)).abs().min().item() for bound in bounds)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 50),

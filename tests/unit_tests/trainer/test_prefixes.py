@@ -27,6 +27,7 @@ from torchtitan.trainer.prefixes import KEYS_PER_TOKEN, MergedRuns, clusters, ke
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(SEQUENCES)
 def test_a_token_is_computed_once_where_it_follows_the_same_tokens(lists: list[list[int]]) -> None:

@@ -183,6 +183,7 @@ def _train(directory: Path, batch: Batch, replay: bool) -> dict[str, Any]:
     return metrics
 
 
+@pytest.mark.slow
 def test_replay_makes_a_trainer_agree_with_a_coarser_engine(tmp_path: Path) -> None:
     """A bf16 engine and an fp32 trainer: through the journal, packed; and tokens that nobody speaks of are counted."""
     shape = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 6, "mlp_only_layers": []}

@@ -70,6 +70,7 @@ def test_ctrl_c_while_a_program_is_imported_shows_no_traceback(program: str, imp
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
     program = "from torchtitan.config.job_config import Comm\nfrom torchtitan.distributed import device\n"
     program += f"device.init_process_group(Comm(init_timeout_seconds={10 * PATIENCE_S:.0f}))"

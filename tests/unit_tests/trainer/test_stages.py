@@ -175,6 +175,7 @@ def test_a_teacher_has_its_own_bits_whatever_the_policy_has(checkpoints: list[st
     assert all(torch.equal(one, teacher.state_dict()[name]) for name, one in reference.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_resumed_stage_goes_on_as_the_unbroken_one(checkpoints: list[str], tmp_path: Path) -> None:
     """Two passes over 20 rows in steps of 8, evaluated by loss: without an actor, in this very process."""
     rows = [{"prompt": f"{a}+11=", "answer": str(a)} for a in range(10, 30)]

@@ -53,6 +53,7 @@ def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., P
     assert "mfu" not in metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: Callable[..., Path], tied: bool) -> None:
     def count(*saved: str) -> tuple[int, float]:

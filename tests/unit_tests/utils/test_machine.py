@@ -31,6 +31,7 @@ for turn in range(24):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 @pytest.mark.parametrize(
     ("kept", "megabytes", "again"), [("all", 64, False), ("some", 64, True), ("some", 16, False), ("nothing", 64, True)]

@@ -49,6 +49,7 @@ def changes(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     return new.tobytes(), base.tobytes(), size
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(changes())
 def test_base_and_payload_make_the_new_bytes(case: tuple[bytes, bytes, int]) -> None:
@@ -134,6 +135,7 @@ def forged(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     return base, draw(st.sampled_from([bytes(payload), bytes(payload[:cut]), bytes(payload) + b"\0"])), size
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(forged())
 def test_what_a_stranger_made_up_is_refused_or_stays_inside(case: tuple[bytes, bytes, int]) -> None:

@@ -191,6 +191,7 @@ def disturb(group: Group) -> None:
         worker.puller.poison_version(worker.puller.serving.version, "flipped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 200, 25))
 def test_all_workers_hold_what_their_actor_serves(start: int) -> None:
     for seed in range(start, start + 25):

@@ -217,6 +217,7 @@ def seconds_to_join(seed: int, seconds: float | None) -> float:
     return actor.versions[0][0] - begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_flood_at_every_port_delays_a_join_by_a_second_at_most(seed: int, seconds: float) -> None:

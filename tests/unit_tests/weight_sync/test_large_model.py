@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from deterministic.machine import Machine
@@ -42,6 +43,7 @@ class Engine(Actor):
         self.process.longest_on_thread["apply"] = self.apply_seconds
 
 
+@pytest.mark.slow
 def test_version_of_72b_parameters_is_accepted_with_the_defaults() -> None:
     size = 2 * sum(math.prod(tensor.shape) for tensor in unique_parameters(parameters_of_72b()).values())
     assert 1.44e11 < size < 1.47e11

@@ -140,6 +140,7 @@ def layouts(draw: st.DrawFn, mistakes: bool = True) -> Layout:
     return layout_of(parameters, rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(layout=layouts())
 def test_coverage_is_what_its_definition_says(layout: Layout) -> None:

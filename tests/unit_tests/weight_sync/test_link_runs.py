@@ -133,6 +133,7 @@ def run_slow_links(seed: int, parts: Parts) -> Job:
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_slow_links, runs.run_slow_fleet, runs.run_faults])
 def test_promises_hold_where_buckets_take_links(run: Callable[..., Job]) -> None:
     logging.disable(logging.CRITICAL)

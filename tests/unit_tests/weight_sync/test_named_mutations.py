@@ -105,6 +105,7 @@ MUTATIONS: dict[str, tuple[Callable[[int, Parts], Job], Parts | Callable[[pytest
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is raised counts: in production it ends a connection or a process."""

@@ -178,6 +178,7 @@ def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch
     assert journal._waiting == 2
 
 
+@pytest.mark.slow
 def test_an_actor_causes_a_bounded_number_of_lines_and_those_left_out_are_counted(tmp_path: Path) -> None:
     now = [0.0]
     runtime: Any = SimpleNamespace(now=lambda: now[0], work=lambda _thread, function, done: done(function(), None))

@@ -218,6 +218,7 @@ def content_of(store: Any, name: str) -> bytes:
     return (Path(store.url) / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_a_job_that_is_killed_at_any_point_leaves_whole_versions(kind: str, tmp_path: Path) -> None:
     def kill() -> None:

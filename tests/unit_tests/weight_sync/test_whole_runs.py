@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[Callable[[int], Job], int]] = {
 COLLECT_EVERY = 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_promises_hold_in_every_run(kind: str) -> None:
     run, count = KINDS[kind]
