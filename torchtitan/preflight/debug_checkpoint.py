@@ -58,7 +58,7 @@ Play = list[tuple[str, bool]]
 """Texts, each with whether the player wrote it"""
 # The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to improve.
 TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
-RUN_TIMEOUT_S = 500.0
+RUN_TIMEOUT_S, REMOVE_SECONDS = 500.0, 30.0
 
 
 def debug_model_args(mixture: bool = False) -> ModelArgs:
@@ -227,6 +227,16 @@ def fine_tune(start: Path, work: Path, seed: int) -> tuple[Path, int, float]:
     return Path(newest_export(str(folder))), steps, accuracy
 
 
+def remove(folder: Path) -> None:
+    """Delete a run's folder. Processes of a run that was killed may write to it until they notice."""
+    deadline = time.monotonic() + REMOVE_SECONDS
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+    if folder.exists():
+        print(f"{folder} could not be deleted", file=sys.stderr)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/assets/debug_arithmetic"))
@@ -248,12 +258,15 @@ def main() -> None:
         write_tokenizer(arguments.output, symbols)
     else:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=arguments.output.parent) as folder:
-            start = Path(folder) / "start"
+        folder = Path(tempfile.mkdtemp(dir=arguments.output.parent))
+        try:
+            start = folder / "start"
             export_policy(policy, start)
             write_tokenizer(start, symbols)
-            made, steps, accuracy = fine_tune(start, Path(folder), arguments.seed)
+            made, steps, accuracy = fine_tune(start, folder, arguments.seed)
             shutil.copytree(made, arguments.output, dirs_exist_ok=True)
+        finally:
+            remove(folder)
     if accuracy > ACCURACY_LIMIT:
         raise SystemExit(f"the warm start overshot: {what} {accuracy:.3f}, above {ACCURACY_LIMIT}")
     seconds = time.perf_counter() - started
