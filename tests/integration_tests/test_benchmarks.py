@@ -78,6 +78,7 @@ def run_quickly(name: str, keys: set[str], *options: str, timeout_s: float = 280
     return dict(figures)
 
 
+@pytest.mark.benchmark
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_a_run_goes_on_by_itself_where_ranks_are_killed_and_told_to_go(debug_checkpoint: Path) -> None:
     """Every step is there once, at most one checkpoint interval (4) was trained again, and the server stayed. A rank
