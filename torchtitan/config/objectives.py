@@ -26,7 +26,7 @@ class Descriptor:
     `sequence_token`: ρ has that value, but each token has its own gradient, sg(ρ) π/sg(π) (GSPO-token, eq. 14)"""
     bounded_by: tuple[str, ...] = ()
     """Keys of [grpo] that together bound the weight of a token for every ρ and advantage. Without any it counts as
-    unbounded, and an asynchronous run is refused"""
+    unbounded, and a run on samples of older policies is refused"""
     separable: bool = True
     """A token's weight follows from its own ρ, so that a mask of single tokens bounds it, too"""
 

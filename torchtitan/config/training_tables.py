@@ -355,7 +355,7 @@ class GRPO:
     """Steepness of loss_type sapo's gate where the advantage is negative"""
 
     allow_uncorrected: bool = False
-    """Allow an asynchronous run in which nothing bounds the weight of an off-policy sample"""
+    """Allow a run on samples of older policies in which nothing bounds the weight of one"""
 
     geometric_mask_low: Share = 0.0
     """Mask sequences whose geometric mean ratio π/μ is below this; 0 turns it off"""

@@ -247,7 +247,7 @@ def recomputed_layers(config: JobConfig, args: ModelArgs) -> int:
     """How many layers compute their activations again in the backward."""
     mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     layers = args.num_hidden_layers
-    return {"none": 0, "selective": layers // every}.get(mode, layers)
+    return {"none": 0, "selective": -(-layers // every)}.get(mode, layers)
 
 
 def reference_on_host(config: JobConfig) -> bool:

@@ -84,18 +84,18 @@ def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | 
     return f"{what} {show(name)}: {spec.origin} has no {function}{nearest(function, known)}"
 
 
-def takes_parameter(name: str, parameter: str) -> bool:
-    """Whether the function `package.module:function` is written in that module with such a parameter."""
+def may_take(name: str, parameter: str) -> bool:
+    """Whether a function `package.module:function` may have such a parameter: without running its module, only a
+    definition there shows that it has none."""
     if ":" not in name or name_problem(name, "function"):
         return False
     module, _, function = name.partition(":")
     spec = _find_module(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
-        return False
-    for node in ast.walk(ast.parse(Path(str(spec.origin)).read_bytes())):
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            return parameter in {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
-    return False
+        return True
+    tree = ast.walk(ast.parse(Path(str(spec.origin)).read_bytes()))
+    found = [node.args for node in tree if isinstance(node, ast.FunctionDef) and node.name == function]
+    return not found or any(one.arg == parameter for given in found for one in (*given.args, *given.kwonlyargs))
 
 
 def _find_module(name: str) -> ModuleSpec | None:

@@ -29,7 +29,6 @@ from torchtitan.config.derived import (
     has_engines,
     has_environment,
     has_sequence_ratios,
-    is_colocated,
     learns_from_rewards,
     sources_of,
     world_size,
@@ -43,7 +42,7 @@ from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.compute_type import choose_types
 from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
-from torchtitan.preflight.check import Check, name_problem, reward_problem, takes_parameter
+from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
@@ -252,17 +251,19 @@ def _check_objective(check: Check) -> None:
     biased = grpo.kl_coefficient > 0 and grpo.kl_estimator == "k1" and not grpo.kl_ratio_correction
     text = "needs grpo.kl_ratio_correction = true (else the gradient of k1 has mean zero), or k2 or k3"
     refuse("grpo.kl_estimator", biased, text)
-    # Without waiting engines, samples are of older policies in blocking mode, too.
-    stale = grpo.async_weight_update or (check.config.rollout.max_staleness > 0 and not is_colocated(check.config))
+    # In blocking mode, too, groups are sampled ahead of their batch.
+    stale = grpo.async_weight_update or check.config.rollout.max_staleness > 0
+    stale = stale and learns_from_rewards(check.config)
     if stale and not grpo.allow_uncorrected and (key := _unbounded(check.config)):
-        text = "nothing is known to bound the weight of an off-policy token where the advantage is negative, and the "
-        text += "run trains on samples of older policies (grpo.async_weight_update, rollout.max_staleness): set "
+        text = f"with it, an off-policy token may count more than {NO_BOUND:g} times (grpo.epsilon_high bounds nothing "
+        text += "where the advantage is negative), and the run trains on samples of older policies: set "
         bounds = {"grpo.delta": "grpo.delta to 3", "grpo.loss_type": "another objective, whose ratio has a bound"}
         bounds |= {f"grpo.sapo_temperature_{sign}": "it to at least 0.1" for sign in ("positive", "negative")}
-        if ":" in grpo.loss_type and _is_separable(grpo.loss_type):
+        if ":" in grpo.loss_type and _is_separable(grpo.loss_type) and not has_sequence_ratios(grpo):
             bounds["grpo.loss_type"] = "grpo.recompute_old_log_probs = false and off_policy_correction = icepop or mask"
         caps = f"a correction and caps of at most {NO_BOUND:g}"
-        refuse(key, True, f"{text}{bounds.get(key, caps)}, or grpo.allow_uncorrected = true")
+        on_policy = "grpo.async_weight_update = false with rollout.max_staleness = 0"
+        refuse(key, True, f"{text}{bounds.get(key, caps)}, or {on_policy}, or grpo.allow_uncorrected = true")
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
     single = single and not environment_name(check.config)
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
@@ -288,7 +289,7 @@ def _unbounded(config: JobConfig) -> str:
 
 
 def _is_separable(loss_type: str) -> bool:
-    return describe(loss_type).separable and not takes_parameter(loss_type, "sequences")
+    return describe(loss_type).separable and not may_take(loss_type, "sequences")
 
 
 def _check_rollout(check: Check) -> None:

@@ -133,11 +133,11 @@ def blank_figure(width: float, height: float) -> Figure:
 
 def _small_figure() -> tuple[Figure, Axes]:
     """Return a small figure and its axes. A layout that measures all labels would take as long again as drawing them,
-    for each of the ten figures that the end of a run draws."""
+    for each of the figures that the end of a run draws."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 2.9))
-    return figure, figure.add_axes((0.145, 0.15, 0.84, 0.75))
+    return figure, figure.add_axes((0.165, 0.15, 0.79, 0.7))
 
 
 def dress(axes: Axes, title: str, x_label: str = "step") -> None:

@@ -227,6 +227,7 @@ def test_a_mistake_is_named_in_one_line(
         "",
         "--grpo.delta 0 --grpo.allow_uncorrected",
         "--grpo.delta 0 --grpo.no-async_weight_update --rollout.max_staleness 0",
+        "--grpo.delta 0 --job.stage sft --sft.completion_column answer",
         "--grpo.delta 0 --grpo.off_policy_correction icepop",
         "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask_high 2",
         "--grpo.loss_type sapo --grpo.delta 0",

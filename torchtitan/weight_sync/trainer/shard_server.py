@@ -77,6 +77,8 @@ class ShardServer(BucketServer):
         self._due: float | None = None
         """When the thread that processes a snapshot must next have progressed; None if it is idle"""
         self._reported_failure = 0
+        self._without_reference = -1
+        """The snapshot of which this has been said last"""
         fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_registry_message)
 
@@ -218,7 +220,9 @@ class ShardServer(BucketServer):
             try:
                 return {"reference": self._refer(index, *self._layout.bucket_range(0, bucket))}, None
             except Exception:  # whatever a transport raises: its actors shall have their version all the same
-                logger.exception("the transport has no reference for bucket %d of rank %d", bucket, self.rank)
+                if serial != self._without_reference:
+                    logger.exception("the transport has no reference for bucket %d of rank %d", bucket, self.rank)
+                self._without_reference = serial
                 if not in_host_memory:
                     raise
         delta = None if base is None else self.deltas.get(serial, base, bucket)
