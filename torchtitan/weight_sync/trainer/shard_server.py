@@ -215,18 +215,27 @@ class ShardServer(BucketServer):
         serial, index = reader.serial, self.live.filled()[reader.serial][0]
         if reader.link is not None:
             return {"reference": self._send_over(reader.link, reader, bucket)}, None
-        in_host_memory = isinstance(self._slots.slot(index), memoryview)
-        if self._refer is not None and not (again and in_host_memory):
-            try:
-                return {"reference": self._refer(index, *self._layout.bucket_range(0, bucket))}, None
-            except Exception:  # whatever a transport raises: its actors shall have their version all the same
-                if serial != self._without_reference:
-                    logger.exception("the transport has no reference for bucket %d of rank %d", bucket, self.rank)
-                self._without_reference = serial
-                if not in_host_memory:
-                    raise
+        if (reference := self._reference(serial, index, bucket, again)) is not None:
+            return {"reference": reference}, None
         delta = None if base is None else self.deltas.get(serial, base, bucket)
         return ({}, self._bucket(serial, bucket)) if delta is None else ({"base": base}, delta)
+
+    def _reference(self, serial: int, slot: int, bucket: int, again: bool) -> Message | None:
+        """Return where a bucket is; None if its bytes are sent: if it is asked for again, or the transport raises."""
+        if self._refer is None:
+            return None
+        in_host_memory = isinstance(self._slots.slot(slot), memoryview)
+        if again and in_host_memory:
+            return None
+        try:
+            return self._refer(slot, *self._layout.bucket_range(0, bucket))
+        except Exception:
+            if serial != self._without_reference:
+                logger.exception("the transport has no reference for bucket %d of rank %d", bucket, self.rank)
+            self._without_reference = serial
+            if not in_host_memory:
+                raise
+            return None
 
     def _bucket(self, serial: int, bucket: int) -> Any:
         start, end = self._layout.bucket_range(0, bucket)
