@@ -117,8 +117,10 @@ oops | 'oops' does not belong to any
 --grpo.loss_type gmpo --grpo.geometric_mask_high 2 | grpo.loss_type = "gmpo" | off-policy token
 --grpo.loss_type gmpo --grpo.off_policy_correction mask | grpo.loss_type = "gmpo" | another objective
 --grpo.loss_type dppo | grpo.loss_type = "dppo" | off-policy token
---grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss | grpo.loss_type | allow_uncorrected = true
---grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.recompute_old_log_probs | grpo.loss_type
+--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss \
+    | grpo.loss_type | off-policy token | allow_uncorrected = true
+--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.recompute_old_log_probs \
+    | grpo.loss_type | off-policy token | allow_uncorrected = true
 --grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss_of_sequences --grpo.off_policy_correction mask \
     | grpo.loss_type | off-policy token | set another objective
 --grpo.recompute_old_log_probs --grpo.off_policy_correction none \
