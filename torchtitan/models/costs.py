@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan.config.derived import (
@@ -100,8 +100,8 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     trained = -(-(own + adapters) // sharing)
     # modules_to_save are fp32, like adapters.
     trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
-    quantized = [args.layers_with(name) * rows * columns for name, (rows, columns) in _quantized(config, args)]
-    base = (args.num_parameters() - sum(quantized)) * master + int(sum(quantized) * QUANTIZED_BITS / 8)
+    quantized, largest = _quantized_elements(config, args)
+    base = (args.num_parameters() - quantized) * master + int(quantized * QUANTIZED_BITS / 8)
     reference = -(-_references_bytes(config, args, base) // sharing)
     optimizer = int(2 * trained_bytes * _state_share(config, args))
     # Without FSDP2, parameters are used in place and gradients accumulate in place.
@@ -122,7 +122,6 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         (stays, 0, 0, root * (computed + sent) // computed * trains),
     )
     gathered, activations, logits, unreduced = max(moments, key=sum)
-    largest = max((rows * columns for _, (rows, columns) in _quantized(config, args)), default=0)
     whole_gradients = 0
     if ranks > 1 and parallelism.fsdp_reduce_gradients == "optimizer_step":
         whole_gradients = (own + adapters) // tensor * sent
@@ -142,8 +141,10 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     )
 
 
-def _quantized(config: JobConfig, args: ModelArgs) -> Collection[tuple[str, tuple[int, int]]]:
-    return quantized_projections(config, args).items()
+def _quantized_elements(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
+    """Elements of all quantised projections, and of the largest one."""
+    sizes = {name: rows * columns for name, (rows, columns) in quantized_projections(config, args).items()}
+    return sum(args.layers_with(name) * size for name, size in sizes.items()), max(sizes.values(), default=0)
 
 
 def _references_bytes(config: JobConfig, args: ModelArgs, base: int) -> int:
@@ -167,8 +168,7 @@ def _gathered_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[int
     experts = 0
     if args.experts is not None:
         experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
-    quantized = sum(args.layers_with(name) * rows * columns for name, (rows, columns) in _quantized(config, args))
-    quantized //= args.num_hidden_layers
+    quantized = _quantized_elements(config, args)[0] // args.num_hidden_layers
     dense = (args.num_parameters() - root) // args.num_hidden_layers - experts - quantized
     held = dense * computed + int(quantized * QUANTIZED_BITS / 8)
     shared = alone = 0
@@ -248,6 +248,11 @@ def recomputed_layers(config: JobConfig, args: ModelArgs) -> int:
     mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     layers = args.num_hidden_layers
     return {"none": 0, "selective": -(-layers // every)}.get(mode, layers)
+
+
+def scored_passes(config: JobConfig) -> int:
+    """Forward passes that only score: of the old log-probs, and of a reference."""
+    return int(config.grpo.recompute_old_log_probs) + (config.grpo.kl_coefficient > 0)
 
 
 def reference_on_host(config: JobConfig) -> bool:

@@ -28,6 +28,7 @@ from torchtitan.models.costs import (
     on_device,
     parts_on_host,
     recomputed_layers,
+    scored_passes,
     version_bytes,
 )
 from torchtitan.models.model_args import ModelArgs
@@ -57,8 +58,7 @@ def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
     grpo = config.grpo
     lengths = [config.training.seq_len] * global_batch_size(config, ranks)
     completions = min(longest_completion(config), config.training.seq_len) * len(lengths)
-    scored = grpo.recompute_old_log_probs + (grpo.kl_coefficient > 0)
-    operations = model_flops(args, lengths, completions, Passes(grpo.num_iterations, scored))
+    operations = model_flops(args, lengths, completions, Passes(grpo.num_iterations, scored_passes(config)))
     again = model_flops(args, lengths, 0, Passes(0, scored=1))
     if config.activation_checkpoint.mode == "op":
         again = sum(lengths) * model_flops(args, [1], 0, Passes(0, scored=1))  # without attention

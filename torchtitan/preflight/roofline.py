@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import global_batch_size, keeps_unshared, shard_degree
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers
+from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
 from torchtitan.models.model_args import ModelArgs
 
 PEAK = 989e12
@@ -61,7 +61,7 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     share = tokens / (tensor * context)
     recomputed = recomputed_layers(config, args) / args.num_hidden_layers
     attending = 0.0 if config.activation_checkpoint.mode == "op" else recomputed
-    scored, trained = _scored(config), grpo.num_iterations
+    scored, trained = scored_passes(config), grpo.num_iterations
     forwards = trained * (1 + recomputed) + scored
     # Of adapters, neither operations, gradients nor moments are counted.
     updated = 0 if config.lora.rank else trained
@@ -97,11 +97,6 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
         overlapped,
         width * between,
     )
-
-
-def _scored(config: JobConfig) -> int:
-    """Forward passes that only score: of the old log-probs, and of a reference."""
-    return int(config.grpo.recompute_old_log_probs) + (config.grpo.kl_coefficient > 0)
 
 
 def _rotated(args: ModelArgs) -> int:
@@ -148,7 +143,7 @@ def _by_fsdp(config: JobConfig, args: ModelArgs, ranks: int, micro_batches: floa
         (stacks / spread, shards * tensor / spread, 0.0, ranks // spread),
     ):
         alone = keeps_unshared(config) and sharing == 1
-        gathered = micro_batches * owned * _scored(config)
+        gathered = micro_batches * owned * scored_passes(config)
         gathered += (grpo.num_minibatches if alone else micro_batches) * (2 * owned - kept) * trained
         if over > 1:
             sent += width * gathered + reduced * owned * reductions
@@ -179,6 +174,6 @@ def training_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[d
         steps = config.grpo.num_iterations * config.grpo.num_minibatches
         seconds["optimizer's state"] = 2 * steps * estimate_memory(config, args, ranks).optimizer / PCIE
     total = sum(seconds.values()) - seconds["hidden collectives"]
-    passes = Passes(config.grpo.num_iterations, _scored(config))
+    passes = Passes(config.grpo.num_iterations, scored_passes(config))
     needed = model_flops(args, [length] * sequences, length * sequences, passes)
     return seconds, needed / (total * ranks * PEAK)
