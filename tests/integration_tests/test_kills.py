@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -114,8 +115,10 @@ def test_a_rank_that_is_killed_early_is_started_again(
 
 def test_signals_to_the_launcher_reach_the_run(debug_checkpoint: Path, processes: Processes, tmp_path: Path) -> None:
     run = start(processes, debug_checkpoint, tmp_path)
-    # Before there is a run it waits for one.
-    only(run, RANK)
+    # Before there is a run it waits for one, from when the launcher has blocked it.
+    status = Path(f"/proc/{run.process.pid}/status")
+    blocked = re.compile(r"SigBlk:\s*(\w+)")
+    until(lambda: int(blocked.findall(status.read_text())[0], 16) & 1 << signal.SIGUSR1 - 1)
     run.process.send_signal(signal.SIGUSR1)
     run.wait(lambda: any(tmp_path.glob("*/hf/step-*/config.json")))
     trains_on(run)

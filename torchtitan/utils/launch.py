@@ -61,6 +61,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     ranks: tuple[int, ...] = ()
     """Process ids"""
+    started = threading.Event()
+    """Set while the ranks named by `ranks` are those that run"""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -70,12 +72,14 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         started: dict[int, int] = super()._start_workers(worker_group)
         Agent.ranks = tuple(started.values())
+        Agent.started.set()
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         self.name_stopped()
         if result.state is WorkerState.FAILED:
+            Agent.started.clear()
             if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
                 self._remaining_restarts = 0
             rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
@@ -142,6 +146,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 def _pass_on() -> None:
     while True:
         number = signal.sigwait({signal.SIGUSR1})
+        # A request that comes before there are ranks, or while they are started again, is for those that come.
+        Agent.started.wait()
         for rank in Agent.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
