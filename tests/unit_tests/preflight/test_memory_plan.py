@@ -119,16 +119,16 @@ def traced_peak(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
         policy.tie_weights()
         optimizer = build_optimizer(policy, config.optimizer)
         ids, rows = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
-        # An optimizer step of one micro-batch, and the first two of many.
-        for step in range(3):
-            peak.most, peak.counting = 0, step == 2
-            before_micro_batch(policy, each=True, last=step == 0)
+        # How DTensor finds out what an operator does is in full size, and costs no memory.
+        for parameter in policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            peak.most, peak.counting = 0, micro_batch == 1
+            before_micro_batch(policy, each=True, last=False)
             loss = policy(ids, layout, ids, rows=rows, objective=lambda log_probs, entropy, part: -log_probs)[0]
             loss.backward()
-            if step == 0:
-                # How DTensor finds out what an operator does is in full size, and costs no memory.
-                optimizer.step()
-                optimizer.zero_grad()
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)
     return peak.most
 
