@@ -48,19 +48,15 @@ def model(engine_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def agent(sglang_python: Path, model: Path, module_processes: Processes) -> Actor:
-    return start_actor(module_processes, "sglang", sglang_python, model, *SETTINGS, name="by-files")
-
-
-@pytest.fixture(scope="module")
-def two_workers(sglang_python: Path, model: Path, module_processes: Processes) -> Actor:
-    """An engine with two tensor-parallel workers, of which the second waits with files while `hold` exists."""
+    """An engine with two tensor-parallel workers, of which the second waits with files while `hold` exists. An engine
+    with one has the tests of whole runs (here and with the gateway)."""
     path = install(module_processes.folder / "plugins", sglang_holding.GROUP, sglang_holding.FUNCTION)
     environment = {
         "PYTHONPATH": path,
         sglang_holding.VARIABLE: str(module_processes.folder / "hold"),
     }
     options = ("--tensor-parallel-size", "2", *SETTINGS)
-    return start_actor(module_processes, "sglang", sglang_python, model, *options, name="two-workers", **environment)
+    return start_actor(module_processes, "sglang", sglang_python, model, *options, name="by-files", **environment)
 
 
 Beside = Callable[..., Actor]
@@ -261,22 +257,19 @@ def test_adapters_are_merged(agent: Actor, model: Path, beside: Beside, tmp_path
         assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] < 0.15 * trainer.base_bytes
 
 
-def test_versions_by_files_that_wait_for_the_slower_of_two_workers(
-    two_workers: Actor, model: Path, tmp_path: Path
-) -> None:
-    hold = two_workers.processes.folder / "hold"
-    with serving(two_workers, model, tmp_path) as trainer:
-        check_serves_newest(two_workers, trainer)
+def test_files_wait_for_the_slower_of_two_workers(agent: Actor, model: Path, tmp_path: Path) -> None:
+    hold = agent.processes.folder / "hold"
+    with serving(agent, model, tmp_path) as trainer:
         hold.touch()
         trainer.publish()
         trainer.wait_for(hold.with_suffix(".begun").exists)
         # Time in which the first worker, which answers, is done, and the files would go.
         time.sleep(1.0)
-        files = list(Path("/dev/shm").glob("torchtitan-two-workers-*/version/model.safetensors"))
-        assert len(files) == 1 and two_workers.health()["version"] != trainer.version
+        files = list(Path("/dev/shm").glob("torchtitan-by-files-*/version/model.safetensors"))
+        assert len(files) == 1 and agent.health()["version"] != trainer.version
         hold.unlink()
         trainer.wait_applied()
-        check_serves_newest(two_workers, trainer)
+        check_serves_newest(agent, trainer)
         assert not files[0].exists()
 
 
