@@ -54,6 +54,7 @@ _SYNC_COLUMNS = (
     ("apply ms", "apply_s", 1e3), ("drain ms", "drain_s", 1e3),
     ("pause ms", "pause_s", 1e3), ("longest pause ms", "pause_s/max", 1e3),
     *((f"MB {kind}", f"bytes_{kind}", 1e-6) for kind in ("full", "delta", "relayed")),
+    ("corrupt buckets", "corrupt_buckets", 1),
 )  # fmt: skip
 HOST = "127.0.0.1"
 HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")

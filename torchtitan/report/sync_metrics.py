@@ -25,7 +25,9 @@ Record = Mapping[str, Any]
 # Metrics of an applied version; null if the transport does not measure them.
 SECONDS = ("transfer_s", "apply_s", "drain_s", "pause_s")
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
-FIGURES = (*SECONDS, "gigabytes_per_s", *BYTES, "source")
+# corrupt_buckets: buckets that did not come as their checksum says, and were asked for again.
+ADDED_UP = (*BYTES, "corrupt_buckets")
+FIGURES = (*SECONDS, "gigabytes_per_s", *ADDED_UP, "source")
 # Journal events that are also incidents, with the incident's name.
 _INCIDENTS = {
     "poisoned": "poisoned", "lost": "evicted", "late": "late", "forged": "forged", "lost_lane": "lost its snapshot",
@@ -315,7 +317,7 @@ class Sums:
     """Counts, bytes and means over deliveries, under their keys in metrics.jsonl (without weight_sync/)."""
 
     def __init__(self) -> None:
-        self._totals: Counter[str] = Counter(dict.fromkeys((*_COUNTS, *BYTES), 0))
+        self._totals: Counter[str] = Counter(dict.fromkeys((*_COUNTS, *ADDED_UP), 0))
         self._values: dict[str, list[float]] = {}
         self._evicted_in: Counter[str] = Counter()
 
@@ -329,7 +331,7 @@ class Sums:
         self._totals["pulls"] += row["attempts"]
         if row["outcome"] in _COUNTS:
             self._totals[row["outcome"]] += 1
-        for name in BYTES:
+        for name in ADDED_UP:
             self._totals[name] += row[name] or 0
         for name in MEANS if entry.outcome == "applied" else ():
             if row[name] is not None:

@@ -421,7 +421,9 @@ def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) 
     assert world.server.last("open")["buckets"] == [[1, 2]] and world.registry.count("ended") == 0
     world.send(0, 1)
     world.run(0.1)
-    assert world.applied == [0] and world.registry.last("serving")["figures"]["bytes_relayed"] >= BUCKET_BYTES
+    figures = world.registry.last("serving")["figures"]
+    assert world.applied == [0] and figures["bytes_relayed"] >= BUCKET_BYTES
+    assert figures["corrupt_buckets"] == (how == "corrupt")
 
 
 def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> None:

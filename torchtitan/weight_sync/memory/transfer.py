@@ -16,6 +16,8 @@ from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError,
 
 # How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
+# Figures that add up over an actor's workers.
+ADDED_UP = (*BYTES, "corrupt_buckets")
 
 
 # So many threads at most read buckets that references name.
@@ -117,7 +119,7 @@ class Transfer:
 
     def figures(self, now: float) -> Message:
         """Return what the registry is told when everything has arrived."""
-        received = {name: self.received[name] for name in BYTES}
+        received = {name: self.received[name] for name in BYTES} | {"corrupt_buckets": self.corruptions.total()}
         return {"transfer_s": now - self.begun, **received, "source": self.source or "trainer"}
 
     def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
