@@ -167,6 +167,8 @@ def _serve() -> None:
     importlib.import_module("torch._dynamo")
     for line in sys.stdin:
         job = json.loads(line)
+        if '"compile.enable": true' in line:
+            importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module(job["function"].partition(":")[0])
         print(json.dumps(_run_ranks(job)), file=answers, flush=True)
 
