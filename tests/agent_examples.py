@@ -56,12 +56,17 @@ async def nonsense(base_url: str, key: str, row: dict[str, Any]) -> Any:
 
 
 async def goes_on(base_url: str, key: str, row: dict[str, Any]) -> float:
-    """Leaves something behind that asks when the episode is over."""
+    """Leaves something behind that asks when the episode is over, twice: what is under way at its end is not late."""
 
     def late() -> None:
-        time.sleep(1.0)
+        refused = 0
         with openai.OpenAI(base_url=base_url, api_key=key, max_retries=0) as api:
-            api.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+            while refused < 2:
+                time.sleep(0.5)
+                try:
+                    api.chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+                except openai.APIStatusError as error:
+                    refused += error.status_code == 410
 
     threading.Thread(target=late, daemon=True).start()
     return await play(base_url, key, row)

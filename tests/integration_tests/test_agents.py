@@ -95,7 +95,7 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
         behind.sampling.n = 1
         (one,) = await player.play(PROMPT, GenerateRequest("late", [], behind.sampling), 0)
         await eventually(lambda: behind.events("call_after_end"))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.7)
         await pool.close()
         assert one.reward is not None and len(behind.events("call_after_end")) == 1
 
