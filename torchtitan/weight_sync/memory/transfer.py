@@ -16,8 +16,6 @@ from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError,
 
 # How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
-# Figures that add up over an actor's workers.
-ADDED_UP = (*BYTES, "corrupt_buckets")
 
 
 # So many threads at most read buckets that references name.
@@ -44,7 +42,7 @@ class Transfer:
     arriving: dict[BucketKey, Any] = field(default_factory=dict)
     """Arriving bucket -> its hasher, or a delta's bytes; None if a thread writes the bucket"""
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
-    received: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(BYTES, 0)))
     """Bytes by figure (see BYTES)"""
     _sheets: dict[int, memoryview] = field(default_factory=dict)
     """Rank -> the memory that its sheet arrives in"""
@@ -119,8 +117,8 @@ class Transfer:
 
     def figures(self, now: float) -> Message:
         """Return what the registry is told when everything has arrived."""
-        received = {name: self.received[name] for name in BYTES} | {"corrupt_buckets": self.corruptions.total()}
-        return {"transfer_s": now - self.begun, **received, "source": self.source or "trainer"}
+        counts = {**self.received, "corrupt_buckets": self.corruptions.total()}
+        return {"transfer_s": now - self.begun, **counts, "source": self.source or "trainer"}
 
     def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
         """Return the requests to this rank's shard server for what is missing and not arriving already: its sheet

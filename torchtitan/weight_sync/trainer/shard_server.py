@@ -225,10 +225,8 @@ class ShardServer(BucketServer):
         if self._refer is None:
             return None
         in_host_memory = isinstance(self._slots.slot(slot), memoryview)
-        if again and in_host_memory:
-            return None
         try:
-            return self._refer(slot, *self._layout.bucket_range(0, bucket))
+            return None if again and in_host_memory else self._refer(slot, *self._layout.bucket_range(0, bucket))
         except Exception:
             if serial != self._without_reference:
                 logger.exception("the transport has no reference for bucket %d of rank %d", bucket, self.rank)
