@@ -10,8 +10,8 @@ from typing import Any
 from simulator.scenario import known_keys, slowest_of
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
-from torchtitan.report.sync_metrics import BYTES
 from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.weight_sync.memory.transfer import BYTES
 
 Row = dict[str, Any]
 # The first steps are left out because of cold caches, compilation and first connections.

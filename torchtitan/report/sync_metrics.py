@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_json_lines
+from torchtitan.weight_sync.memory.transfer import ADDED_UP, BYTES
 from torchtitan.weight_sync.wire.messages import parse_record
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
@@ -24,9 +25,6 @@ Record = Mapping[str, Any]
 
 # Metrics of an applied version; null if the transport does not measure them.
 SECONDS = ("transfer_s", "apply_s", "drain_s", "pause_s")
-BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
-# corrupt_buckets: buckets that did not come as their checksum says, and were asked for again.
-ADDED_UP = (*BYTES, "corrupt_buckets")
 FIGURES = (*SECONDS, "gigabytes_per_s", *ADDED_UP, "source")
 # Journal events that are also incidents, with the incident's name.
 _INCIDENTS = {

@@ -22,7 +22,7 @@ from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.slots import anonymous_file, file_reference
 from torchtitan.weight_sync.memory.staging import StagedVersion
-from torchtitan.weight_sync.memory.transfer import BYTES
+from torchtitan.weight_sync.memory.transfer import ADDED_UP, BYTES
 from torchtitan.weight_sync.wire.handshake import WORKER, Acceptor, Identity
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Message, ProtocolError
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
@@ -283,8 +283,7 @@ class Leader(Puller):
 def _merge_figures(figures: list[Message]) -> dict[str, float]:
     """Return what all workers received together, and the bytes of the one with the most."""
     most = max(sum(given.get(name, 0) for name in BYTES) for given in figures)
-    names = (*BYTES, "corrupt_buckets")
-    return {"worker_bytes": most, **{name: sum(given.get(name, 0) for given in figures) for name in names}}
+    return {"worker_bytes": most, **{name: sum(given.get(name, 0) for given in figures) for name in ADDED_UP}}
 
 
 class LeadingEngine:

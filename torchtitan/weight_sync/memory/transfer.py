@@ -16,6 +16,8 @@ from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError,
 
 # How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
+# Figures that add up. corrupt_buckets: those that did not come as their checksums say, and were asked for again.
+ADDED_UP = (*BYTES, "corrupt_buckets")
 
 
 # So many threads at most read buckets that references name.
