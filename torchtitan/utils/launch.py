@@ -75,11 +75,14 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         Agent.started.set()
         return started
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        Agent.started.clear()
+        super()._stop_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         self.name_stopped()
         if result.state is WorkerState.FAILED:
-            Agent.started.clear()
             if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
                 self._remaining_restarts = 0
             rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
