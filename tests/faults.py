@@ -25,9 +25,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync.wire import hook
+
+if TYPE_CHECKING:  # an engine's Python may lack it
+    import pytest
 
 VARIABLE = "TORCHTITAN_WEIGHT_SYNC_FAULTS"
 logger = logging.getLogger(__name__)
@@ -249,6 +252,12 @@ def _plan(source: str) -> _Plan:
 def variables(source: str) -> dict[str, str]:
     """Return the environment variables that turn fault injection on. source: the faults with `;` between, or @file."""
     return {hook.VARIABLE: __name__, VARIABLE: source}
+
+
+def inject(patch: pytest.MonkeyPatch, source: str) -> None:
+    """Turn fault injection on, for as long as the patch lasts."""
+    for name, value in variables(source).items():
+        patch.setenv(name, value)
 
 
 def write_plan(texts: Iterable[str], file: Path) -> None:

@@ -251,8 +251,7 @@ def test_no_prefix_outlives_its_weights(server: Server, trainer: Trainer) -> Non
 @pytest.fixture
 def slow_second_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 1 takes seconds to send. (The shard servers read this when they start.)"""
-    for name, value in faults.variables("throttle:version=1-1,bytes_per_s=400000").items():
-        monkeypatch.setenv(name, value)
+    faults.inject(monkeypatch, "throttle:version=1-1,bytes_per_s=400000")
 
 
 def wait_receiving(trainer: Trainer) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.faults import variables
+from tests.faults import inject, variables
 from tests.integration_tests import pulling_actor
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
 from tests.journals import journal_of
@@ -275,8 +275,7 @@ def test_deltas_are_small_and_damaged_ones_are_replaced_by_the_bucket(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On its way, so that it makes other bytes or none. The memory that it was for is no base any more.
-    for name, value in variables("corrupt:phase=send,version=2,bucket=3").items():
-        monkeypatch.setenv(name, value)
+    inject(monkeypatch, "corrupt:phase=send,version=2,bucket=3")
     job = start(transport="delta")
     size = sum(2 * parameter.numel() for parameter in job.parameters.values())
     actor = job.actor("actor-0")
@@ -314,8 +313,7 @@ def test_damaged_files_are_replaced_by_their_bytes_and_a_full_disk_drops_a_versi
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ["corrupt:phase=write,version=1,bucket=2", "drop:phase=write,version=2,bucket=3", "full_disk:version=3"]
-    for name, value in variables(";".join(plan)).items():
-        monkeypatch.setenv(name, value)
+    inject(monkeypatch, ";".join(plan))
     job = start(transport="disk")
     actors = [job.actor("actor-0"), job.actor("actor-1")]
     for _ in range(3):

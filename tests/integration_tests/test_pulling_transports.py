@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from tests.faults import variables
+from tests.faults import inject, variables
 from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start, wait_for
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
@@ -93,8 +93,7 @@ def test_trainer_that_freezes_half_way(
     job.publish()
     job.served_by(actor)
     # Of the shard server's process, where it is one (the first of the two ends before the second has begun).
-    for name, value in variables("freeze:phase=send,version=1,bucket=5,seconds=5").items():
-        monkeypatch.setenv(name, value)
+    inject(monkeypatch, "freeze:phase=send,version=1,bucket=5,seconds=5")
     job.publish()
     job.served_by(actor)
     job.publish()

@@ -140,8 +140,7 @@ def test_an_actor_without_a_worker_leaves_and_joins_again(job: Job, how: signal.
 
 def test_a_worker_that_dies_during_the_transfer_costs_that_transfer(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in faults.variables("throttle:version=1,bytes_per_s=1000000").items():
-            patch.setenv(name, value)
+        faults.inject(patch, "throttle:version=1,bytes_per_s=1000000")
         job = Job(tmp_path)
     with contextlib.closing(job), contextlib.closing(Group(job)) as group:
         group.start(*range(WORKERS))

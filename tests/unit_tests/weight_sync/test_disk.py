@@ -192,8 +192,7 @@ def test_version_of_some_ranks_only_is_no_version(tmp_path: Path) -> None:
 
 def test_full_disk_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.publish(1)
-    for name, value in faults.variables("full_disk:version=2,bucket=1").items():
-        monkeypatch.setenv(name, value)
+    faults.inject(monkeypatch, "full_disk:version=2,bucket=1")
     faults._plans.clear()
     with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left on device"):
         folder.publish(2)
@@ -236,8 +235,7 @@ def test_damaged_file_is_never_taken_for_a_whole_one(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     if damage in ("corrupt", "drop"):
-        for name, value in faults.variables(f"{damage}:phase=write,version=1,bucket=2").items():
-            monkeypatch.setenv(name, value)
+        faults.inject(monkeypatch, f"{damage}:phase=write,version=1,bucket=2")
         faults._plans.clear()
     folder.publish(1)
     path = folder.path / "latest" / "model.safetensors"

@@ -22,8 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def switch(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
-    for name, value in faults.variables(";".join(texts)).items():
-        monkeypatch.setenv(name, value)
+    faults.inject(monkeypatch, ";".join(texts))
     faults._plans.clear()  # each test counts for itself
 
 
