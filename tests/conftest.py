@@ -115,6 +115,15 @@ def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes with one thread for the time of one test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     """Starts processes for one test; what still runs at its end is killed, with all that it started."""
     with Processes(tmp_path) as started:

@@ -26,14 +26,7 @@ from torchtitan.models.shape import find_flavor
 from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 PROMPTS = [[5, 9, 3], [7] * 9, list(range(20, 37)), list(range(60, 100)), [11, 12, 99, 3, 4, 5, 6, 7, 8, 9, 10]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 12, **sampling: Any) -> GenerateRequest:

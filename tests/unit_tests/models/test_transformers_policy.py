@@ -93,6 +93,7 @@ def test_windows_that_count_are_those_that_layers_ask_for(foreign: Path, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")  # two may add up in another order where a weight lies elsewhere in memory
 def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, tmp_path: Path) -> None:
     import transformers
 
@@ -130,9 +131,7 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, 
     assert original.keys() == written.keys()
     assert all(torch.equal(original[name], written[name]) for name in original)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager").eval()
-    loaded = torch.cat([again(x[None], use_cache=False).logits[0] for x in tokens.split(LENGTHS)])
-    # The same weights at another place in memory: on some processors two threads then add up in another order.
-    assert (loaded - logits).abs().max() < 1e-5
+    assert torch.equal(torch.cat([again(x[None], use_cache=False).logits[0] for x in tokens.split(LENGTHS)]), logits)
     assert policy.args.num_parameters() == sum(tensor.numel() for tensor in original.values())
 
 
