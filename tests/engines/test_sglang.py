@@ -48,8 +48,8 @@ def model(engine_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def agent(sglang_python: Path, model: Path, module_processes: Processes) -> Actor:
-    """An engine with two tensor-parallel workers, of which the second waits with files while `hold` exists. An engine
-    with one has the tests of whole runs (here and with the gateway)."""
+    """An engine with two tensor-parallel workers, of which the second waits with files while `hold` exists. The
+    whole run below and the gateway's test have an engine with one."""
     path = install(module_processes.folder / "plugins", sglang_holding.GROUP, sglang_holding.FUNCTION)
     environment = {
         "PYTHONPATH": path,
