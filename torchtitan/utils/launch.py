@@ -4,7 +4,9 @@
 
 torchrun answers every failure of a rank with exit code 1, and every signal with a traceback. Here a failed rank's own
 exit code is carried through, and a signal ends in 128 + its number once the ranks have gone. SIGUSR1 is passed on to
-the ranks. Its folder among the temporary files goes with it, unless `--log-dir` names another.
+the ranks. Its folder among the temporary files goes with it, unless `--log-dir` names another. The ranks of one machine
+meet at its loopback address, so its host name need not resolve; names that several machines need are looked up before
+anything waits for them.
 
 With `--max-restarts N` all ranks are started again up to N times after one was killed or broke off. The run knows by
 LAUNCH_VARIABLE that it has been started before, and goes on where it was (trainer/run_dir.py).
@@ -26,9 +28,11 @@ from torchtitan.errors import another_package
 if said := another_package():
     sys.exit(said)
 
+import argparse
 import contextlib
 import math
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -43,10 +47,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from torchtitan.errors import EXIT_RETRYABLE
+from torchtitan.errors import EXIT_RETRYABLE, UserError
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE
 
 # Ranks leave within checkpoint.save_deadline_s (at most 600) by themselves; torchrun's SIGKILL is only the backstop.
@@ -54,6 +59,10 @@ SHUTDOWN_TIMEOUT_S = 630
 # What a rank ends with that has said what a person has to change: it would only say so again.
 FINAL_CODES = (1, 2)
 STOPPED_S = 10
+LOOPBACK = "127.0.0.1"
+# How long the name of rank 0's machine may stay unknown: a cluster may publish it only once that machine is up.
+NAME_TIMEOUT_S = 60.0
+NAME_INTERVAL_S = 1.0
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):
@@ -116,6 +125,14 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_pass_on, name="pass-on", daemon=True).start()
     parsed = parse_args(arguments)
     try:
+        find_names(parsed)
+    except UserError as error:
+        _say(str(error))
+        return error.exit_code
+    except TimeoutError as error:
+        _say(str(error))
+        return EXIT_RETRYABLE
+    try:
         with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
             # The link to the run's folder goes with this one; of a launch that a person has named it stays.
             os.environ.setdefault(LAUNCH_VARIABLE, f"{folder}/run")
@@ -138,6 +155,46 @@ def main(arguments: list[str]) -> int:
         )
         return EXIT_RETRYABLE
     return 0
+
+
+def find_names(parsed: argparse.Namespace) -> None:
+    """Let the ranks of one machine meet at its loopback address, and look up the names that several machines need.
+
+    torchrun tells the ranks this machine's host name otherwise, and waits for minutes where that does not resolve.
+
+    Raises:
+        UserError: the ranks of other machines would be told a name of this machine that does not resolve.
+        TimeoutError: the name of rank 0's machine is still unknown after NAME_TIMEOUT_S.
+    """
+    if parsed.standalone or parse_min_max_nnodes(parsed.nnodes)[1] == 1:
+        parsed.local_addr = parsed.local_addr or LOOPBACK
+        return
+    # With other backends than "static", rank 0's machine tells the others its address by itself.
+    if parsed.rdzv_backend != "static" and (problem := _lookup_problem(own := parsed.local_addr or socket.getfqdn())):
+        raise UserError(
+            f"this machine's name {own} does not resolve ({problem}), and the ranks would be told to meet there: give "
+            "--local-addr with an address of this machine that the others reach, or add the name to /etc/hosts"
+        )
+    endpoint = parsed.rdzv_endpoint
+    host = parse_rendezvous_endpoint(endpoint, default_port=0)[0] if endpoint else parsed.master_addr
+    key = "--rdzv-endpoint" if endpoint else "--master-addr"
+    deadline, announced = time.monotonic() + NAME_TIMEOUT_S, False
+    while problem := _lookup_problem(host):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{key}: {host} still does not resolve after {NAME_TIMEOUT_S:g} s ({problem})")
+        if not announced:
+            _say(f"{key}: {host} does not resolve on {socket.gethostname()} ({problem}): trying {NAME_TIMEOUT_S:g} s")
+            announced = True
+        time.sleep(NAME_INTERVAL_S)
+
+
+def _lookup_problem(host: str) -> str:
+    """Return why a name does not resolve; empty if it does, or if it is an address."""
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
