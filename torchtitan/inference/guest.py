@@ -23,7 +23,8 @@ from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.client import base_url
-from torchtitan.models.shape import fingerprint, read_args
+from torchtitan.models.checkpoint_files import fingerprint
+from torchtitan.models.shape import read_args
 from torchtitan.utils.addresses import reachable_host
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.clients import RegistryClient

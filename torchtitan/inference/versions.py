@@ -28,7 +28,8 @@ from torchtitan.models.adapter_math import (
     low_rank_product,
     quantize,
 )
-from torchtitan.models.shape import is_redundant, open_tensors, read_args, tensor_files
+from torchtitan.models.checkpoint_files import is_redundant, open_tensors, tensor_files
+from torchtitan.models.shape import read_args
 from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)

@@ -35,10 +35,10 @@ from torchtitan.distributed.placement import (
 )
 from torchtitan.errors import UserError
 from torchtitan.models.adapter_math import FACTOR_A
+from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_digest, tensor_files
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
 from torchtitan.models.model_args import read_model_args
-from torchtitan.models.shape import FINGERPRINTED, INDEX_FILE, is_redundant, open_tensors, tensor_files
 from torchtitan.utils.dtypes import DTYPES
 
 # Size of one file of an export; further parameters go to the next file.
@@ -92,13 +92,13 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     if unknown:
         raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")
     handles = {path: open_tensors(path) for path in {*files.values()}}
-    pair = ("lm_head.weight", "model.embed_tokens.weight")
-    if pair[0] not in parameters and files.keys() >= {*pair}:
-        head, embedding = (handles[files[name]].get_slice(name)[:FINGERPRINTED] for name in pair)
-        if not torch.equal(head, embedding):
-            # transformers computes with both tensors, engines with one.
-            text = f"config.json ties {pair[0]} and {pair[1]}, but here they are two"
-            raise UserError(f"{files[pair[0]]}: {text}: set tie_word_embeddings to false, or remove the first")
+    if (head := "lm_head.weight") in files.keys() - parameters.keys():
+        shared = {name: one for name, one in base_parameters(policy).items() if one is policy.lm_head.weight}
+        for embedding in (part for name in shared for part, _ in policy.names_in_files(name)):
+            if len({tensor_digest(handles[files[name]], name) for name in (head, embedding)}) > 1:
+                # transformers computes with both tensors, engines with one.
+                text = f"config.json ties {head} and {embedding}, but here they are two"
+                raise UserError(f"{files[head]}: {text}: set tie_word_embeddings to false, or remove the first")
     for name, parameter in parameters.items():
         _load_tensor(handles[files[name]], files[name], name, parameter)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.models.checkpoint_files import read_json
 from torchtitan.models.delta_args import Delta, read_delta
 from torchtitan.models.families import (
     FAMILIES,
@@ -365,14 +366,3 @@ def read_model_args(directory: str | Path) -> ModelArgs:
         more = _token_ids(config.get("eos_token_id"))
         args = replace(args, eos_token_ids=tuple(dict.fromkeys(args.eos_token_ids + more)))
     return args
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a checkpoint directory. Raises UserError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return value

@@ -2,12 +2,11 @@
 
 FLAVORS are public shapes by family and size, for planning and for training from scratch; if there is a checkpoint, its
 own config.json always decides. For a model that transformers computes, the headers of the checkpoint's files tell the
-rest. Only reading those headers needs torch.
+rest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import math
@@ -17,74 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
+from torchtitan.models.checkpoint_files import open_tensors, read_json, tensor_files
 from torchtitan.models.families import FAMILIES, Family, Scaling, check_types, read_windows
 from torchtitan.models.mixture_args import COUNT_KEYS, ExpertArgs
-from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_json, read_model_args
-
-INDEX_FILE = "model.safetensors.index.json"
-# Along each dimension of a tensor.
-FINGERPRINTED = 8
-
-
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """Map each tensor's name to the file that holds it. Raises UserError."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
-        paths = [directory / name for name in names]
-        if (alone := directory / "model.safetensors").is_file() and alone not in paths:
-            # Some loaders read this file, others those of the index.
-            raise UserError(f"{alone}: lies beside {INDEX_FILE}, which names others: remove what is not the model's")
-    else:
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
-            raise UserError(f"{directory}: no *.safetensors files there (other weight formats are not supported)")
-    files: dict[str, Path] = {}
-    for path in paths:
-        with open_tensors(path) as handle:
-            for name in handle.keys():  # noqa: SIM118
-                if files.setdefault(name, path) != path:
-                    raise UserError(f"{path}: has {name}, as {files[name].name} has: remove what is not the model's")
-    return files
-
-
-def open_tensors(path: Path) -> Any:
-    """Memory-map a safetensors file, so that tensors are read on use. Raises UserError."""
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: file missing, though {path.parent / INDEX_FILE} names it") from error
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from error
-
-
-def fingerprint(directory: str | Path) -> str:
-    """Distinguish checkpoints whose tensors have the same shapes, by the first values of each. How tensors are spread
-    over files, and their types, do not matter. Returns "" if there are no tensors. Raises UserError."""
-    if not any(Path(directory).glob("*.safetensors")):
-        return ""
-    digest = hashlib.blake2b(digest_size=16)
-    files = tensor_files(Path(directory))
-    handles = {path: open_tensors(path) for path in set(files.values())}
-    for name, path in sorted(files.items()):
-        stored = handles[path].get_slice(name)
-        first = stored[tuple(slice(FINGERPRINTED) for _ in stored.get_shape())]
-        digest.update(f"{name} {stored.get_shape()}".encode() + first.float().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def is_redundant(name: str, tied: bool) -> bool:
-    """Whether a tensor that some checkpoints carry follows from the rest. tied: head and embedding share a weight."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_model_args
 
 
 def _shape(family: str, vocabulary: int, context: int, *sizes: int, **others: Any) -> ModelArgs:
@@ -290,7 +229,7 @@ def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
     check_types(config, FOREIGN_TYPES)
     check_layers(config)
     files = tensor_files(directory)
-    handles = {path: open_tensors(path) for path in set(files.values())}
+    handles = {path: open_tensors(path, framework="numpy") for path in set(files.values())}
     shapes = {name: tuple(handles[path].get_slice(name).get_shape()) for name, path in files.items()}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ForeignArgs(

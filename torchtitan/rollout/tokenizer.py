@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from torchtitan.errors import UserError
-from torchtitan.models.model_args import read_json
+from torchtitan.models.checkpoint_files import read_json
 from torchtitan.rollout.tool_calls import SPECIAL
 
 logger = logging.getLogger(__name__)

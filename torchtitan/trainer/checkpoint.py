@@ -34,8 +34,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
-from torchtitan.models.model_args import read_json
-from torchtitan.models.shape import fingerprint
+from torchtitan.models.checkpoint_files import fingerprint, read_json
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.run_dir import (
     CONFIG_FILE,
@@ -386,7 +385,7 @@ class Checkpointer:
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:
-        # Which reads some of every tensor's file.
+        # Which reads every tensor.
         return {key: fingerprint(path) if path else "" for key, path in self.origins.items()}
 
     def _write_guarded(

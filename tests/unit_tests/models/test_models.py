@@ -17,14 +17,15 @@ from tests.roundings import forward_rounding
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.config.job_config import LRScheduler
 from torchtitan.errors import UserError
+from torchtitan.models.checkpoint_files import INDEX_FILE, fingerprint
 from torchtitan.models.elementwise import rms_norm, rotate
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.model_args import read_model_args
-from torchtitan.models.shape import INDEX_FILE
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler
 
 Checkpoints = Callable[..., Path]
+FIRST = "model.embed_tokens.weight"
 
 
 def _transformers_logits(directory: Path, token_ids: torch.Tensor) -> torch.Tensor:
@@ -149,11 +150,6 @@ def test_damaged_checkpoints_say_what_is_wrong(tiny_checkpoint: Checkpoints, tmp
     with pytest.raises(UserError, match=r"hold model\.layers\.2\.mlp\.up_proj\.weight, which the model"):
         load_policy(_damaged(source, tmp_path / "unknown", unknown))
 
-    def untied(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-
-    with pytest.raises(UserError, match=r"ties lm_head\.weight and .*but here they are two: set tie_word_embeddings"):
-        load_policy(_damaged(source, tmp_path / "untied", untied))
     twice = tmp_path / "unknown"
     shutil.copyfile(source / "model.safetensors", twice / "model-1.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors: has .*, as model-1\.safetensors has"):
@@ -188,6 +184,61 @@ def test_tensors_that_follow_from_others_are_ignored(tiny_checkpoint: Checkpoint
     source = tiny_checkpoint("llama3", True)
     token_ids = _tokens(1, 9)
     assert torch.equal(_logits(_damaged(source, tmp_path / "more", change), token_ids), _logits(source, token_ids))
+
+
+def _changed(rows: slice | int = slice(0, 0), dtype: torch.dtype = torch.float32) -> Callable[..., None]:
+    """Store a head beside the embedding that differs in these rows."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16()
+        head = tensors["lm_head.weight"] = embedding.to(dtype).clone()
+        head[rows] += 1
+
+    return change
+
+
+def _longer(tensors: dict[str, torch.Tensor]) -> None:
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = torch.cat([embedding, embedding[:1]])
+
+
+@pytest.mark.parametrize("change", [_changed(slice(None)), _changed(0), _changed(8), _changed(-1), _longer])
+def test_a_head_that_is_not_the_tied_embedding_is_refused(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, change: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.models.checkpoint_files.CHUNK", 1000)
+    directory = _damaged(tiny_checkpoint("qwen2", True), tmp_path / "untied", change)
+    with pytest.raises(UserError, match=r"ties lm_head\.weight and .*but here they are two: set tie_word_embeddings"):
+        load_policy(directory)
+
+
+def test_a_head_that_repeats_the_tied_embedding_is_the_same_model(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    directory = _damaged(tiny_checkpoint("qwen2", True), tmp_path / "tied", _changed())
+    assert load_policy(directory).args.tie_word_embeddings
+
+
+def test_a_fingerprint_covers_every_value(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = tiny_checkpoint("llama3", False)
+    (tmp_path / "nothing").mkdir()
+    assert fingerprint(tmp_path / "nothing") == ""
+
+    def in_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: one.bfloat16() for name, one in tensors.items()})
+
+    same = _damaged(source, tmp_path / "half", in_bfloat16)
+    expected = fingerprint(same)
+    policy = load_policy(same)
+    export_policy(policy, tmp_path / "many", max_file_bytes=40_000)  # in float32, over several files
+    assert fingerprint(tmp_path / "many") == expected
+    found = {expected}
+    for number, (name, place) in enumerate([(FIRST, 0), (FIRST, -1), ("lm_head.weight", 9), ("model.norm.weight", -1)]):
+
+        def change(tensors: dict[str, torch.Tensor], name: str = name, place: int = place) -> None:
+            in_bfloat16(tensors)
+            tensors[name].view(-1)[place] += 1
+
+        found.add(fingerprint(_damaged(source, tmp_path / str(number), change)))
+    assert len(found) == 5
 
 
 def test_export_replaces_a_checkpoint_and_nothing_else(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
