@@ -47,7 +47,8 @@ class PromptStream:
         Raises:
             UserError: no prompt of a whole pass fits.
         """
-        for _ in range(len(self._rows)):
+        # All that is left of this pass, and a whole one: rows of two passes together need not be all of them.
+        for _ in range(-self._position % len(self._rows) + len(self._rows)):
             prompt = self.prompt_at(self._position)
             self._position += 1
             if self._maker.fits(prompt):

@@ -286,6 +286,29 @@ def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
         first_held_out([{"prompt": "y" * 33}], maker, 9)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("fitting", [1, 2])
+def test_a_prompt_that_fits_comes_once_in_every_pass_however_few_fit(rows: int, fitting: int) -> None:
+    """It may be the first of a pass and the last of the next one, with almost two passes between."""
+    texts = (["a", "b"][:fitting] + ["x" * 100] * rows)[:rows]
+    fit = texts[:fitting]
+    for seed in range(20):
+        stream = make_stream(texts, seed)
+        drawn = [stream.next() for _ in range(20 * len(fit))]
+        assert Counter((prompt.index // rows, prompt.text) for prompt in drawn) == {
+            (number, text): 1 for number in range(20) for text in fit
+        }
+
+
+@pytest.mark.parametrize("begin", [0, 1, 4])
+def test_rows_of_which_none_fits_are_refused_after_one_whole_pass(begin: int) -> None:
+    stream = make_stream(["x" * 100] * 5)
+    stream.load_state_dict({**stream.state_dict(), "position": begin})
+    with pytest.raises(UserError, match="none of the 5 prompts"):
+        stream.next()
+    assert stream.position == (5 if begin == 0 else 10)
+
+
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 3))
 @settings(max_examples=60)
 def test_a_resumed_stream_goes_on_as_the_unbroken_one(rows: int, before: int, seed: int) -> None:
