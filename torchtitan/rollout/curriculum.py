@@ -21,8 +21,6 @@ from torchtitan.rollout.types import Prompt
 
 # The mean variance of all prompts counts as much as this share of a group in the estimate of each prompt.
 PRIOR = 0.25
-# How often a prompt is drawn anew because a group of it is still under way.
-REDRAWS = 100
 # The variance of an average prompt is a moving mean over this many groups.
 TYPICAL_OVER = 128.0
 ESTIMATES = ("means", "variances", "groups", "seen")
@@ -60,7 +58,7 @@ class CurriculumStream(PromptStream):
         of these was"""
         self._typical = [0.0, 0.0]
         """Groups, and the mean of their variances: of positions that go through all prompts, as others are chosen"""
-        self._cumulative: np.ndarray | None = None
+        self._weights: np.ndarray | None = None
 
     def next(self) -> Prompt:
         prompt = self.prompt_at(self._position)
@@ -74,7 +72,7 @@ class CurriculumStream(PromptStream):
             self._next += 1
         row = self._drawn[index]
         prompt = self._maker.make(self._rows[row], index)
-        prompt.row = row
+        prompt.row, prompt.from_pass = row, self._is_of_pass(index)
         return prompt
 
     def replaced(self, index: int, row: int) -> bool:
@@ -92,7 +90,7 @@ class CurriculumStream(PromptStream):
         else:
             self._drawn = {index: row for index, row in self._drawn.items() if index > last}
             self._results = {index: rewards for index, rewards in self._results.items() if index > last}
-        self._cumulative = None
+        self._weights = None
 
     def state_dict(self) -> dict[str, Any]:
         known = np.flatnonzero(self.groups)
@@ -111,7 +109,7 @@ class CurriculumStream(PromptStream):
         super().load_state_dict(state)
         self._next, self._batches, self._typical = state["next"], state["batches"], state["typical"]
         self._drawn, self._results = dict(state["drawn"]), dict(state["results"])
-        self._too_long, self._cumulative = set(state["too_long"]), None
+        self._too_long, self._weights = set(state["too_long"]), None
         for name in ESTIMATES:
             getattr(self, name)[state["known"]] = state[name]
 
@@ -133,24 +131,28 @@ class CurriculumStream(PromptStream):
         self.means[row] += (mean - self.means[row]) / (before + 1)
         self.variances[row] += (variance - self.variances[row]) / (before + 1)
         self.groups[row], self.seen[row] = before + 1, self._batches
-        if index % self._every == 0:
+        if self._is_of_pass(index):
             weight = self._typical[0] = min(self._typical[0] + 1, TYPICAL_OVER)
             self._typical[1] += (variance - self._typical[1]) / weight
 
     def _draw(self, index: int) -> int:
         """Return the row for a position: the next of the pass, or a row drawn by its weight."""
-        under_way = set(self._drawn.values())
+        under_way = list(self._drawn.values())
         number, place = divmod(index // self._every, len(self._rows))
         row = self._order_of(number)[place]
-        if index % self._every == 0 and row not in under_way and self._fits(row):
+        if self._is_of_pass(index) and row not in under_way and self._fits(row):
             return row
         generator = random.Random(f"{self._seed}/draw/{index}")
-        for attempt in range(REDRAWS + len(self._rows)):
-            cumulative = self._cumulative_weights()
+        # Every attempt finds a row or rules one out.
+        while True:
+            cumulative = self._cumulative_weights(under_way)
             row = int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
-            if (row not in under_way or attempt >= REDRAWS) and self._fits(row):
+            if self._fits(row):
                 return row
-        raise AssertionError("every attempt beyond REDRAWS finds a row or rules one out")
+
+    def _is_of_pass(self, index: int) -> bool:
+        """Whether this position takes the next prompt of a pass over all of them."""
+        return index % self._every == 0
 
     def _fits(self, row: int) -> bool:
         if row in self._too_long:
@@ -158,13 +160,16 @@ class CurriculumStream(PromptStream):
         prompt = self._maker.make(self._rows[row], row)
         if not self._maker.fits(prompt):
             self._too_long.add(row)
-            self._cumulative = None
+            self._weights = None
             self._leave_out(prompt)
         return row not in self._too_long
 
-    def _cumulative_weights(self) -> np.ndarray:
-        """[rows], the last is positive. Raises UserError if no prompt fits, or if own weights are none."""
-        if self._cumulative is None:
+    def _cumulative_weights(self, under_way: Sequence[int] = ()) -> np.ndarray:
+        """[rows], the last is positive. Rows under way weigh nothing, unless no other one weighs anything.
+
+        Raises UserError if no prompt fits, or if own weights are none.
+        """
+        if self._weights is None:
             if len(self._too_long) == len(self._rows):
                 raise self._none_fits()
             ages = self._batches - self.seen
@@ -179,8 +184,10 @@ class CurriculumStream(PromptStream):
             weights[list(self._too_long)] = 0
             if not weights.any():
                 weights = np.array([row not in self._too_long for row in range(len(self._rows))], np.float64)
-            self._cumulative = weights.cumsum()
-        return self._cumulative
+            self._weights = weights
+        others = self._weights.copy()
+        others[list(under_way)] = 0
+        return (others if others.any() else self._weights).cumsum()
 
 
 def expected_variance(means: np.ndarray, variances: np.ndarray, groups: np.ndarray, typical: float) -> np.ndarray:

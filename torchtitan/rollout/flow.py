@@ -198,7 +198,8 @@ class RolloutFlow:
                     answer = prompt.columns.get(source.config.rewards.answer_column)
                     samples.append(make_sample(trajectory, reward, rewards, answer))
             source.look_for_reward(prompt, trajectories, samples)
-            source.take_in(Group(prompt.index, samples, source.name), prompt.row, time.monotonic() - started)
+            group = Group(prompt.index, samples, source.name, prompt.from_pass)
+            source.take_in(group, prompt.row, time.monotonic() - started)
         except Exception as error:
             heapq.heappush(source.redo, prompt.index)  # a state that is saved now must include it
             self._fail(error, source)

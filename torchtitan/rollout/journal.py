@@ -60,6 +60,7 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
         "statistics": batch.statistics,
         "groups": groups,
         "sources": [group.source for group in batch.groups],
+        "from_pass": [group.from_pass for group in batch.groups],
         "given": [_pack(tokens) for tokens in given],
     }
 
@@ -68,9 +69,11 @@ def batch_from_json(data: dict[str, Any]) -> Batch:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("not a recorded batch of this format")
     given = [_unpack(text) for text in data["given"]]
+    # Earlier journals and checkpoints do not say which groups are from a curriculum's pass.
+    from_pass = data.get("from_pass", [False] * len(data["groups"]))
     groups = [
-        Group(index, [_sample_from_json(one, given) for one in samples], source)
-        for (index, samples), source in zip(data["groups"], data["sources"], strict=True)
+        Group(index, [_sample_from_json(one, given) for one in samples], *others)
+        for (index, samples), *others in zip(data["groups"], data["sources"], from_pass, strict=True)
     ]
     return Batch(data["version"], groups, data["statistics"])
 

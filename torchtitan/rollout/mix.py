@@ -89,6 +89,6 @@ Item = TypeVar("Item")
 
 
 def in_turns(shares: Sequence[Sequence[Item]]) -> list[Item]:
-    """Return the items of all sources, each source's spread evenly over the whole, and so over its minibatches."""
+    """Return the items of all sources, each source's spread evenly over the whole."""
     placed = [((i + 0.5) / len(items), number, i) for number, items in enumerate(shares) for i in range(len(items))]
     return [shares[number][i] for _, number, i in sorted(placed)]

@@ -26,6 +26,8 @@ class Prompt:
     """The prompt as a teacher with a hint reads it (distill.hint_column)"""
     row: int = -1
     """Its row, if a curriculum has drawn it"""
+    from_pass: bool = False
+    """Whether its position is one of those at which a curriculum goes through all prompts (curriculum.floor)"""
     source: str = ""
     """Name of its source; empty in a run without [[source]]"""
 
@@ -117,6 +119,8 @@ class Group:
     samples: list[Sample]
     source: str = ""
     """Name of its source; empty in a run without [[source]]"""
+    from_pass: bool = False
+    """That of its prompt"""
 
 
 @dataclass

@@ -108,8 +108,15 @@ def balanced_clusters(
 
 
 def minibatches(batch: Batch, count: int) -> list[list[Group]]:
-    """Divide the batch into `count` parts of whole groups; group i goes to part i mod count."""
-    return [batch.groups[part::count] for part in range(count)]
+    """Divide the batch into `count` parts of whole groups, which keep their order.
+
+    The groups of each source are dealt out to the parts in turn, and within a source those of a curriculum's pass over
+    all prompts. So of every source, and of every source's passes, two parts differ by at most one group, in whatever
+    rhythm these come in the batch. Without sources and a curriculum, group i goes to part i mod count.
+    """
+    kinds = [(group.source, group.from_pass) for group in batch.groups]
+    dealt = sorted(range(len(kinds)), key=kinds.__getitem__)
+    return [[batch.groups[place] for place in sorted(dealt[part::count])] for part in range(count)]
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,13 +18,24 @@ from hypothesis import strategies as st
 from tests.unit_tests.rollout.test_order_of_batches import UnevenActors
 from tests.unit_tests.rollout.test_prompts import Characters
 from tests.unit_tests.rollout.test_prompts import make_config as prompt_config
-from tests.unit_tests.rollout.test_rollouts import FakeRewards, make_config, reach, running, saved, take
+from tests.unit_tests.rollout.test_rollouts import (
+    GROUP_SIZE,
+    FakeActors,
+    FakeRewards,
+    make_config,
+    reach,
+    running,
+    saved,
+    take,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.rollout_tables import Curriculum
+from torchtitan.config.sources import Source
 from torchtitan.errors import UserError
 from torchtitan.rollout.curriculum import CurriculumStream
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.types import Batch, Prompt
+from torchtitan.trainer.packing import minibatches
 
 PAGE = Path(__file__).parents[3] / "docs" / "curriculum.md"
 BATCHES = 6
@@ -73,6 +85,59 @@ def test_draws_follow_the_expected_variance() -> None:
         counts[stream._draw(index)] += 1
     for row, weight in enumerate(expected):
         assert counts[row] / draws == pytest.approx(weight / sum(expected), abs=0.025)
+
+
+@pytest.mark.parametrize(
+    ("weights", "groups", "repeated"),
+    [
+        ([1e4, 1e4, *[1.0] * 48], 8, 0),
+        ([1e12, *[1e-6] * 49], 50, 0),
+        ([1e4, *[1.0] * 4], 12, 7),  # of five prompts, seven groups must have one that is under way
+        ([0.0] * 6, 6, 0),
+    ],
+)
+def test_a_prompt_is_drawn_again_only_if_no_other_is_left(weights: list[float], groups: int, repeated: int) -> None:
+    for seed in range(20):
+        stream = make_stream([str(i) for i in range(len(weights))])
+        stream._seed, stream._weigh = seed, lambda *_: np.array(weights)
+        rows = [stream.next().row for _ in range(groups)]
+        assert groups - len(set(rows)) == repeated
+
+
+def test_a_prompt_without_weight_comes_in_the_pass_alone_even_if_all_others_are_under_way() -> None:
+    stream = make_stream([str(i) for i in range(5)])
+    stream._weigh = lambda *_: [3.0, 1.0, 0.0, 0.0, 0.0]
+    assert {stream.next().row for _ in range(10)} - {stream._order_of(0)[0]} <= {0, 1}
+
+
+def test_draws_beside_prompts_under_way_follow_the_weights_of_the_others() -> None:
+    weights, counts, draws = [50.0, 1.0, 2.0, 5.0, 30.0], Counter[int](), 4000
+    stream = make_stream(["a", "b", "c", "d", "e"], floor=1e-6)
+    stream._weigh, stream._drawn = (lambda *_: weights), {1: 0, 2: 4}
+    for index in range(3, draws + 3):
+        counts[stream._draw(index)] += 1
+    for row, weight in enumerate(weights):
+        assert counts[row] / draws == pytest.approx(weight / 8 if row in (1, 2, 3) else 0, abs=0.025)
+
+
+@pytest.mark.parametrize("names", [(), ("x", "y", "z")])
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_every_minibatch_has_its_part_of_the_passes(count: int, names: tuple[str, ...]) -> None:
+    config = curriculum_config(0)
+    config.grpo.drop_zero_variance, config.training.global_batch_size = False, GROUP_SIZE * 60
+    config.source = [Source(name=name) for name in names]
+    with running(config, FakeActors()) as rollouts:
+        batch = take(rollouts, 0)
+    sources = max(1, len(names))
+    for number in range(sources):
+        at = [group.prompt_index // sources for group in batch.groups if group.prompt_index % sources == number]
+        assert at == list(range(60 // sources))
+    parts = minibatches(batch, count)
+    for name in names or ("",):
+        own = [[group for group in part if group.source == name] for part in parts]
+        passes = [sum(group.prompt_index // sources % 10 == 0 for group in part) for part in own]
+        assert sum(passes) == 6 // sources and max(passes) - min(passes) <= 1
+        assert {len(part) for part in own} == {60 // sources // count}
 
 
 def test_what_is_known_is_forgotten() -> None:

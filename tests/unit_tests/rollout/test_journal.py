@@ -62,7 +62,8 @@ def batches(draw: st.DrawFn) -> Batch:
     groups = []
     for index in draw(st.lists(st.integers(0, 2**40), max_size=3)):
         prompt = draw(tokens)
-        groups.append(Group(index, draw(st.lists(samples(prompt), min_size=1, max_size=3))))
+        source, from_pass = draw(st.sampled_from(["", "sums"])), draw(st.booleans())
+        groups.append(Group(index, draw(st.lists(samples(prompt), min_size=1, max_size=3)), source, from_pass))
     return Batch(draw(st.integers(0, 10**9)), groups, draw(st.dictionaries(st.text(max_size=4), finite, max_size=3)))
 
 
@@ -77,6 +78,13 @@ def test_batches_survive_the_trip_to_the_last_bit(batch: Batch) -> None:
     # == takes 0.0 for -0.0; bits do not.
     bits = [[struct.pack("<d", value) for value in sample.log_probs] for sample in batch.samples]
     assert [[struct.pack("<d", value) for value in sample.log_probs] for sample in decoded.samples] == bits
+
+
+def test_a_batch_of_before_passes_were_recorded_is_read() -> None:
+    batch = make_batch(3)
+    data = json.loads(encode_batch(batch))
+    del data["from_pass"]
+    assert decode_batch(json.dumps(data).encode()) == batch
 
 
 def make_batch(version: int) -> Batch:

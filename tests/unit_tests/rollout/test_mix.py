@@ -12,6 +12,8 @@ import pytest
 
 from torchtitan.rollout.mix import Mix, in_turns
 from torchtitan.rollout.staleness_budget import StalenessBudget
+from torchtitan.rollout.types import Batch, Group
+from torchtitan.trainer.packing import minibatches
 
 TRIALS, BATCHES = 25, 400
 
@@ -148,3 +150,27 @@ def test_sources_are_spread_over_the_batch(sizes: tuple[int, ...]) -> None:
         assert [one for one in mixed if one in share] == share
     half = len(mixed) // 2
     assert all(abs(sum(one in share for one in mixed[:half]) - len(share) / 2) <= 1 for share in shares)
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+@pytest.mark.parametrize("sources", range(2, 7))
+def test_every_minibatch_has_its_part_of_every_source_and_of_its_passes(sources: int, count: int) -> None:
+    """Whatever the shares are, and in whatever rhythm a curriculum's passes come."""
+    for trial in range(12):
+        chance = random.Random(f"{sources} {count} {trial}")
+        weights = {f"s{number}": 1 if trial < 4 else chance.choice([1, 2, 3, 0.5]) for number in range(sources)}
+        every, groups = chance.choice([1, 2, 5, 10]), count * chance.randint(1, 12)
+        mix, first = Mix(weights, groups), chance.randrange(20)
+        shares = [
+            [Group(i, [], name, i % every == 0) for i in range(first, first + mix.upcoming(name, 1)[0])]
+            for name in weights
+        ]
+        batch = Batch(0, in_turns(shares) if trial % 2 else [group for share in shares for group in share])
+        parts = minibatches(batch, count)
+        assert {len(part) for part in parts} == {groups // count}
+        for share in shares:
+            for kind in (share, [group for group in share if group.from_pass]):
+                counts = [sum(group in kind for group in part) for part in parts]
+                assert sum(counts) == len(kind) and max(counts) - min(counts) <= 1
+        for part in parts:
+            assert part == [group for group in batch.groups if group in part]
