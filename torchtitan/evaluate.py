@@ -23,6 +23,7 @@ if said := another_package():
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import follow_commands
-from torchtitan.models.shape import newest_export
+from torchtitan.models.exports import newest_export
 from torchtitan.preflight.validate import ready
 from torchtitan.report.metrics import COMPLETIONS_FILE
 from torchtitan.report.page import evaluation_table
@@ -110,6 +111,12 @@ def find(path: str, config_file: str = "") -> Evaluated:
             "or [environment]), such as --config train_configs/smollm2_cpu.toml"
         )
     if is_checkpoint:
+        if not re.fullmatch(r"step-\d+", place.name):
+            step = re.sub(r".*(step-\d+).*", r"\1", place.name)
+            raise UserError(
+                f"{path} is no checkpoint of its run any more, which went back to an earlier step: to evaluate it, "
+                f"move it to a folder of its own as {step}, and name the run's {CONFIG_FILE} with --config"
+            )
         return Evaluated(config_file, place.parent, [int(place.name.rpartition("-")[2])])
     return Evaluated(config_file, place)
 

@@ -84,6 +84,12 @@ def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.Captu
     (empty / "config.toml").write_text((run / "config.toml").read_text())
     with pytest.raises(UserError, match=r"the run has no whole checkpoint \(checkpoint.enable = true"):
         evaluate.find(str(empty))
+    # Of the number in its name another checkpoint may have become the one of that step.
+    for name in ("abandoned-step-10", "abandoned-step-10-2"):
+        aside = (run / "saved" / "step-10").rename(run / "saved" / name)
+        with pytest.raises(UserError, match=r"went back to an earlier step: .* as step-10, and name .* --config"):
+            evaluate.find(str(aside))
+        aside.rename(run / "saved" / "step-10")
     with pytest.raises(SystemExit):
         evaluate.main(["--samples", "3"])
     assert "name a run folder" in capsys.readouterr().err

@@ -9,11 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -37,6 +34,7 @@ from torchtitan.errors import UserError
 from torchtitan.models.adapter_math import FACTOR_A
 from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_digest, tensor_files
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.exports import publish_folder, staging_folder
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
 from torchtitan.models.model_args import read_model_args
 from torchtitan.utils.dtypes import DTYPES
@@ -241,29 +239,6 @@ def _stage(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return staging
-
-
-def staging_folder(directory: Path) -> Path:
-    """Make a hidden folder beside `directory`, for `publish_folder`."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = directory.parent.resolve() / f".{directory.name}-{secrets.token_hex(4)}"
-    staging.mkdir()  # tempfile's would be its owner's alone, whatever the umask
-    return staging
-
-
-def publish_folder(staging: Path, directory: Path) -> None:
-    """Move the finished folder into place; an older one is set aside first and removed last."""
-    if not directory.exists():
-        os.rename(staging, directory)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=staging.parent))
-    os.rename(directory, aside)
-    try:
-        os.rename(staging, directory)
-    except OSError:
-        os.rename(aside, directory)
-        raise
-    shutil.rmtree(aside)
 
 
 class Written:

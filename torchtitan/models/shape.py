@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import open_tensors, read_json, tensor_files
+from torchtitan.models.exports import aside_text
 from torchtitan.models.families import FAMILIES, Family, Scaling, check_types, read_windows
 from torchtitan.models.mixture_args import COUNT_KEYS, ExpertArgs
 from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_model_args
@@ -297,18 +297,6 @@ def is_missing_debug_checkpoint(config: JobConfig) -> bool:
     return directory.as_posix().endswith(DEBUG_ASSETS) and not (directory / "config.json").exists()
 
 
-def newest_export(path: str) -> str:
-    """Return the run's last exported checkpoint if `path` is a run's folder, else `path`. Links are resolved."""
-    exports = {int(one.name.removeprefix("step-")): one for one in Path(path).glob("hf/step-*[0-9]")}
-    return without_links(str(exports[max(exports)]) if exports else path)
-
-
-def without_links(path: str) -> str:
-    """Resolve links, because `latest` will point to this very run. A path without a link, or to nothing, is kept."""
-    real = os.path.realpath(path)
-    return real if os.path.exists(path) and real != os.path.abspath(path) else path
-
-
 def read_teacher_shape(config: JobConfig) -> ModelArgs | None:
     """Like read_shape, for distill.teacher."""
     return read_shape(teacher_config(config), "distill.teacher")
@@ -327,7 +315,8 @@ def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArg
         return None
     path, given = Path(model.hf_assets_path) / "config.json", f"{key} = {show(model.hf_assets_path)}"
     if not path.exists():
-        raise UserError(f"{given}: there is no config.json in it (looked in {Path.cwd()})")
+        gone = aside_text(path.parent)
+        raise UserError(f"{given}: there is no config.json in it (looked in {Path.cwd()}){gone}")
     try:
         args = read_args(model.hf_assets_path, model.implementation)
     except UserError as error:

@@ -39,10 +39,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torchtitan.config.rollout_tables import Rollout
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.exports import newest_export
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.mixture_args import ExpertArgs
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import newest_export
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.prompts import arithmetic_rows, hold_out
 from torchtitan.utils.child_process import child_environment, end_with_parent

@@ -41,7 +41,8 @@ from torchtitan.config.rollout_tables import TOOL_FORMATS, Environment, Rewards
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.compute_type import choose_types
-from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export, without_links
+from torchtitan.models.exports import newest_export, without_links
+from torchtitan.models.shape import is_missing_debug_checkpoint
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import tight_memory

@@ -35,6 +35,7 @@ from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import fingerprint, read_json
+from torchtitan.models.exports import ADAPTERS, WHOLE, export_path
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.run_dir import (
     CONFIG_FILE,
@@ -366,13 +367,13 @@ class Checkpointer:
         """
         from torchtitan.models.hf_checkpoint import checkpoint_dtype, export_policy, save_adapter
 
-        directory = self.folder.parent / "hf" / f"step-{step}"
+        directory = export_path(self.folder.parent, WHOLE, step)
         policy: Any = self.policy
         dtype = DTYPES.get(self.config.export_dtype) or checkpoint_dtype(policy)
         export_policy(policy, directory, assets_from=assets_from, dtype=dtype)
         logger.info("exported the policy after step %d to %s", step, directory)
         if getattr(self.policy, "lora", None) is not None:
-            adapter = self.folder.parent / "adapter" / f"step-{step}"
+            adapter = export_path(self.folder.parent, ADAPTERS, step)
             save_adapter(self.policy, adapter, base_model=str(assets_from or ""))  # type: ignore[arg-type]
             logger.info("its adapters alone are in %s", adapter)
         return directory

@@ -27,6 +27,7 @@ import xxhash
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
+from torchtitan.models.exports import EXPORT_FOLDERS, clean_exports, set_aside, steps_in
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.files import file_checksum, sync_folder, write_file
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
@@ -306,21 +307,25 @@ def other_checkpoint(folder: Path, step: int) -> str:
     return f"{folder} has no other checkpoint that can be read: start a new run"
 
 
-def go_back_to(folder: Path, step: int) -> None:
-    """Delete what interrupted saves and deletions left behind, and rename the checkpoints after `step`, from which a
-    run goes on: nothing may load them any more."""
-    for entry in folder.iterdir() if folder.is_dir() else []:
+def go_back_to(run_dir: Path, folder: str, step: int) -> None:
+    """Delete what interrupted saves, deletions and exports left behind, and rename the checkpoints and exports after
+    `step`, from which a run goes on: nothing may take them for the run's newest any more.
+
+    folder: that of the checkpoints, in the run's.
+    """
+    checkpoints = run_dir / folder
+    for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
         if _LEFTOVER_NAME.fullmatch(entry.name) and not (
             _WHOLE_NAME.fullmatch(entry.name) and (entry / MARKER).is_file()
         ):
             logger.info("removing the incomplete checkpoint %s", entry)
             shutil.rmtree(entry)
-    for later in whole_steps(folder):
-        if later > step:
-            endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-            target = _unused(folder / f"abandoned-step-{later}{ending}" for ending in endings)
-            checkpoint_path(folder, later).rename(target)
-            logger.info("step %d is being resumed: the later checkpoint of step %d is now %s", step, later, target)
+    for name in EXPORT_FOLDERS:
+        clean_exports(run_dir / name)
+    for place in (checkpoints, *(run_dir / name for name in EXPORT_FOLDERS)):
+        for later, path in steps_in(place).items():
+            if later > step:
+                logger.info("step %d is being resumed: the later %s is now %s", step, path, set_aside(path).name)
 
 
 def prune_checkpoints(folder: Path, keep_latest_k: int) -> None:

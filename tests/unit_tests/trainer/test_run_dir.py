@@ -12,12 +12,15 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.models.exports import EXPORT_FOLDERS, WHOLE, newest_export
+from torchtitan.models.shape import read_shape
 from torchtitan.trainer.run_dir import (
     NEWEST,
     Start,
     begin_checkpoint,
     claim,
     finish_checkpoint,
+    go_back_to,
     locked,
     new_epoch,
     open_run_directory,
@@ -139,6 +142,38 @@ def test_ranks_that_are_lost_before_they_have_gone_back_go_back_to_the_same_chec
         monkeypatch.setenv(LOSS_VARIABLE, "rank 1 was killed by SIGKILL")
     claim(config, run_dir)
     assert open_run_directory(config) == Start(str(run_dir), NEWEST, "rank 1 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("kind", EXPORT_FOLDERS)
+def test_going_back_sets_later_exports_aside_and_cleans_killed_ones(tmp_path: Path, kind: str) -> None:
+    """A run to step 10 that is resumed at 4 stands for what it exports from then on, not for the steps it has left."""
+    config_file = "config.json" if kind == WHOLE else "adapter_config.json"
+
+    def add(name: str, content: str = "{}") -> None:
+        (tmp_path / kind / name).mkdir(parents=True)
+        (tmp_path / kind / name / config_file).write_text(content)
+
+    for step in (2, 4, 8, 10):
+        add(f"step-{step}")
+    add("abandoned-step-8")  # of an earlier return
+    add(".step-12-0123abcd")  # killed while writing
+    add(".step-2-old-x_y1z2w3")  # killed before the old one was removed
+    add(".step-3-old-x_y1z2w3", "the only one")  # killed between the two renames
+    (tmp_path / kind / ".step-5-old-abcdefgh").mkdir()  # killed before the first
+    add("step-10-mine")  # somebody else's
+    go_back_to(tmp_path, "checkpoint", 4)
+    kept = ["abandoned-step-10", "abandoned-step-8", "abandoned-step-8-2", "step-10-mine", "step-2", "step-3", "step-4"]
+    assert sorted(entry.name for entry in (tmp_path / kind).iterdir()) == kept
+    assert (tmp_path / kind / "step-3" / config_file).read_text() == "the only one"
+    if kind == WHOLE:
+        assert newest_export(str(tmp_path)) == str(tmp_path / kind / "step-4")
+        add("step-6")
+        (tmp_path / kind / "step-7").mkdir()  # no export
+        assert newest_export(str(tmp_path)) == str(tmp_path / kind / "step-6")
+        config = make_config(tmp_path)
+        config.model.hf_assets_path = str(tmp_path / kind / "step-10")
+        with pytest.raises(UserError, match="no config.json in it .* went back .* is now .*abandoned-step-10"):
+            read_shape(config)
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
