@@ -1,20 +1,18 @@
-"""Outputs for a run's metrics: metrics.jsonl, completions.jsonl, TensorBoard, wandb, and the console (log lines, and a
-live display on a terminal or else one line per step). Only rank 0 writes metrics."""
+"""Outputs for a run's metrics: metrics.jsonl, completions.jsonl, its boards, and the console (log lines, and a live
+display on a terminal or else one line per step). Only rank 0 writes metrics."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from torchtitan.config.derived import reward_labels
 from torchtitan.config.job_config import JobConfig, Metrics
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
+from torchtitan.report.boards import Boards
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.utils.json_lines import JsonLines, JsonTail, write_whole
 from torchtitan.utils.logs import SafeFormatter, log_to
@@ -29,7 +28,6 @@ from torchtitan.utils.logs import SafeFormatter, log_to
 if TYPE_CHECKING:
     from torchtitan.rollout.tokenizer import Tokenizer
 
-TENSORBOARD_FOLDER = "tb"
 logger = logging.getLogger("torchtitan.metrics")
 
 METRICS_FILE = "metrics.jsonl"
@@ -64,34 +62,18 @@ class MetricsLogger:
     """Writes the metrics of a run; exists on rank 0 only.
 
     With resumed_step, the rows of later steps, which the interrupted launch wrote, are removed first.
-
-    Raises:
-        UserError: wandb is enabled but cannot start.
     """
 
-    def __init__(self, config: JobConfig, run_dir: str | Path, resumed_step: int | None = None):
+    def __init__(
+        self, config: JobConfig, run_dir: str | Path, resumed_step: int | None = None, boards: Boards | None = None
+    ):
+        """boards: also show the figures; closed with this object."""
         self.config = config
         self.run_dir = Path(run_dir)
         self._closing = contextlib.ExitStack()
-        self._boards: list[Callable[[Mapping[str, Figure], int], None]] = []
-        if config.metrics.enable_wandb:
-            run = _start_wandb(config, self.run_dir)
-            self._closing.callback(run.finish)
-            self._boards.append(lambda figures, step: run.log(figures, step=step))
-        if config.metrics.enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._closing.callback(setattr, threading, "excepthook", threading.excepthook)
-            threading.excepthook = without_tensorboard
-            purge = None if resumed_step is None else resumed_step + 1
-            board = SummaryWriter(str(self.run_dir / TENSORBOARD_FOLDER), purge_step=purge)
-            self._closing.callback(board.close)
-
-            def add_scalars(figures: Mapping[str, Figure], step: int) -> None:
-                for name, value in figures.items():
-                    board.add_scalar(name, value, step)
-
-            self._boards.append(add_scalars)
+        self._boards = boards
+        if boards is not None:
+            self._closing.callback(boards.close)
         for name in (METRICS_FILE, COMPLETIONS_FILE):
             cut_after(self.run_dir / name, -1 if resumed_step is None else resumed_step)
         self._rows = self._closing.enter_context(JsonLines(self.run_dir / METRICS_FILE, allow_nan=False))
@@ -146,15 +128,9 @@ class MetricsLogger:
         row = {name: finite(value) for name, value in figures.items()}
         self._rows.write({"step": row["step"], "time": round(time.time(), 3)} | row)
         numbers = {name: value for name, value in row.items() if value is not None and name != "step"}
-        for board in self._boards:
-            board(numbers, int(row["step"] or 0))
+        if self._boards is not None:
+            self._boards.write(numbers, int(row["step"] or 0))
         return row
-
-
-def without_tensorboard(arguments: threading.ExceptHookArgs) -> None:
-    """Print a thread's traceback, but not for TensorBoard's writer thread: the next call to it raises its error."""
-    if type(arguments.thread).__name__ != "_AsyncWriterThread":
-        threading.__excepthook__(arguments)
 
 
 def finite(value: Figure) -> Figure:
@@ -247,25 +223,6 @@ def cut_after(path: Path, step: int) -> None:
             if row["step"] <= step:
                 file.write(row)
     os.replace(temporary, path)
-
-
-def _start_wandb(config: JobConfig, run_dir: Path) -> Any:
-    import wandb
-
-    try:
-        return wandb.init(
-            project=config.job.name,
-            name=run_dir.name,
-            id=run_dir.name,
-            dir=str(run_dir),
-            config=dataclasses.asdict(config),
-            resume="allow",
-        )
-    except (wandb.errors.Error, OSError) as error:
-        raise UserError(
-            f"wandb could not start: {error}. Log in with `wandb login`, set WANDB_MODE=offline, or set "
-            "metrics.enable_wandb = false"
-        ) from error
 
 
 Row = Mapping[str, Any]

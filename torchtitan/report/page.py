@@ -16,6 +16,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -239,10 +240,20 @@ def url_of(listener: socket.socket, token: str) -> str:
 class LivePage:
     """The process of the web server during a run."""
 
-    def __init__(self, run_dir: Path, port: int):
-        """Raises UserError if the port is taken."""
+    def __init__(self, run_dir: Path, port: int, must_start: bool = True):
+        """Raises UserError if the port is taken; with must_start = False, `describe_end` says so instead."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._problem = ""
+        try:
+            self._start(run_dir, port)
+        except (UserError, OSError) as error:
+            if must_start:
+                raise
+            self._problem = str(error)
+
+    def _start(self, run_dir: Path, port: int) -> None:
         token = secrets.token_urlsafe(24)
-        log_file = run_dir / "logs" / "live.log"
+        self._log_file = log_file = run_dir / "logs" / "live.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with listen(port, "metrics.live_port") as listener:
             arguments = [str(run_dir), str(listener.fileno()), str(os.getpid())]
@@ -252,9 +263,15 @@ class LivePage:
             # Not to the log: others may read that file.
             print(f"live page: {url_of(listener, token)}", file=sys.stderr, flush=True)
 
+    def describe_end(self) -> str:
+        """Return why it shows nothing any more; empty while it works."""
+        code = None if self._process is None else self._process.poll()
+        return self._problem if code is None else f"its process ended with code {code}, see {self._log_file}"
+
     def close(self) -> None:
         """End the process. May be called twice."""
-        end_process(self._process, STOP_SECONDS)
+        if self._process is not None:
+            end_process(self._process, STOP_SECONDS)
 
 
 def serve_run(run_dir: Path, port: int) -> None:

@@ -23,8 +23,9 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool, Round
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Tag
+from torchtitan.report.boards import Boards
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger, check_rows
-from torchtitan.report.page import write_report
+from torchtitan.report.page import LivePage, write_report
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.demonstrations import Demonstrations
@@ -113,6 +114,7 @@ class DataPath:
     rollouts: Rollouts | None = None
     prepared: ReplaySource | Demonstrations | None = None
     """Batches that need no sampling; rollouts then serve only evaluations"""
+    live_page: LivePage | None = None
 
 
 class Controller:
@@ -177,7 +179,10 @@ class Controller:
             deque(read_records(self.journal.path), maxlen=0)
             # All that can be refused has been. From here on files are cut back, and the console is taken until close().
             self._resume(restored.version, lost)
-        self.metrics = MetricsLogger(config, run_dir, resumed_step=None if restored is None else restored.version)
+        resumed_step = None if restored is None else restored.version
+        describe_page = None if data.live_page is None else data.live_page.describe_end
+        boards = Boards(config, run_dir, self.events, resumed_step, describe_page)
+        self.metrics = MetricsLogger(config, run_dir, resumed_step, boards)
         if config.training.steps == 0:
             # Nothing is trained, so completions.jsonl is that of the evaluations.
             for name, evaluator in self._evaluators.items():

@@ -364,10 +364,12 @@ class Job:
         self._closing.callback(journal.close)
         if start.load_step is None:
             self._record_start(events)  # a resume may still be refused, which leaves the folder as it was
-        if config.metrics.live_port:
-            # Before anything that takes minutes: the port may be taken.
-            self._closing.callback(LivePage(self.run_dir, config.metrics.live_port).close)
         data = DataPath(tokenizer, events, journal)
+        if config.metrics.live_port:
+            # Before anything that takes minutes: the port may be taken. A run that goes on can do without the page.
+            begins = start.load_step is None and not start.lost
+            data.live_page = LivePage(self.run_dir, config.metrics.live_port, must_start=begins)
+            self._closing.callback(data.live_page.close)
         if has_engines(config):
             # Actors need as long to start as the trainer does: let them start side by side.
             data.rollouts = make_rollouts(config, ranks, tokenizer, journal, events, self.run_dir, epoch, token)

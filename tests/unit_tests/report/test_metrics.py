@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import io
 import json
 import logging
@@ -11,9 +10,7 @@ import math
 import re
 import subprocess
 import sys
-import threading
 import time
-import types
 from pathlib import Path
 
 import numpy
@@ -189,60 +186,6 @@ def test_texts_of_tokens_make_the_whole_text(text: str) -> None:
     assert set(texts) <= {"", *text}
     broken = token_texts([0xF0, 0x9F, *b"ab", 0xFF, *b"cdef"], Bytes())
     assert "".join(broken).endswith("cdef") and len(broken) == 9
-
-
-def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
-    logger = MetricsLogger(make_config(enable_tensorboard=True), tmp_path)
-    for step in (1, 2):
-        logger.log_step(step, figures(step))
-    logger.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (1, pytest.approx(0.1)),
-        (2, pytest.approx(0.2)),
-    ]
-    assert "grad_norm" not in events.Tags()["scalars"]  # null is not a point
-
-
-def test_a_full_disk_under_tensorboard_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the exception that ends the run: not by a traceback of TensorBoard's own thread before."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    said: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
-    logger = MetricsLogger(make_config(enable_tensorboard=True), tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordWriter, "write", _no_space)
-        with pytest.raises(OSError, match="No space left"):
-            for step in range(1, 1000):
-                logger.log_step(step, figures(step))
-    assert not said
-    with pytest.raises(OSError, match="No space left"):
-        logger.close()
-    assert threading.excepthook is not metrics.without_tensorboard
-
-
-def _no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[int, dict]] = []
-    run = types.SimpleNamespace(
-        log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append((-1, {}))
-    )
-    settings: dict = {}
-    monkeypatch.setitem(
-        sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: (settings.update(given), run)[1])
-    )
-    logger = MetricsLogger(make_config(enable_wandb=True), tmp_path)
-    logger.log_step(1, figures(1))
-    logger.close()
-    assert settings["id"] == tmp_path.name and settings["config"]["training"]["steps"] == 10
-    assert logged == [(1, figures(1)), (-1, {})]
 
 
 def test_plain_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
