@@ -307,17 +307,27 @@ def trains_only_adapters(config: JobConfig) -> bool:
 
 def keeps_start(config: JobConfig) -> bool:
     """Whether the policy holds a frozen copy of the adapters that it began with, as the reference of a KL term."""
-    return trains_only_adapters(config) and bool(origins_of_adapters(config).get("lora.adapter_path"))
+    return trains_only_adapters(config) and bool(config.lora.adapter_path) and "" in references_of(config)
 
 
-def origins_of_adapters(config: JobConfig) -> dict[str, str]:
-    """The directories, by the key that names each, on whose weights the meaning of trained adapters depends: the base
-    model's, and for a KL term those that they began with, if any."""
-    if config.lora.rank == 0:
-        return {}
-    close = config.job.stage == "grpo" and config.grpo.kl_coefficient > 0
-    start = {"lora.adapter_path": config.lora.adapter_path} if close else {}
-    return {"model.hf_assets_path": config.model.hf_assets_path} | start
+def teachers_of(config: JobConfig) -> dict[str, str]:
+    """The directories of all teachers that the trainer holds, by the key that names each."""
+    held = references_of(config)
+    named = {f"distill.teacher of {name}".removesuffix(" of "): teacher_of(own) for name, own in sources_of(config)}
+    return {key: teacher for key, teacher in named.items() if teacher and teacher in held}
+
+
+def frozen_weights(config: JobConfig) -> dict[str, str]:
+    """The directories, by the key that names each, of weights that the run goes on using but does not train: those that
+    adapters are added to, those of a KL term's reference that does not follow the policy, and those of teachers."""
+    is_fixed = trains_only_adapters(config) or config.grpo.reference_ema_decay == 0
+    stays_close = "" in references_of(config) and is_fixed
+    found = {}
+    if config.lora.rank or stays_close:
+        found["model.hf_assets_path"] = config.model.hf_assets_path
+    if config.lora.rank and stays_close:
+        found["lora.adapter_path"] = config.lora.adapter_path
+    return found | teachers_of(config)
 
 
 def environment_name(config: JobConfig) -> str:

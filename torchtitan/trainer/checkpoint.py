@@ -7,7 +7,6 @@ is unpickled, but for Distributed Checkpoint's metadata, and that only from a li
 from __future__ import annotations
 
 import enum
-import functools
 import json
 import logging
 import pickle
@@ -34,11 +33,11 @@ from torchtitan.distributed import device
 from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
-from torchtitan.models.checkpoint_files import fingerprint, read_json
+from torchtitan.models.checkpoint_files import read_json
 from torchtitan.models.exports import ADAPTERS, WHOLE, export_path
 from torchtitan.trainer.optimizer import BatchLRScheduler
+from torchtitan.trainer.origins import Origins
 from torchtitan.trainer.run_dir import (
-    CONFIG_FILE,
     begin_checkpoint,
     checkpoint_path,
     damage,
@@ -198,17 +197,16 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         scheduler: BatchLRScheduler,
         reference: nn.Module | None = None,
-        origins: Mapping[str, str] | None = None,
+        origins: Origins | None = None,
     ):
-        """origins: directories, by the key that names each, whose weights the run goes on using but no checkpoint has:
-        what the policy's adapters are added to, and the adapters that its reference keeps."""
+        """origins: what the run refers to but no checkpoint has; rank 0's is used."""
         self.config = config
         self.folder = Path(run_dir) / config.folder
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.reference = reference
-        self.origins = origins or {}
+        self.origins = origins
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self._world_size = dist.get_world_size() if several else 1
@@ -236,8 +234,8 @@ class Checkpointer:
             return
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
         facts = {"version": step, "scheduler": self.scheduler.state_dict(), **self._adapters}
-        if self.rank == 0 and self.origins:
-            facts["origins"] = self._fingerprints
+        if self.rank == 0 and self.origins is not None:
+            facts["refers_to"] = self.origins.describe()
         # A tensor in most optimizers, and then saved with the others.
         counts = [values["step"] for values in self.optimizer.state.values() if isinstance(values.get("step"), int)]
         facts["optimizer_steps"] = max(counts, default=0)
@@ -331,13 +329,9 @@ class Checkpointer:
                     f"{path} holds adapters of lora.{key} = {found:g}, but this run has {own:g}: resume with "
                     f"lora.{key} = {found:g}, or start a new run"
                 )
-        for key, weights in self._fingerprints.items():
-            if facts.get("origins", {}).get(key, weights) != weights:
-                there = self.origins[key] or '""'
-                raise UserError(
-                    f"{path} holds adapters that began with other weights than those in {there}: resume with {key} as "
-                    f"it stands in {self.folder.parent / CONFIG_FILE}, or start a new run"
-                )
+        (other, *_) = self._on_ranks(lambda: self._changed_origin(facts, policy_only))
+        if other:
+            raise UserError(f"{path} cannot be continued: {other}")
         try:
             with torch.no_grad():
                 self._distributed(state_dict_loader.load, state, storage_reader=reader)
@@ -384,10 +378,14 @@ class Checkpointer:
         lora = getattr(self.policy, "lora", None)
         return {} if lora is None else {"base_bits": lora.base_bits, "alpha": lora.alpha}
 
-    @functools.cached_property
-    def _fingerprints(self) -> dict[str, str]:
-        # Which reads every tensor.
-        return {key: fingerprint(path) if path else "" for key, path in self.origins.items()}
+    def _changed_origin(self, facts: Mapping[str, Any], evaluates: bool) -> str:
+        """What a checkpoint's run refers to that is another one here."""
+        if self.origins is None:
+            return ""
+        try:
+            return self.origins.problem(facts.get("refers_to", {}), self.folder.parent, evaluates)
+        except UserError as error:
+            return str(error)
 
     def _write_guarded(
         self,

@@ -21,7 +21,6 @@ import torch
 from torchtitan.config.derived import (
     allocator_settings,
     has_engines,
-    origins_of_adapters,
     sleeps_between_batches,
     trains_on_gpu,
     without_masters,
@@ -44,6 +43,7 @@ from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, DataPath, Kind, share_command
+from torchtitan.trainer.origins import Origins
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, new_epoch, open_run_directory, whole_steps
 from torchtitan.trainer.signals import SignalFlags
@@ -331,7 +331,7 @@ class Job:
         data = self._open_data(start, epoch, token) if rank == 0 else None
         if config.sft.epochs and config.job.stage == "sft":
             config.training.steps = int(broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None))
-        restored = self._build_trainer(start)
+        restored = self._build_trainer(start, None if data is None else data.tokenizer)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank, self.version))
         self.replica = self._closing.enter_context(open_replica(config, self.trainer.optimizer, self.run_dir))
         path = open_weight_path(config, self.trainer.policy, epoch, token, self.run_dir, self.replica)
@@ -383,22 +383,24 @@ class Job:
         self._closing.callback(self._close_controller)
         return data
 
-    def _build_trainer(self, start: Start) -> Restored | None:
-        """Build the policy, and load the checkpoint that the run continues from (collective)."""
+    def _build_trainer(self, start: Start, tokenizer: Tokenizer | None) -> Restored | None:
+        """Build the policy, and load the checkpoint that the run continues from (collective). tokenizer: on rank 0."""
         config = self.config
         self.trainer = trainer = PolicyTrainer(config, self.dims)
         policy, reference = trainer.policy, trainer.references.get("")
         trainer.is_told_to_stop = lambda: self.signals.told
         changing = reference.policy if reference is not None and reference.follows else None
+        origins = None if tokenizer is None else Origins(config, policy.args, tokenizer)
         self.checkpointer = Checkpointer(
-            config.checkpoint, self.run_dir, policy, trainer.optimizer, trainer.scheduler, changing,
-            origins_of_adapters(config),
-        )  # fmt: skip
+            config.checkpoint, self.run_dir, policy, trainer.optimizer, trainer.scheduler, changing, origins
+        )
         self._closing.callback(self.checkpointer.wait, config.checkpoint.save_deadline_s)
         # An engine in these processes is judged by what it samples, see mismatch.py.
         served = config.inference.mode == "server"
         self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
         if start.load_step is None:
+            if origins is not None and config.checkpoint.enable:
+                origins.describe()  # now, because the first save may have little time
             return Restored(0) if start.lost else None
         restored = self.checkpointer.load(start.load_step)
         self.version = restored.version

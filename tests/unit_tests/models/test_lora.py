@@ -13,7 +13,6 @@ import torch
 
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
-from torchtitan.config.derived import origins_of_adapters
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.distributed.placement import ParallelDims, copy_full_, held_part
 from torchtitan.errors import UserError
@@ -39,6 +38,7 @@ from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape import trained_parameters
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
+from torchtitan.trainer.origins import Origins
 from torchtitan.trainer.reference import build_reference
 from torchtitan.weight_sync.memory.staging import WeightsRefused
 
@@ -423,7 +423,7 @@ def test_reference_is_what_the_adapters_began_with(untied: Path, tmp_path: Path,
         scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
         run = tmp_path / "run"
         return policy, Checkpointer(
-            config.checkpoint, run, policy, optimizer, scheduler, origins=origins_of_adapters(config)
+            config.checkpoint, run, policy, optimizer, scheduler, origins=Origins(config, policy.args)
         )
 
     def assert_is_start(policy: Decoder) -> None:
