@@ -16,10 +16,11 @@ from torchtitan.config.derived import groups_per_batch, sources_of, weights_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, add_turn
+from torchtitan.rollout.messages import plain_message
 from torchtitan.rollout.mix import Mix, in_turns
 from torchtitan.rollout.prompt_stream import PromptStream, load_streams
 from torchtitan.rollout.prompts import PromptMaker, first_held_out, load_datasets
-from torchtitan.rollout.tokenizer import Tokenizer, plain_message
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
 from torchtitan.rollout.unknown_text import check_unknown_text
 

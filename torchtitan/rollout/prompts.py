@@ -23,8 +23,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.environments.agent_worker import FUNCTION
+from torchtitan.rollout.messages import plain_message, plain_tools, read_chat
 from torchtitan.rollout.rewards import NEEDS_ANSWER
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer, plain_message, plain_tools
+from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt
 
 Row = dict[str, Any]
@@ -53,7 +54,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     # Demonstrations need answers only if evaluations sample.
     trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
     judging = {judging_reward(config)} if evaluation.enable and has_engines(config) else set()
-    rows = load_rows(rollout.dataset, rollout.dataset_split)
+    rows = _with_chats(load_rows(rollout.dataset, rollout.dataset_split), config, rollout.dataset, "rollout.dataset")
     if renderer is not None and (config.environment.agent or any(is_chat(row, config) for row in rows)):
         renderer.warn_of_ends()
     # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
@@ -68,6 +69,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
             )
         return train, held_out
     held_out = load_rows(evaluation.dataset, evaluation.dataset_split)
+    held_out = _with_chats(held_out, config, evaluation.dataset, "eval.dataset")
     _check_rows(held_out, config, evaluation.dataset, "eval.dataset", judging, renderer)
     return rows, held_out
 
@@ -135,8 +137,29 @@ def arithmetic_rows() -> list[Row]:
 
 def is_chat(row: Row, config: JobConfig) -> bool:
     """Whether the chat template renders the row."""
-    columns = [config.rollout.prompt_column, *([config.sft.completion_column] if config.job.stage == "sft" else [])]
-    return config.rollout.chat_template or any(isinstance(row.get(column), list) for column in columns)
+    return config.rollout.chat_template or any(isinstance(row.get(column), list) for column in _chat_columns(config))
+
+
+def _chat_columns(config: JobConfig) -> list[str]:
+    return [config.rollout.prompt_column, *([config.sft.completion_column] if config.job.stage == "sft" else [])]
+
+
+def _with_chats(rows: list[Row], config: JobConfig, dataset: str, key: str) -> list[Row]:
+    """Return the rows with chats as lists also where a file stores them as JSON text. Raises UserError for text that is
+    nearly that."""
+    if plays_through_gateway(config):  # an agent reads its task itself
+        return rows
+    read = []
+    for number, row in enumerate(rows, start=1):
+        chats = {}
+        for column in _chat_columns(config):
+            try:
+                chats[column] = read_chat(row.get(column))
+            except ValueError as error:
+                raise UserError(f"{key} = {dataset!r}, row {number}, column {column!r}: {error}") from None
+        changed = {column: chat for column, chat in chats.items() if chat is not row.get(column)}
+        read.append(row | changed if changed else row)
+    return read
 
 
 BUILT_IN: dict[str, Callable[[], list[Row]]] = {
@@ -234,8 +257,8 @@ def _check_rows(
         problem = None
         if config.job.stage == "sft":
             problem = _completion_problem(row, config)
-        elif not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" and not plays_through_gateway(config):
-            problem = "the chat ends with the assistant's answer: a prompt must end before it"
+        elif not plays_through_gateway(config):
+            problem = _ending_problem(prompt)
         if not problem and is_chat(row, config) and not plays_through_gateway(config):
             problem = _tools_problem(row, config, renderer)
         if problem:
@@ -249,8 +272,16 @@ def _completion_problem(row: Row, config: JobConfig) -> str | None:
             return None
         there = ", ".join(map(repr, row))
         return f"no column {column!r} (sft.completion_column), and no chat with answers in it; there are {there}"
+    if problem := _ending_problem(prompt):
+        return f"{problem}, where column {column!r} begins"
     problem = _prompt_problem(row[column])
     return problem and f"column {column!r}: {problem}".replace("a prompt", "a completion").replace("the prompt", "it")
+
+
+def _ending_problem(prompt: Any) -> str | None:
+    if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+        return None
+    return "the chat ends with the assistant's answer: a prompt must end before it"
 
 
 def _tools_problem(row: Row, config: JobConfig, renderer: ChatRenderer | None) -> str | None:

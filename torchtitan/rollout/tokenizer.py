@@ -1,29 +1,25 @@
 """Conversion between text and token ids, with the tokenizer files of a Hugging Face checkpoint directory.
 
-The `tokenizers` library reads tokenizer.json; chat templates run in jinja2's sandbox. No torch here.
+The `tokenizers` library reads tokenizer.json. No torch here.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import read_json
+from torchtitan.rollout.chat_templates import ChatTemplates
+from torchtitan.rollout.messages import Messages
 from torchtitan.rollout.tool_calls import SPECIAL
 
 logger = logging.getLogger(__name__)
@@ -32,23 +28,12 @@ logger = logging.getLogger(__name__)
 SHIELD = ("\U0010fffe", "\U0010ffff")
 SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-Messages = Sequence[dict[str, Any]]
 # Mistral's templates accept only ids of nine characters.
 CALL_ID = "0" * 9
 # Roles whose text comes from outside: special tokens that are spelled in it stay plain text.
 FOREIGN = ("user", "tool", "function", "ipython")
 # Added tokens that are not marked as special but structure a conversation, as DeepSeek's <｜User｜>.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's part for training masks; here it only renders its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -59,25 +44,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _token_text(value: Any) -> str | None:
     """Return the text of a special token, which is stored as its text or as {"content": text, …}."""
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
-    # jinja2's own filter escapes HTML, which would change the prompt. The options are those of transformers.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
-
-
-def _template_environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 def _ids(tokenizer: FastTokenizer, text: str) -> list[int]:
@@ -138,13 +104,13 @@ class Tokenizer:
         }
         self.eos_token_ids = self._find_eos_token_ids()
         self._text_start = self._find_text_start()
-        self.template_source = self._find_chat_template(settings)
-        """The chat template; empty if there is none"""
+        self.templates = ChatTemplates(self.directory, settings)
         self._template_values = dict(template_values or {})
-        if self._template_values and (unknown := sorted(self._template_values.keys() - self.template_variables)):
+        known = self.templates.variables if self._template_values else set()
+        if unknown := sorted(self._template_values.keys() - known):
             raise UserError(
                 f"rollout.chat_template_kwargs names {', '.join(unknown)}, which the chat template of {self.directory} "
-                f"does not read; it reads {', '.join(sorted(self.template_variables)) or 'nothing'}"
+                f"does not read; it reads {', '.join(sorted(known)) or 'nothing'}"
             )
 
     @property
@@ -154,7 +120,13 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self.template_source)
+        return bool(self.templates)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template of conversations with tools; empty if there is none. Raises UserError if there are only
+        others."""
+        return self.templates.choose(tools=True).source if self.templates else ""
 
     def spoken(self, ids: Sequence[int], form: str) -> str:
         """Return the text of a turn in which tool calls have a format of tool_calls.py: with the special tokens that
@@ -195,18 +167,10 @@ class Tokenizer:
 
         tools: JSON schemas of the functions that the assistant may call.
         """
-        if not self.template_source:
-            raise UserError(
-                f"{self.directory} has no chat template (neither chat_template.jinja nor chat_template in "
-                "tokenizer_config.json): set rollout.chat_template = false or take an instruction-tuned checkpoint"
-            )
+        template = self.templates.choose(tools=bool(tools))
+        values = {"add_generation_prompt": add_generation_prompt, "tools": list(tools) or None}
         try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=list(tools) or None,
-                **{**self.special_tokens, **self._template_values},
-            )
+            return template.render(messages, {**values, **self.special_tokens, **self._template_values})
         except Exception as error:  # a template runs code and may raise anything
             raise UserError(
                 f"the chat template of {self.directory} failed: {error}; the messages were {list(messages)!s:.500}"
@@ -215,18 +179,6 @@ class Tokenizer:
     def apply_chat_template(self, messages: Messages, tools: Messages = ()) -> list[int]:
         """Return the token ids of a chat that the policy continues; its contents may have shielded parts."""
         return self.encode_shielded(self.render_chat(messages, tools=tools))
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        return _template_environment().from_string(self.template_source)
-
-    @functools.cached_property
-    def template_variables(self) -> set[str]:
-        """Names of the variables that the chat template reads. Raises UserError if it is not a template."""
-        try:
-            return meta.find_undeclared_variables(_template_environment().parse(self.template_source))
-        except jinja2.exceptions.TemplateError as error:
-            raise UserError(f"the chat template of {self.directory} cannot be read: {error}") from error
 
     def _find_text_start(self) -> list[int]:
         """Return the tokens that tokenizer.json prepends to a text; as in transformers, add_bos_token is ignored."""
@@ -245,76 +197,6 @@ class Tokenizer:
             found += [] if token_id is None else [token_id]
         return list(dict.fromkeys(found))
 
-    def _find_chat_template(self, settings: dict[str, Any]) -> str:
-        path = self.directory / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several named templates
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return template or ""
-
-
-def plain_message(message: Any) -> dict[str, Any]:
-    """Return a message as chat templates expect it: content is text, tool call arguments are objects, and null keys are
-    removed (except inside arguments that are JSON text).
-
-    Raises ValueError if that is impossible.
-    """
-    keys = message.keys() if isinstance(message, dict) else ()
-    if "role" not in keys or not ("content" in keys or "tool_calls" in keys):
-        raise ValueError("a chat message needs the keys 'role' and 'content'")
-    plain = _without_nulls(message)
-    content = plain.get("content", "")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "".join(texts) if len(texts) == len(parts) else None
-    if not isinstance(content, str):
-        raise ValueError("a message's content must be text")
-    plain["content"] = content
-    if calls := plain.pop("tool_calls", None):
-        plain["tool_calls"] = _plain_calls(calls)
-    return plain
-
-
-def plain_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools from a `tools` column as in TRL: a list, None, or JSON text for all or any item.
-
-    Raises ValueError for anything else.
-    """
-    try:
-        listed = (json.loads(tools) if isinstance(tools, str) else tools) or []
-        plain = [_without_nulls(json.loads(one) if isinstance(one, str) else one) for one in listed]
-    except (TypeError, ValueError):
-        plain = [tools]
-    if not all(isinstance(one, dict) for one in plain):
-        raise ValueError(f"tools must be a list of JSON schemas: {tools!r:.200}")
-    return plain
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove null keys, as TRL does. Parquet files and Hugging Face datasets add a key to all objects of a column if
-    one of them has it."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def _plain_calls(calls: Any) -> list[dict[str, Any]]:
-    plain = []
-    try:
-        for call in calls:
-            function = dict(call.get("function", call))
-            # For a tool without parameters, arguments may be missing or an empty text.
-            arguments = function.get("arguments") or {}
-            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
-            function["name"]  # raises KeyError if it is missing
-            plain.append({**call, "function": function} if "function" in call else function)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"a tool call must have a function with a name and arguments: {calls!r:.500}") from None
-    return plain
-
 
 class ChatRenderer:
     """Renders messages as tokens with the tokenizer's own chat template; each message is rendered once.
@@ -332,6 +214,8 @@ class ChatRenderer:
         self._said: dict[str, Any] = {"role": "assistant", "content": self._mark}
         self.stop_token_ids = list(dict.fromkeys([*stop_token_ids, *tokenizer.eos_token_ids]))
         """All tokens that end a turn"""
+        # Whether there are tools, which may choose the template -> see _hides_results.
+        self._hiding: dict[bool, str] = {}
 
     def whole(self, messages: Messages, tools: Messages) -> list[int]:
         """Return the prompt of a new conversation. Raises UserError if the template refuses it."""
@@ -421,12 +305,12 @@ class ChatRenderer:
         directory = self._tokenizer.directory
         if not self._tokenizer.has_chat_template:
             return  # rendering says that
-        if tools and "tools" not in self._tokenizer.template_variables:
+        if tools and "tools" not in self._tokenizer.templates.choose(tools=True).variables:
             raise UserError(
                 f"the chat template of {directory} never reads `tools`, so the policy would not see any: take a "
                 "template that writes them (chat_template.jinja in the checkpoint directory)"
             )
-        if any(message.get("role") == "tool" for message in messages) and (problem := self._hides_results):
+        if any(message.get("role") == "tool" for message in messages) and (problem := self._hides_results(tools)):
             raise UserError(
                 f"the chat template of {directory} does not write the result of a tool ({problem}): take a template "
                 "that does (chat_template.jinja in the checkpoint directory)"
@@ -458,13 +342,17 @@ class ChatRenderer:
                 self._tokenizer.directory, self._tokenizer.decode(special[:1], skip_special=False), special[0],
             )  # fmt: skip
 
-    @functools.cached_property
-    def _hides_results(self) -> str:
+    def _hides_results(self, tools: Messages) -> str:
         """Why the template does not write what a tool returned; empty if it does."""
+        if (known := self._hiding.get(bool(tools))) is None:
+            known = self._hiding[bool(tools)] = self._find_hidden_results(tools)
+        return known
+
+    def _find_hidden_results(self, tools: Messages) -> str:
         turn = {**self._said, "content": "", "tool_calls": [self._call("look", CALL_ID)]}
         result = {"role": "tool", "name": "look", "tool_call_id": CALL_ID, "content": f"{self._mark}: 1"}
         try:
-            text = self._tokenizer.render_chat([{"role": "user", "content": "?"}, turn, result])
+            text = self._tokenizer.render_chat([{"role": "user", "content": "?"}, turn, result], tools=tools)
         except UserError as error:
             return str(error.__cause__)
         return "" if result["content"] in text else "it leaves out the role `tool`"

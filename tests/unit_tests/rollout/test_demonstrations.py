@@ -88,6 +88,23 @@ def test_other_forms_of_the_same_conversation(tmp_path: Path) -> None:
     assert len(load_datasets(config)[0]) == 1
 
 
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+@pytest.mark.parametrize("row", [{"prompt": [HI, YES, MORE], "completion": [YES]}, {"prompt": [HI], "completion": "a"}])
+def test_messages_may_be_json_text_as_tools_may(tmp_path: Path, row: dict[str, Any], stage: str) -> None:
+    config = JobConfig()
+    config.job.stage, config.rewards.functions = stage, []
+    loaded = []
+    for form in (lambda value: value, json.dumps, lambda value: [json.dumps(one) for one in value]):
+        texts = {column: form(value) if isinstance(value, list) else value for column, value in row.items()}
+        config.rollout.dataset = config.eval.dataset = str(tmp_path / "rows.jsonl")
+        (tmp_path / "rows.jsonl").write_text(json.dumps(texts))
+        loaded += load_datasets(config)
+    prompts = [rows[0]["prompt"] for rows in loaded]
+    assert prompts == [row["prompt"]] * 6
+    if stage == "sft":
+        assert [rows[0]["completion"] for rows in loaded] == [row["completion"]] * 6
+
+
 @pytest.mark.parametrize("form", ["objects", "texts", "text"])
 def test_tools_and_arguments_as_a_parquet_file_has_them(tmp_path: Path, form: str) -> None:
     """An arrow column has one schema: of all rows' keys, those that a row lacks are null there."""
@@ -150,6 +167,11 @@ def test_an_answer_behind_nothing_is_refused(tmp_path: Path) -> None:
         ({"prompt": []}, "row 1, column 'prompt': the prompt is empty"),
         ({"prompt": [HI, YES], "tools": ["look"]}, "row 1: tools must be a list of JSON schemas: .'look'."),
         ({"prompt": [HI, YES], "tools": 3}, "row 1: tools must be a list of JSON schemas: 3"),
+        ({"prompt": [HI, YES], "completion": [YES]}, "row 1: the chat ends with the assistant's .*'completion' begins"),
+        ({"prompt": [HI, YES], "completion": "Yes"}, "row 1: the chat ends with the assistant's answer"),
+        ({"prompt": json.dumps([HI, YES]), "completion": "Yes"}, "row 1: the chat ends with the assistant's answer"),
+        ({"prompt": str([HI]), "completion": "Yes"}, "row 1, column 'prompt': text that looks like chat messages"),
+        ({"prompt": [HI], "completion": str([YES])}, "row 1, column 'completion': text that looks like chat messages"),
     ],
 )
 def test_rows_without_a_demonstration_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:

@@ -17,7 +17,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from torchtitan.inference.types import Body, Completion
-from torchtitan.rollout.tokenizer import Tokenizer, plain_message
+from torchtitan.rollout.messages import plain_message
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.tool_calls import SPECIAL, parse_tool_calls
 
 # Options that would change the answer but are not supported; a call with any value other than these is refused.

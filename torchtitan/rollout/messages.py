@@ -1,0 +1,141 @@
+"""Chat messages and tools of datasets and of agents' calls, in the one form that chat templates read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+Messages = Sequence[dict[str, Any]]
+ASSISTANT = "assistant"
+# The keys under which datasets and templates have the thought before an answer.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# Types of the parts of a content that are one.
+THOUGHT_PARTS = ("thinking", "reasoning")
+
+
+def plain_message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates expect it: content is text, a thought is `reasoning_content`, tool call
+    arguments are objects, and null keys are removed (except inside arguments that are JSON text).
+
+    Raises ValueError if that is impossible.
+    """
+    keys = set(message) if isinstance(message, dict) else set()
+    if "role" not in keys or not keys & {"content", "tool_calls", "function_call"}:
+        raise ValueError("a chat message needs the keys 'role' and 'content'")
+    plain = _without_nulls(message)
+    content, thought = _read_content(plain.get("content", ""))
+    if plain["role"] == ASSISTANT:
+        given = {key: plain.pop(key) for key in THOUGHTS if isinstance(plain.get(key), (str, list, dict))}
+        thoughts = [_read_thought(key, value) for key, value in given.items()] + [thought] * bool(thought)
+        if len({one.strip() for one in thoughts if one}) > 1:
+            raise ValueError(f"a message has thoughts that differ, in {', '.join(given)} or its content: keep one")
+        if thoughts:
+            plain["reasoning_content"] = next(filter(None, thoughts), "")
+    elif thought:
+        raise ValueError(f"a message of the role {plain['role']!r} has a thought in its content")
+    plain["content"] = content
+    calls, call = plain.pop("tool_calls", None), plain.pop("function_call", None)
+    if calls and call:
+        raise ValueError("a message has tool_calls and a function_call, the older form of it: keep one")
+    if calls := calls or [call] * bool(call):
+        plain["tool_calls"] = _plain_calls(calls)
+    return plain
+
+
+def _read_content(content: Any) -> tuple[str, str]:
+    """Return (text, thought) of a message's content: text, or a list of texts and of parts that have a type."""
+    texts, thoughts = [], []
+    for part in content if isinstance(content, list) else [content]:
+        kind, text = "", part
+        if isinstance(part, dict) and isinstance(content, list):
+            kind, text = str(part.get("type", "")), part.get("text")
+        if kind in THOUGHT_PARTS:
+            thoughts.append(_read_thought(kind, part.get(kind, text)))
+        elif isinstance(text, str):
+            texts.append(text)
+        else:
+            raise ValueError("a message's content must be text" + (f", but a part is of type {kind!r}" if kind else ""))
+    return "".join(texts), "".join(thoughts)
+
+
+def _read_thought(key: str, value: Any) -> str:
+    """Return the text of a thought: text, or a list of texts and parts with a text."""
+    parts = value if isinstance(value, list) else [value]
+    texts = [part["text"] if isinstance(part, dict) and "text" in part else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a message's {key} must be text: {value!r:.200}")
+    return "".join(texts)
+
+
+def thoughts_as_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """Give a message's thought under every key that templates read, as transformers does."""
+    if "reasoning_content" not in message:
+        return message
+    return {**message, **dict.fromkeys(THOUGHTS, message["reasoning_content"])}
+
+
+def thoughts_as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Give a message's thought as the first part of its content."""
+    if not (thought := message.get("reasoning_content")):
+        return message
+    rest = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    return {**message, "content": [{"type": "thinking", "thinking": thought}, *rest]}
+
+
+CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from)\1\s*:""")
+
+
+def read_chat(value: Any) -> Any:
+    """Return the messages that a column holds as JSON text, whole or one by one, as `plain_tools` reads tools; any
+    other value as it is. Raises ValueError for text that looks like messages and is no JSON."""
+    if isinstance(value, list) and any(isinstance(one, str) for one in value):
+        try:
+            return [json.loads(one) if isinstance(one, str) else one for one in value]
+        except ValueError:
+            return value  # whoever checks the messages names the one that is none
+    if not isinstance(value, str) or not CHAT_TEXT.match(value):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"text that looks like chat messages is no JSON ({error}): {value[:80]!r}") from None
+
+
+def plain_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools from a `tools` column as in TRL: a list, None, or JSON text for all or any item.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        listed = (json.loads(tools) if isinstance(tools, str) else tools) or []
+        plain = [_without_nulls(json.loads(one) if isinstance(one, str) else one) for one in listed]
+    except (TypeError, ValueError):
+        plain = [tools]
+    if not all(isinstance(one, dict) for one in plain):
+        raise ValueError(f"tools must be a list of JSON schemas: {tools!r:.200}")
+    return plain
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null keys, as TRL does. Parquet files and Hugging Face datasets add a key to all objects of a column if
+    one of them has it."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _plain_calls(calls: Any) -> list[dict[str, Any]]:
+    plain = []
+    try:
+        for call in json.loads(calls) if isinstance(calls, str) else calls:
+            function = dict(call.get("function", call))
+            # For a tool without parameters, arguments may be missing or an empty text.
+            arguments = function.get("arguments") or {}
+            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+            function["name"]  # raises KeyError if it is missing
+            plain.append({**call, "function": function} if "function" in call else function)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"a tool call must have a function with a name and arguments: {calls!r:.500}") from None
+    return plain
