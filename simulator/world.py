@@ -19,8 +19,9 @@ from simulator.rollouts import Engine, Rollouts
 from simulator.scenario import Scenario, slowest_of
 from torchtitan.weight_sync.memory.manifest import Manifest
 from torchtitan.weight_sync.memory.transfer import SHEET
-from torchtitan.weight_sync.registry.registry import STATUS_SECONDS, Registry
+from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.trainer_view import STATUS_SECONDS
 from torchtitan.weight_sync.wire.runtime import Message, Timer
 
 # As in trainer.controller: while there is no data, when a pending version is first tried, and how often again.

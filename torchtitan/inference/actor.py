@@ -9,7 +9,7 @@ import enum
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Container, Coroutine
 from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
@@ -98,6 +98,7 @@ class Actor:
         self._write = functools.partial(events.write, actor=name)
         self._make_client, self._changed, self._process = make_client, changed, process
         self._client_or_none = make_client(url) if process is None else None
+        self._published: Container[int] | None = None
         self._distrusted = -1
         """In this process, neither this version nor any older one is what the trainer sent"""
         self._requests = self._failed_requests = 0
@@ -127,8 +128,10 @@ class Actor:
         ready = self.state is ActorState.READY and not self.leaves
         return ready and self.version is not None and self.version >= min_version
 
-    def connect(self, registry: str) -> None:
-        """From now on, pull weights from the trainer with this registry (host:port)."""
+    def connect(self, registry: str, published: Container[int] | None = None) -> None:
+        """From now on, pull weights from the trainer with this registry (host:port). published: the versions that the
+        actor may say it serves; None: any."""
+        self._published = published
         self._weights.use(registry)
         self.probe_now()
 
@@ -179,7 +182,10 @@ class Actor:
     async def score(self, token_ids: list[int]) -> ScoredTokens:
         """Raises ActorError, also where the actor is evicted meanwhile."""
         timeout_s = min(self._config.request_timeout_s, MAX_SCORE_S)
-        return await self._unless_lost("score", self._client.score(token_ids, timeout_s))
+        scored = await self._unless_lost("score", self._client.score(token_ids, timeout_s))
+        if scored.epoch == self._epoch and not self._is_published(scored.version):
+            raise ActorError("score", f"scored under version {scored.version}, which was not published")
+        return scored
 
     async def sleep(self, level: int, timeout_s: float) -> None:
         """Have the actor give back its memory. Returns when it has, or after `timeout_s`; an event reports an actor
@@ -330,6 +336,8 @@ class Actor:
                 self._set_state(ActorState.ASLEEP)
             return
         served = health.version if health.serves and health.epoch == self._epoch else None
+        unpublished = served is not None and not self._is_published(served)
+        served = None if unpublished else served
         before, self.version = self.version, None if served is None or served <= self._distrusted else served
         now = time.monotonic()
         if self.version is None:
@@ -338,7 +346,8 @@ class Actor:
             brief = now - self._not_serving_since <= BRIEFLY_S or health.weights_state in UPDATING
             if self._announced and not brief:
                 self._announced = False
-                self._write("actor_not_serving", status=health.status, version=health.version)
+                reason = "this version was not published" if unpublished else ""
+                self._write("actor_not_serving", status=health.status, version=health.version, reason=reason)
             if self.state is not ActorState.JOINING:
                 self._set_state(ActorState.JOINING)
                 self.probe_now()  # engines do not serve while they apply a version, but that ends soon
@@ -456,6 +465,11 @@ class Actor:
             for span in completion.spans:
                 if span.epoch != self._epoch:
                     raise ActorError("generate", f"sampled under epoch {span.epoch!r}, but this one is {self._epoch!r}")
+                if not self._is_published(span.version):
+                    raise ActorError("generate", f"sampled under version {span.version}, which was not published")
+
+    def _is_published(self, version: int) -> bool:
+        return self._published is None or version in self._published
 
 
 async def _first_of(waits: list[Coroutine[None, None, object]], timeout: float) -> None:

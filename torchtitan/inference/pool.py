@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,7 @@ class InferencePool:
         self._guests: dict[str, Actor] = {}
         """Those of the actors that have joined by themselves"""
         self._registry: str | None = None
+        self._published: Container[int] | None = None
         self._past: Counter[str] = Counter()
         """Evictions of actors that have left"""
         self._waiting: list[_Waiter] = []
@@ -164,15 +165,15 @@ class InferencePool:
             actor = self._guests[name] = self._add(name, 0, guests[name])
             self._events.write("actor_joined", actor=name, url=actor.url)
             if self._registry is not None:
-                actor.connect(self._registry)
+                actor.connect(self._registry, self._published)
             self._watch(name, asyncio.create_task(actor.supervise()))
 
-    async def connect_weights(self, registry: str) -> None:
+    async def connect_weights(self, registry: str, published: Container[int] | None = None) -> None:
         """Have all actors, also those that (re)join later, pull their weights from the trainer with this registry
-        (host:port)."""
-        self._registry = registry
+        (host:port). published: the versions that they may say they serve; None: any."""
+        self._registry, self._published = registry, published
         for actor in self._actors:
-            actor.connect(registry)
+            actor.connect(registry, published)
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has given an actor up: its requests go to others, and a probe decides about itself."""

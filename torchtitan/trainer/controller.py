@@ -173,7 +173,7 @@ class Controller:
             self._restore(restored.rollout)
         self._prepare_evaluations(epoch)
         if self.actors is not None and self.sync is not None:
-            self._call(self.actors.connect_weights, self.sync.registry_address)
+            self._call(self.actors.connect_weights, self.sync.registry_address, self.sync.published)
         if restored is not None:
             check_rows(run_dir)
             deque(read_records(self.journal.path), maxlen=0)

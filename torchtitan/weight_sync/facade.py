@@ -30,6 +30,7 @@ from torchtitan.utils.addresses import resolve_host
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
+from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import Boundary
 from torchtitan.weight_sync.registry.state import MAX_FAILURES, MAX_NAMED, NOT_AWAITED, Settings, tally
 from torchtitan.weight_sync.trainer.plan import bucket_bytes_of
@@ -259,6 +260,12 @@ class WeightSync:
         self._snapshot_s += seconds if snapshotted else 0.0
         self._stall_s += seconds
         return snapshotted
+
+    @property
+    def published(self) -> PublishedVersions | None:
+        """The versions that this launch has published. An actor hears of a version only when it is there. None on other
+        ranks than 0."""
+        return None if self.registry is None else self.registry.published
 
     @property
     def pending_version(self) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any
 from torchtitan.utils.budget import Budgets
 from torchtitan.utils.logs import log_to
 from torchtitan.weight_sync.memory.manifest import Layout
+from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
@@ -100,7 +101,8 @@ def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) 
     epoch, term = arguments["epoch"], arguments["term"]
     catalogue = _transport(arguments).catalogue(runtime, epoch)
     guests = os.environ.get(wire.ACTOR_TOKEN_VARIABLE, "")
-    registry = Registry(runtime, settings, epoch, term, token, journal.write, words.beat, catalogue, guests)
+    published = PublishedVersions(arguments["published_fd"])
+    registry = Registry(runtime, settings, epoch, term, token, journal.write, words.beat, catalogue, guests, published)
     journal.write("start", {"pid": os.getpid(), "epoch": epoch})
     registry.start(socket.socket(fileno=arguments["listen_fd"]))
     runtime.run()

@@ -26,6 +26,7 @@ from torchtitan.errors import UserError
 from torchtitan.utils.addresses import listen_at
 from torchtitan.utils.child_process import child_environment, end_process, start_beside
 from torchtitan.weight_sync.main import serve
+from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.trainer.publisher import Publisher
@@ -210,14 +211,17 @@ class RegistryServer(ServerProcess):
         self, epoch: str, token: str, settings: Settings, folder: Path, where: ListenSpec, transport: Transport
     ):
         self._words = SlotWords(SlotWords.new_file(0), 0, 0)
+        self.published = PublishedVersions(descriptor := PublishedVersions.new_file())
+        self._published_fd = descriptor
         journal = str(folder / "registry.jsonl")
         arguments = {"epoch": epoch, "settings": asdict(settings), "journal": journal, **transport.to_json()}
-        files = {"words_fd": self._words.words_fd}
+        files = {"words_fd": self._words.words_fd, "published_fd": descriptor}
         super().__init__("registry", arguments, files, token, folder / "registry.log", where, lambda: self._words.pulse)
 
     def close(self, deadline: float) -> None:
         super().close(deadline)
         self._words.close_files()
+        os.close(self._published_fd)
 
 
 class ShardServerProcess(ServerProcess):

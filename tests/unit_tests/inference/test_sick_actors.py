@@ -28,11 +28,11 @@ Answer = Callable[[], web.Response]
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: Answer, seconds: float = 0.0) -> AsyncIterator[str]:
-    """A healthy actor that takes so long to answer a request so. Its URL."""
+async def serving(answer: Answer, seconds: float = 0.0, version: int = 0) -> AsyncIterator[str]:
+    """An actor that says it serves this version, and takes so long to answer a request so. Its URL."""
 
     async def health(_request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "epoch": "e", "version": 0})
+        return web.json_response({"status": "ok", "epoch": "e", "version": version})
 
     async def generate(request: web.Request) -> web.Response:
         await request.read()
@@ -61,7 +61,7 @@ async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **i
         await pool.start()
         try:
             await pool.meet({"ill": ill, "well": well})
-            await pool.connect_weights("127.0.0.1:5")
+            await pool.connect_weights("127.0.0.1:5", {0})
             await eventually(lambda: pool.actors == {"ill": "ready", "well": "ready"}, why=lambda: pool.actors)
             asked = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(16)]
             for (completion,) in await asyncio.gather(*map(pool.generate, asked)):
@@ -82,6 +82,7 @@ ANSWERS = {
             ("log_probs", ["a", "b"]), ("log_probs", [BIG, 0]), ("finish_reason", ["stop"]),
             ("kept_token_ids", 5), ("kept_token_ids", [[1]]), ("kept_token_ids", [["a"], []]),
             ("spans", [{**GOOD["spans"][0], "version": BIG}]), ("spans", [{**GOOD["spans"][0], "version": "0"}]),
+            ("spans", [{**GOOD["spans"][0], "version": 1}]), ("spans", [{**GOOD["spans"][0], "version": 2**62}]),
         ]
     },
 }  # fmt: skip
@@ -99,6 +100,26 @@ async def test_answers_that_are_none_are_redone_elsewhere(tmp_path: Path, kind: 
     if kind == "nested":  # not too long
         client.MAX_ANSWER_BYTES = 1 << 20
     await all_are_answered(tmp_path, lambda: web.Response(text=ANSWERS[kind]))
+
+
+@pytest.mark.parametrize("version", [1, 2**62, -1])
+@asynchronous
+async def test_actor_that_says_it_serves_what_was_not_published_gets_no_requests(tmp_path: Path, version: int) -> None:
+    config = JobConfig()
+    config.inference.launch, config.inference.discover = False, True
+    pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events.jsonl"))
+    answer = lambda: web.json_response({"completions": [GOOD]})  # noqa: E731
+    async with serving(answer) as well, serving(answer, version=version) as liar:
+        await pool.start()
+        try:
+            await pool.meet({"liar": liar, "well": well})
+            await pool.connect_weights("127.0.0.1:5", {0})
+            await eventually(lambda: pool.actors == {"liar": "joining", "well": "ready"}, why=lambda: pool.actors)
+            asked = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(8)]
+            await asyncio.gather(*map(pool.generate, asked))
+            assert pool.serving_version() == 0 and pool.statistics["requests_redone"] == 0
+        finally:
+            await pool.close()
 
 
 @asynchronous

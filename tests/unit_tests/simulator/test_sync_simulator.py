@@ -29,7 +29,7 @@ from torchtitan.errors import UserError
 from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey
-from torchtitan.weight_sync.registry.registry import STATUS_SECONDS
+from torchtitan.weight_sync.registry.trainer_view import STATUS_SECONDS
 
 SMALL: dict[str, Any] = {
     "hours": 0.05,

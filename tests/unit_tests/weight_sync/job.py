@@ -17,6 +17,7 @@ from deterministic.parts import BUCKET_BYTES, ELEMENT_BYTES, REGISTRY, TOKEN, co
 from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into
 from torchtitan.weight_sync.memory.manifest import Manifest
+from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SlotState, SlotView
 from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.registry.registry import Registry
@@ -142,6 +143,8 @@ class Job:
         self.skipped: list[int] = []
         self.journal: list[tuple[float, str, Message]] = []
         self.term = 0
+        self.shared = PublishedVersions()
+        """What rank 0 gives to each registry"""
         self.server_faults = 0
         """Of registry, shard servers and the trainer's network: while they last, versions may be late"""
         self.strangers: list[Actor] = []
@@ -172,7 +175,9 @@ class Job:
         settings = Settings(shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s)
         settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
         runtime = self.registry_process.runtime
-        self.registry = self.parts.registry(runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat)
+        self.registry = self.parts.registry(
+            runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat, published=self.shared
+        )
         self.registry._merge = lambda _layouts: whole_layout(shape.ranks, shape.buckets)  # type: ignore[method-assign]
         self.registry.start(REGISTRY)
         self.watch(self.registry_process, lambda: self.registry_beat, self.start_registry)

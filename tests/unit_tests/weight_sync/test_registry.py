@@ -10,9 +10,12 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from torchtitan.config.job_config import WeightSync
+from torchtitan.weight_sync.memory import published
+from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.registry import registry as registry_module
-from torchtitan.weight_sync.registry.registry import MAX_LOST_SNAPSHOTS, STATUS_ACTORS, Registry
+from torchtitan.weight_sync.registry.registry import MAX_LOST_SNAPSHOTS, Registry
 from torchtitan.weight_sync.registry.state import ActorRecord, Settings, relay_sources
+from torchtitan.weight_sync.registry.trainer_view import STATUS_ACTORS
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, RANK, TRAINER, role_key
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
 
@@ -23,14 +26,15 @@ SHEETS = ["aa", "bb"]
 class World:
     """A registry for two ranks."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, published: PublishedVersions | None = None, **settings: Any):
         self.machine = Machine(0)
+        self.published = published or PublishedVersions()
         self.journal: list[tuple[str, Message]] = []
         self.beats = 0
         process = Process(self.machine, REGISTRY)
         write = lambda event, fields: self.journal.append((event, fields))  # noqa: E731
         facts = Settings(2, **settings), "e1", 7, TOKEN
-        self.registry = Registry(process.runtime, *facts, write, self._beat, guest_token=GUEST_TOKEN)
+        self.registry = Registry(process.runtime, *facts, write, self._beat, None, GUEST_TOKEN, self.published)
         self.registry.start(REGISTRY)
 
     def _beat(self) -> None:
@@ -205,13 +209,13 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     # What happens at once is one message.
     count = first.count("status")
     for _ in range(5):
-        actor.send({"type": "ended", "version": 1, "outcome": "gone", "reason": ""})
+        actor.send({"type": "ended", "version": 0, "outcome": "gone", "reason": ""})
     world.run(0.1)
     assert first.count("status") <= count + 2
     second = world.trainer()
     world.run(0.1)
     assert first.over and not second.over and second.last("status")["actors"]["a"]["serves"]
-    actor.say("poisoned", version=1, reason="half of it")
+    actor.say("poisoned", version=0, reason="half of it")
     shown = second.last("status")["actors"]["a"]
     assert (shown["state"], shown["reason"], shown["serves"]) == ("POISONED", "half of it", False)
     second.say("pulling", serial=1, version=0)
@@ -243,14 +247,68 @@ def test_registry_that_has_not_heard_of_the_pin_leaves_it_to_the_trainer() -> No
     assert actor.last("live")["pinned"] is None
 
 
-@pytest.mark.parametrize(("version", "digest"), [(0, "of other bytes"), (1, "")])
-def test_actor_that_claims_what_was_not_published_is_hung_up_on(version: int, digest: str) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("claim", "reason"),
+    [
+        ({"type": "serving", "version": 4, "digest": "of other bytes"}, "of other bytes than were published"),
+        ({"type": "serving", "version": 2, "digest": "of other bytes"}, "of other bytes than were published"),
+        ({"type": "serving", "version": 3, "digest": ""}, "version 3, which was not published"),
+        ({"type": "serving", "version": 5, "digest": ""}, "version 5, which was not published"),
+        ({"type": "serving", "version": 2**62, "digest": ""}, f"version {2**62}, which was not published"),
+        ({"type": "serving", "version": -1, "digest": ""}, "version -1, which was not published"),
+        ({"type": "pulling", "version": 9, "serial": 4}, "version 9, which was not published"),
+        ({"type": "pulling", "version": 9, "serial": 9}, "version 9, which was not published"),
+        ({"type": "pulling", "version": 3, "serial": 3}, "version 3, which was not published"),
+        ({"type": "ended", "version": 3, "outcome": "gone", "reason": ""}, "version 3, which was not published"),
+        ({"type": "poisoned", "version": 2**62, "reason": ""}, f"version {2**62}, which was not published"),
+        ({"type": "forged", "version": 3, "source": "b"}, "version 3, which was not published"),
+    ],
+)
+def test_actor_that_claims_what_was_not_published_is_hung_up_on(claim: Message, reason: str, restarted: bool) -> None:
+    """Also by a new registry, which no rank has told anything yet. Versions 2 and 4 were published, 3 was not."""
     world = World()
-    world.publish(world.ranks(), 1, 0)
-    actor = world.actor()
-    actor.say("serving", version=version, digest=digest, figures={})
+    ranks = world.ranks()
+    world.publish(ranks, 2, 2)
+    world.publish(ranks, 4, 4)
+    if restarted:
+        world = World(published=world.published)
+    actor, trainer = world.actor(), world.trainer()
+    actor.say(claim["type"], **{"figures": {}, **{name: value for name, value in claim.items() if name != "type"}})
     assert actor.over and world.registry.actors["a"].version == -1
-    assert "of other bytes than were published" in world.machine.protocol_errors[-1]
+    assert reason in world.machine.protocol_errors[-1]
+    assert not {event for event, _ in world.journal} & {"applied", "serves", "pulling", "ended", "poisoned", "forged"}
+    assert dict(trainer.last("status")["serving"]) == {-1: 1}
+
+
+def test_snapshot_is_pulled_as_the_version_that_it_is() -> None:
+    world = World()
+    ranks = world.ranks()
+    world.publish(ranks, 2, 2)
+    world.publish(ranks, 4, 4)
+    actor = world.actor()
+    actor.say("pulling", serial=4, version=2)
+    assert actor.over and "snapshot 4, which is not version 2" in world.machine.protocol_errors[-1]
+
+
+def test_what_an_earlier_registry_published_counts_and_what_nobody_remembers_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(published, "KNOWN_VERSIONS", 2)
+    world = World()
+    ranks, digests = world.ranks(), []
+    for version in range(3):
+        world.publish(ranks, version + 1, version)
+        digests.append(world.digest)
+    world = World(published=world.published)
+    trainer = world.trainer()
+    old, forgotten = world.actor(), world.actor("forgotten")
+    old.say("serving", version=1, digest=digests[1], figures={})
+    forgotten.say("serving", version=0, digest=digests[0], figures={})
+    shown = trainer.last("status")["actors"]
+    assert (shown["a"]["state"], shown["a"]["version"]) == ("READY", 1)
+    # It is not refused, so that it can take a version that is known.
+    assert not forgotten.over and not shown["forgotten"]["serves"]
 
 
 def test_actor_that_does_not_apply_in_time_is_hung_up_on_unless_it_is_pinned() -> None:
@@ -263,7 +321,7 @@ def test_actor_that_does_not_apply_in_time_is_hung_up_on_unless_it_is_pinned() -
     trainer.say("pin", version=0)
     pinned.say("ended", version=1, outcome="staged", reason="")
     actor.say("serving", version=1, digest=world.digest, figures={})
-    actor.say("ended", version=2, outcome="staged", reason="")
+    actor.say("ended", version=1, outcome="staged", reason="")
     world.run(0.8)
     assert not actor.over
     world.run(0.6)
@@ -444,8 +502,8 @@ def test_an_actor_that_floods_the_registry_waits_and_the_others_do_not() -> None
     world = World()
     evil, good = world.actor("evil"), world.actor("good")
     for _ in range(1000):
-        evil.send({"type": "poisoned", "version": 0, "reason": "x"})
-    good.say("poisoned", version=0, reason="y")
+        evil.send({"type": "poisoned", "version": -1, "reason": "x"})
+    good.say("poisoned", version=-1, reason="y")
     said = [event["actor"] for event in world.events("poisoned")]
     assert said.count("good") == 1 and said.count("evil") < 700
     world.run(1.0)

@@ -104,6 +104,8 @@ class Leader(Puller):
         """Descriptor of the memory for one version, which the workers share"""
         self._order: Future[Mapping[str, float]] | None = None
         """Receives the outcome of the last order to apply; None once it is known"""
+        self._ordered: Served | None = None
+        """What all workers serve once they have done what was ordered last"""
 
     def start(self, listener: Any = None) -> None:
         """Begin to look for the registry, and to accept workers at this listener."""
@@ -194,7 +196,7 @@ class Leader(Puller):
             return
         for worker in self._workers.values():
             worker.answer = None
-        self._order = order
+        self._order, self._ordered = order, Served(manifest.epoch, manifest.version, manifest.digest)
         self._send({"type": "apply", "version": manifest.version})
 
         def late() -> None:
@@ -268,7 +270,8 @@ class Leader(Puller):
             worker.known = True
             worker.held = None if version == NOTHING else Served(self.epoch, version, digest)
             if worker.answer is None:
-                self._answered(worker, message["figures"])
+                other = RuntimeError(f"worker {number} was to apply {self._ordered}, and serves {worker.held}")
+                self._answered(worker, message["figures"] if worker.held == self._ordered else other)
         elif kind == "poisoned":
             worker.known, worker.held = True, None
             reason = f"worker {number}: {message['reason']}"

@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
+from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.registry import state
 from torchtitan.weight_sync.registry.guests import PONG, Guests
 from torchtitan.weight_sync.registry.state import ActorRecord, IncompleteVersion, Peer, Settings, Snapshots
+from torchtitan.weight_sync.registry.trainer_view import TrainerView
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
@@ -23,12 +25,6 @@ from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Messag
 
 logger = logging.getLogger("torchtitan.weight_sync.registry.registry")
 
-# Changes within this time go into one status message …
-STATUS_SECONDS = 0.01
-# … and of a large fleet, which always changes, within this time. It then has the details of so many actors that only
-# pull, apply and serve; it counts all.
-LARGE_STATUS_SECONDS = 0.1
-STATUS_ACTORS = 5
 # How many versions that will never be published are remembered, for shard servers and the trainer.
 MAX_DROPPED = 64
 # An actor that does not finish in this many retained snapshots in a row is given up.
@@ -36,13 +32,16 @@ MAX_LOST_SNAPSHOTS = 3
 # An actor says three things per version here, of which there may be dozens per second in small runs; a fleet of hostile
 # actors must not take the registry's only thread.
 ACTOR_SHARE = 0.3
+# In these messages an actor names a version that it has been told of.
+CLAIMS = ("pulling", "ended", "forged", "poisoned")
 # An actor that has been away this long is no longer listed.
 FORGET_SECONDS = 300.0
 
 
 class Registry:
     """write(event, fields) writes a line of the journal. beat() is the sign of life for the parent. catalogue: of the
-    disk transport's folder. guest_token: the keys of guests are derived from it."""
+    disk transport's folder. guest_token: the keys of guests are derived from it. published: what earlier registries of
+    this launch have published."""
 
     def __init__(
         self,
@@ -55,10 +54,12 @@ class Registry:
         beat: Callable[[], None],
         catalogue: Catalogue | None = None,
         guest_token: str = "",
+        published: PublishedVersions | None = None,
     ):
         self._catalogue = catalogue
+        self._published = PublishedVersions() if published is None else published
         self._versions: dict[int, int] = {}
-        """For the catalogue: serial -> version of each live snapshot"""
+        """Serial -> version of each live snapshot"""
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
         roles = frozenset((RANK, ACTOR, TRAINER, *([GUEST] if settings.guests and guest_token else [])))
@@ -68,7 +69,7 @@ class Registry:
         self._ranks: dict[int, Peer] = {}
         self.guests = Guests(runtime, settings, self._guest_changed, self._guest_leaves)
         self.actors: dict[str, ActorRecord] = {}
-        self._trainer: Channel | None = None
+        self._trainer = TrainerView(runtime, self.status, self.actors)
         self._layouts: dict[int, Message] = {}
         self._model: Message = {}
         """The message that tells actors the layout, once it is known"""
@@ -81,12 +82,6 @@ class Registry:
         """What actors are told of the pin. Until the trainer says, it is empty and they keep the old one."""
         self._evictions = 0
         self._failure = ""
-        self._status_due = False
-        self._whole = True
-        """Whether the next status message has the details of all actors"""
-        self._urgent: dict[str, None] = {}
-        self._routine: dict[str, None] = {}
-        """Names of actors of which the trainer has not been told the latest"""
         self._announced = self._live()
         """What shard servers and actors were last told of what lives"""
 
@@ -123,12 +118,9 @@ class Registry:
         elif identity.role == GUEST:
             self.guests.enter(channel, identity.name, fields["url"])
         else:
-            if self._trainer is not None:
-                self._trainer.close("replaced")
-            self._trainer = channel
-            channel.on_message, channel.on_close = self._on_trainer_message, self._on_trainer_lost
-            self._whole = True
-            self._tell_trainer()
+            self._trainer.enter(channel)
+            channel.on_message = self._on_trainer_message
+            channel.on_close = lambda _channel, _reason: self._trainer.lost()
 
     def _tick(self) -> None:
         self._runtime.call_later(wire.TICK_SECONDS, self._tick)
@@ -237,13 +229,15 @@ class Registry:
         snapped = [gathered.snapped[rank] for rank in range(self.settings.world_size)]
         sheets = [message["sheet"] for message in snapped]
         self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], sheets)
+        self._published.add(gathered.version, self.newest.digest)
         self._newest_message = {"type": "newest", **self.newest.to_json()}
         self._incomplete = {later: version for later, version in self._incomplete.items() if later > serial}
         self.snapshots.publish(serial, self._runtime.now())
+        self._versions[serial] = gathered.version
+        live_versions = self._live_versions()
         if self._catalogue is not None:
-            self._versions[serial] = gathered.version
             files = [message.get("file") or {} for message in snapped]
-            self._catalogue.publish(self.newest, files, self._live_versions())
+            self._catalogue.publish(self.newest, files, live_versions)
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # One message for both: the version that an actor is pulling may be retained.
         self._announced = live = self._live()
@@ -309,20 +303,14 @@ class Registry:
             for channel in self._channels():
                 channel.send(live)
         if name:
-            (self._routine if routine else self._urgent)[name] = None
-        self._tell_trainer_soon()
-
-    def _tell_trainer_soon(self) -> None:
-        if self._trainer is not None and not self._status_due:
-            self._status_due = True
-            large = len(self.actors) > state.MAX_NAMED
-            self._runtime.call_later(LARGE_STATUS_SECONDS if large else STATUS_SECONDS, self._tell_trainer)
+            self._trainer.actor_changed(name, routine)
+        self._trainer.soon()
 
     # Actors
 
     def _guest_changed(self, event: str, fields: Message) -> None:
         self._write(event, fields)
-        self._tell_trainer_soon()
+        self._trainer.soon()
 
     def _guest_leaves(self, name: str) -> None:
         if name in self.actors:
@@ -382,7 +370,13 @@ class Registry:
             channel.send(PONG)
             self.snapshots.progress(name, message.get("bytes") or 0, now)
             return
+        # One that is poisoned may not know by which version.
+        if kind in CLAIMS and (kind, message["version"]) != ("poisoned", -1):
+            self._check_published(name, message["version"])
         if kind == "pulling":
+            if self._versions.get(message["serial"], message["version"]) != message["version"]:
+                snapshot = f"snapshot {message['serial']}, which is not version {message['version']}"
+                raise ProtocolError(f"{name} pulls {snapshot}")
             self.snapshots.begin(name, message["serial"], now)
             actor.state = "PULLING" if actor.state != "POISONED" else actor.state
             self._write("pulling", {"actor": name, "version": message["version"]})
@@ -418,9 +412,20 @@ class Registry:
             actor.failures, actor.reason = actor.failures + 1, message["reason"]
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
 
+    def _check_published(self, name: str, version: int) -> str | None:
+        """Return the digest of a version that an actor names; None if that was so long ago that nobody knows it. Raises
+        ProtocolError if it was never published."""
+        digest = self._published.digest(version)
+        if digest is None and not self._published.is_forgotten(version):
+            raise ProtocolError(f"{name} names version {version}, which was not published")
+        return digest
+
     def _on_serving(self, name: str, actor: ActorRecord, message: Message) -> None:
-        newest, claim = self.newest, (message["version"], message["digest"])
-        if newest is not None and claim[0] >= newest.version and claim != (newest.version, newest.digest):
+        newest, digest = self.newest, self._check_published(name, message["version"])
+        if digest is None:
+            # It has to take a version that is known before it counts as serving one.
+            return
+        if digest != message["digest"]:
             raise ProtocolError(f"{name} serves version {message['version']} of other bytes than were published")
         actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
         actor.version, actor.figures = message["version"], message["figures"]
@@ -437,12 +442,13 @@ class Registry:
             channel.send(PONG)
             return
         if message["type"] == "look":
-            self._whole = True
-            self._tell_trainer_soon()
+            self._trainer.all_changed()
+            self._trainer.soon()
             return
         if message["type"] != "pin":
             raise ProtocolError(f"a trainer does not send {message['type']!r}")
-        self._pin, self._whole = {"pinned": message.get("version")}, True
+        self._pin = {"pinned": message.get("version")}
+        self._trainer.all_changed()
         for actor in self.actors.values():
             actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
             if actor.applies_since is not None:
@@ -454,22 +460,6 @@ class Registry:
     @property
     def _pinned(self) -> int | None:
         return self._pin.get("pinned")
-
-    def _on_trainer_lost(self, _channel: Channel, _reason: str) -> None:
-        self._trainer = None
-
-    def _tell_trainer(self) -> None:
-        self._status_due = False
-        if self._trainer is None:
-            return
-        most = STATUS_ACTORS if len(self.actors) > state.MAX_NAMED else state.MAX_NAMED
-        routine = [name for name in self._routine if name not in self._urgent][:most]
-        named = self._routine if self._whole else {**self._urgent, **dict.fromkeys(routine)}
-        self._trainer.send(self.status(None if self._whole else named))
-        self._routine = {name: None for name in self._routine if name not in named}
-        self._urgent, self._whole = {}, False
-        if self._routine:
-            self._tell_trainer_soon()
 
     def status(self, names: Iterable[str] | None = None) -> Message:
         """Return the status message for the trainer: counts, and the details of these actors (None: of all)."""
@@ -492,5 +482,5 @@ class Registry:
         """Close every connection."""
         self._acceptor.close()
         guests = [guest.channel for guest in self.guests.there.values()]
-        for channel in [*self._channels(), *guests, *filter(None, [self._trainer])]:
+        for channel in [*self._channels(), *guests, *filter(None, [self._trainer.channel])]:
             channel.close("the registry ends")
