@@ -22,6 +22,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.types import Prompt, Sample, Trajectory
+from torchtitan.trainer.interval import interval
 from torchtitan.utils.json_lines import EventLog
 
 Result = TypeVar("Result")
@@ -32,8 +33,6 @@ MAX_ROUNDS = 4
 PASSING_REWARD = 1.0
 # Figures of which several sets have the sum, not the mean.
 COUNTS = ("eval/prompts", "eval/samples", "eval/unscored", "eval/redone")
-# The normal distribution's quantile of two-sided 95 %.
-Z = 1.959964
 # Failures of actors and reward workers that end an evaluation; any other exception is a defect of the program.
 # The three timeouts are one class from Python 3.11 on.
 FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
@@ -210,21 +209,6 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     """Probability that at least one of k samples, drawn without replacement from n of which `passed` pass, passes (k ≤
     n)."""
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
-
-
-def interval(rates: Sequence[float], samples: int) -> tuple[float, float]:
-    """Return the 95 % interval of pass@1, the mean of the prompts' pass rates, from this many samples of all prompts.
-
-    It is Wilson's score interval (1927) with the effective number of samples. Samples of one prompt pass or fail
-    together more often than others, so they count as so many independent ones as would leave the mean as uncertain as
-    the scatter of the rates does (Kish's design effect, 1965): from one per prompt up to all of them.
-    """
-    prompts, mean = len(rates), sum(rates) / len(rates)
-    scatter = sum((rate - mean) ** 2 for rate in rates) / max(prompts - 1, 1) / prompts
-    independent = mean * (1 - mean) / scatter if scatter else math.inf if 0 < mean < 1 else 0.0
-    share = Z**2 / min(max(independent, prompts), samples)
-    centre, half = mean + share / 2, math.sqrt(share * (mean * (1 - mean) + share / 4))
-    return max((centre - half) / (1 + share), 0.0), min((centre + half) / (1 + share), 1.0)
 
 
 def is_pinned(completion: Completion, epoch: str, version: int) -> bool:

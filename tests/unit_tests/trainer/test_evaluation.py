@@ -19,7 +19,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, Z, evaluate_all, interval, is_pinned, pass_at_k
+from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, evaluate_all, is_pinned, pass_at_k
+from torchtitan.trainer.interval import interval
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 EPOCH, VERSION = "e1-aa", 7
@@ -231,33 +232,6 @@ def test_pass_at_k_by_counting_subsets(n: int, data: st.DataObject) -> None:
     subsets = list(itertools.combinations(range(n), k))
     share = sum(any(index < passed for index in subset) for subset in subsets) / len(subsets)
     assert pass_at_k(n, passed, k) == pytest.approx(share)
-
-
-@given(st.integers(1, 200), st.integers(0, 200))
-def test_the_interval_of_single_samples_is_wilsons(n: int, passed: int) -> None:
-    """Its bounds are those x that lie Z standard errors, by x itself, from the share that passed."""
-    passed = min(passed, n)
-    low, high = interval([1.0] * passed + [0.0] * (n - passed), n)
-    for bound, exact in ((low, passed > 0), (high, passed < n)):
-        if exact:
-            assert abs(bound - passed / n) == pytest.approx(Z * (bound * (1 - bound) / n) ** 0.5, abs=1e-9)
-    assert (low == pytest.approx(0, abs=1e-12)) == (passed == 0)
-    assert (high == pytest.approx(1, abs=1e-12)) == (passed == n)
-
-
-@pytest.mark.parametrize(("alike", "prompts", "samples"), [(0.3, 128, 4), (2.0, 48, 8), (50.0, 64, 16)])
-def test_the_interval_covers_the_truth_as_often_as_it_says(alike: float, prompts: int, samples: int) -> None:
-    """The pass rates of the prompts are beta-distributed around .3: the smaller alike, the more of them are 0 or 1."""
-    generator = numpy.random.default_rng(0)
-    draws = generator.binomial(samples, generator.beta(0.3 * alike, 0.7 * alike, (2000, prompts))) / samples
-    found = [interval(list(rates), prompts * samples) for rates in draws]
-    assert 0.93 < statistics.fmean(low <= 0.3 <= high for low, high in found) < 0.97
-    alone = [
-        interval([1.0] * round(sum(rates) * samples) + [0.0] * round(sum(1 - rates) * samples), len(rates) * samples)
-        for rates in draws[:300]
-    ]
-    if alike < 10:
-        assert statistics.fmean(low <= 0.3 <= high for low, high in alone) < 0.85  # as if samples were independent
 
 
 def test_several_sets_have_figures_of_their_own_and_a_mean(tmp_path: Path) -> None:
