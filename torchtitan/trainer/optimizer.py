@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +21,7 @@ from torchtitan.distributed.collectives import all_reduce_sum
 from torchtitan.distributed.placement import local_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.moe import MoE
 from torchtitan.models.parallelize import mixtures
 from torchtitan.models.roles import Role, matrices_of, role_of
 from torchtitan.trainer.muon import Muon
@@ -182,23 +185,41 @@ class ExpertLoad:
     """Balance without an auxiliary loss (Wang et al. 2024): the router's bias, which affects the choice of experts but
     not their weights, moves towards experts with less than their share of the tokens.
 
-    It counts the experts of all forwards of a policy whose routers have biases.
+    It counts the experts of the forwards within `counting`: those of an optimizer step, and neither forwards that only
+    score nor the recomputation of layers.
 
     rate: how far a bias moves in a step.
     """
 
     def __init__(self, policy: Decoder, rate: float):
-        self._rate = rate
+        self._policy, self._rate = policy, rate
         self._mixtures = mixtures(policy)
         self._loads: dict[int, torch.Tensor] = {}
+        """By layer [experts], float64: how often its experts were chosen since the last `zero`"""
+        self._occurrences: torch.Tensor | None = None
         for mixture in self._mixtures:
-            mixture.record = functools.partial(self._count, mixture.gate.args.count)
+            # Compiled, a recomputation that does not count would be another graph than its forward.
+            mixture.record = torch.compiler.disable(functools.partial(self._count, mixture))
 
-    def _count(self, experts: int, layer: int, chosen: torch.Tensor) -> None:
-        # A recomputed layer counts all of its tokens twice, which does not matter, because only shares do.
-        chosen = chosen.flatten()
-        load = torch.zeros(experts, device=chosen.device).scatter_add_(0, chosen, torch.ones_like(chosen).float())
-        self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
+    @contextlib.contextmanager
+    def counting(self, occurrences: torch.Tensor) -> Iterator[None]:
+        """Count the experts of a forward of these tokens within the block, occurrences [T] times each: a token that
+        sequences share is computed once. What a forward pads its tokens with counts 0 times."""
+        padded = F.pad(occurrences, (0, self._policy.padded_length(len(occurrences)) - len(occurrences)))
+        context = self._policy.context
+        self._occurrences = padded if context is None else padded[context.part(len(padded))]
+        try:
+            yield
+        finally:
+            self._occurrences = None
+
+    def _count(self, mixture: MoE, layer: int, chosen: torch.Tensor) -> None:
+        if self._occurrences is None:
+            return
+        if layer not in self._loads:
+            self._loads[layer] = torch.zeros(mixture.gate.args.count, dtype=torch.float64, device=chosen.device)
+        own = self._occurrences.chunk(mixture.parts)[mixture.part].double()
+        self._loads[layer].scatter_add_(0, chosen.flatten(), own[:, None].expand(chosen.shape).flatten())
 
     @torch.no_grad()
     def step(self) -> None:
@@ -208,4 +229,7 @@ class ExpertLoad:
             bias = mixture.gate.e_score_correction_bias
             assert bias is not None
             bias += self._rate * (load.mean() - load).sign()
+
+    def zero(self) -> None:
+        """Count anew."""
         self._loads.clear()

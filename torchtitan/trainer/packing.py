@@ -156,6 +156,8 @@ class MicroBatch:
     """[T, layers, k] int16: the experts of each token, see packed_routes"""
     routed: tuple[int, int] = (0, 0)
     """The number of tokens for which the engine reported experts, and for which it was to report them"""
+    occurrences: torch.Tensor | None = None
+    """[T] int64: how many sequences each token is of, 0 for the inert one"""
     num_sequences: int = 1
     inputs: int = 0
     """Tokens of all sequences, each counted on its own; T are computed"""
@@ -233,6 +235,9 @@ def pack(
         # Tokens that follow those of an older version may have been sampled with its KV cache.
         same += [all(span.version == version for span in sample.spans)] * len(places)
     inputs = [len(branch) - 1 for _, branch in rows]
+    occurrences = np.zeros(max(sum(runs.lengths), 1), np.int64)
+    for path in runs.places:
+        occurrences[path] += 1
     tokens = [token for number, first, end in runs.sources for token in rows[number][1].token_ids[first:end]]
     routes, routed = None, (0, 0)
     if replayed is not None:
@@ -243,6 +248,7 @@ def pack(
     return MicroBatch(
         routes=None if routes is None else routes.to(device),
         routed=routed,
+        occurrences=torch.from_numpy(occurrences).to(device),
         num_sequences=max(len(rows), 1),
         inputs=sum(inputs),
         teacher_log_probs=torch.tensor(taught, dtype=torch.float32, device=device) if taught else None,

@@ -149,6 +149,8 @@ class PolicyTrainer:
             skipped += not result.last_step_applied
             self._count_skips(result.last_step_applied, batch.version)
             self.optimizer.zero_grad(set_to_none=True)
+            if self.expert_load is not None:
+                self.expert_load.zero()
         self.scheduler.step()
         for reference in self.references.values():
             reference.follow(self.policy, batch.version + 1)
@@ -315,7 +317,8 @@ class PolicyTrainer:
             before_micro_batch(self.policy, each, last=place == len(part) - 1)
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
             with contextlib.nullcontext() if self.teaching is None else self.teaching.compare(micro_batch) as compared:
-                loss, log_probs, copies = self._loss(micro_batch, loss_of, compared, totals)
+                with self._counting_experts(micro_batch):
+                    loss, log_probs, copies = self._loss(micro_batch, loss_of, compared, totals)
                 if known.old is None and new:
                     totals.add_mismatch(log_probs.detach(), micro_batch, moved=not first)
                 elif known.old is not None and last and not first:
@@ -324,6 +327,12 @@ class PolicyTrainer:
             total += loss.detach()
             totals.add(loss.detach(), loss_of, copies)
         return total
+
+    def _counting_experts(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        if self.expert_load is None:
+            return contextlib.nullcontext()
+        assert micro_batch.occurrences is not None
+        return self.expert_load.counting(micro_batch.occurrences)
 
     def _loss(
         self, micro_batch: MicroBatch, loss_of: MicroBatchLoss, compared: Comparison | None, totals: _Totals

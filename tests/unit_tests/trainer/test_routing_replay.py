@@ -209,8 +209,6 @@ def test_biases_move_towards_experts_with_less_to_do(tmp_path: Path) -> None:
     """And are in checkpoints, as nothing else remembers them."""
     mixture = make_mixture(tmp_path / "glm", "glm4_moe")
     batch, rate = _batch(mixture, torch.float32, routes=True), 0.01
-    # Of everything that is computed, the last sampled token of each sequence is not.
-    tokens = [sample.branches[0].token_ids[:-1] for sample in batch.samples]
     before, load = load_policy(mixture), torch.zeros(LAYERS, 8)
     routes = [sample.branches[0].sampled[0].routes for sample in batch.samples]
     for one in routes:
@@ -221,8 +219,6 @@ def test_biases_move_towards_experts_with_less_to_do(tmp_path: Path) -> None:
     config.model.hf_assets_path, config.training.expert_bias_rate = str(mixture), rate
     trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, 1))
     policy = trainer.policy
-    # Padding of a pack would count, too: so many tokens that it does not matter to any sign.
-    assert sum(map(len, tokens)) > 300
     trainer.train_batch(batch)
     saved = collect(policy, trainer.optimizer, 0)
     for index, layer in enumerate(policy.model.layers):
@@ -231,9 +227,7 @@ def test_biases_move_towards_experts_with_less_to_do(tmp_path: Path) -> None:
         name = f"model.layers.{index}.mlp.gate.e_score_correction_bias"
         moved = saved[f"model.{name}"] - before.get_buffer(name)
         wanted = rate * (load[index].mean() - load[index]).sign()
-        clear = (load[index] - load[index].mean()).abs() > 32
-        assert clear.sum() >= 4
-        torch.testing.assert_close(moved[clear], wanted[clear], rtol=0, atol=1e-6)
+        torch.testing.assert_close(moved, wanted, rtol=0, atol=1e-6)
 
 
 def test_experts_of_another_model_are_refused(mixture: Path) -> None:
