@@ -19,7 +19,8 @@ import common
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
-from torchtitan.rollout.rewards.builtin import accuracy, checker
+from torchtitan.rollout.rewards.builtin import accuracy
+from torchtitan.rollout.rewards.mathematics import checker
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
 

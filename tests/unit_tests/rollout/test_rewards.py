@@ -48,8 +48,8 @@ def call(name: str, completions: list[Any], **arguments: Any) -> list[float | No
         (r"\boxed{\frac{2}{4}}", "0.5", 1.0), (r"\boxed{1+x^2}", "x^2+1", 1.0), (r"\boxed{1+x^2}", "$x^3+1$", 0.0),
         (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1.0), (r"<think>\boxed{5}</think> \boxed{6}", "6", 1.0),
         (r"<think>\boxed{5}</think> \boxed{6}", "5", 0.0), ("no number", "72", 0.0), (r"\boxed{7", "7", 1.0),
-        ("72", "hello world", None), ("72", "", None), ("72", None, None), ("72", "72 square feet", 1.0),
-        (r"\boxed{50}", r"50\%", 1.0),
+        ("72", "hello world", 0.0), ("72", "x^2 +", None), ("72", "", None), ("72", None, None),
+        ("72", "72 square feet", 1.0), (r"\boxed{50}", r"50\%", 1.0),
         # Found by reviews.
         (r"\boxed{0.5}", r"50\%", 1.0), (r"\boxed{50\%}", "0.5", 1.0), (r"\boxed{50\%}", "50", 1.0),
         (r"\boxed{50\%}", r"50\%", 1.0), (r"\boxed{50\%}", r"0.5\%", 0.0), (r"\boxed{5\%}", "0.5", 0.0),
@@ -229,7 +229,7 @@ def test_soft_overlong_is_free_to_80_percent_then_falls_to_minus_one() -> None:
 
 def test_cosine_length() -> None:
     ids = [[0] * n for n in (0, 5, 0, 5, 3)]
-    answers = ["4", "4", "5", "5", "no number here"]
+    answers = ["4", "4", "5", "5", "x^2 +"]
     rewards = call("cosine_length", ["4"] * 5, completion_ids=ids, answer=answers)
     assert rewards[:4] == pytest.approx([1.0, 0.75, -1.0, -0.75])
     assert rewards[4] is None

@@ -1,23 +1,15 @@
-"""The built-in rewards, for correctness, format and length of an answer.
-
-If a plain comparison of numbers does not decide, math-verify does, in a child process: sympy evaluates towers of powers
-in C code, which can only be stopped by killing the process.
-"""
+"""The built-in rewards, for correctness, format and length of an answer."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import os
 import re
-import select
-import signal
-import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from torchtitan.rollout.rewards.answers import MAX_ANSWER_CHARACTERS, compare, final_answer, gold_answer
+from torchtitan.rollout.rewards.answers import final_answer, gold_answer
+from torchtitan.rollout.rewards.comparison import compare, is_text
+from torchtitan.rollout.rewards.mathematics import same_mathematics
 
 PARTIAL_CREDIT = 0.5
 THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
@@ -99,7 +91,8 @@ def accuracy(
     rewards: list[float | None] = []
     unclear: dict[int, tuple[str, str | None]] = {}
     for number, (text, gold) in enumerate(zip(texts(completions, prefill), answer, strict=True)):
-        wanted, given = gold_answer(gold), final_answer(text)
+        wanted = gold_answer(gold)
+        given = final_answer(text, in_words=wanted is not None and is_text(wanted))
         rewards.append(None if wanted is None else compare(wanted, given))
         if wanted is not None and rewards[-1] is None:
             unclear[number] = (wanted, given)
@@ -145,93 +138,3 @@ def length(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[fl
         value = 0.5 - (count - shortest) / spread if spread else 0.0
         rewards.append(None if right is None else value if right == 1.0 else min(0.0, value))
     return rewards
-
-
-# Prose: two plain words in a row. math-verify would read them as a product of letters.
-PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
-LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
-# Seconds of a processor for one answer; where a call has already had so many slow ones, for each further one, which is
-# still more than ordinary answers take.
-ANSWER_SECONDS = 1.0
-MANY_SLOW = 3
-HURRIED_SECONDS = 0.25
-# On a busy machine, one CPU second takes longer; this bounds the wall-clock time.
-WALL_FACTOR = 5
-VERDICTS: dict[bytes, float | None] = {b"1": 1.0, b"0": 0.0, b"?": None}
-# Compared once before the first fork, so that children inherit the parser's and simplifier's tables, slow to fill.
-EXAMPLES = (
-    (r"\frac{1}{2}", "0.5"),
-    ("x^2+1=y", "y=1+x^2"),
-    (r"2\sqrt{3}\pi", r"\sqrt{12}\pi"),
-    (r"x \in [0,1)", "[0,1)"),
-    (r"\{1,2\}", r"\{2,1\}"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-)
-
-
-def same_mathematics(pairs: Sequence[tuple[str, str | None]]) -> list[float | None]:
-    """For every (reference, answer), return 1 if they are equal, else 0; None if the reference cannot be parsed.
-
-    An answer that takes more than ANSWER_SECONDS of CPU time, or crashes the process, is wrong.
-    """
-    verdicts: list[float | None] = []
-    slow = 0
-    while len(verdicts) < len(pairs):
-        check = checker()
-        seconds = ANSWER_SECONDS if slow < MANY_SLOW else HURRIED_SECONDS
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            _answer(check, pairs[len(verdicts) :], writer, seconds)
-        os.close(writer)
-        try:
-            while len(verdicts) < len(pairs) and select.select([reader], [], [], WALL_FACTOR * seconds)[0]:
-                if not (verdict := os.read(reader, 1)):
-                    break
-                verdicts.append(VERDICTS[verdict])
-        finally:
-            os.close(reader)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        if len(verdicts) < len(pairs):
-            verdicts.append(0.0)
-            slow += 1
-    return verdicts
-
-
-def _answer(
-    check: Callable[[str, str | None], bytes], pairs: Sequence[tuple[str, str | None]], writer: int, seconds: float
-) -> None:
-    """Run the child: write one byte for each pair, which may take at most `seconds` of CPU time; never return."""
-    try:
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        for expected, answer in pairs:
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            signal.alarm(1 + int(WALL_FACTOR * seconds))  # the last resort, if the parent has died
-            os.write(writer, check(expected, answer))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
-@functools.cache
-def checker() -> Callable[[str, str | None], bytes]:
-    # Slow to import (sympy), and not needed for plain numbers.
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its own time limit is off
-
-    def check(expected: str, answer: str | None) -> bytes:
-        prose = PROSE.search(LATEX_TEXT.sub(" ", expected))
-        gold = parse(expected if prose else f"\\boxed{{{expected}}}", parsing_timeout=None)
-        if all(isinstance(reading, str) for reading in gold):  # it could not parse the text
-            return b"?"
-        short = answer is not None and len(answer) <= MAX_ANSWER_CHARACTERS
-        given = parse(f"\\boxed{{{answer}}}", parsing_timeout=None) if short else []
-        return b"1" if given and verify(gold, given, timeout_seconds=None) else b"0"
-
-    for expected, answer in EXAMPLES:
-        check(expected, answer)
-    return check

@@ -137,9 +137,9 @@ def _is_finite_number(value: Any) -> bool:
 def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bool], dict[str, Any]]:
     functions = {name: load_reward(name) for name in setup["functions"]}
     if not CHECKS_MATHEMATICS.isdisjoint(functions):
-        from torchtitan.rollout.rewards import builtin
+        from torchtitan.rollout.rewards import mathematics
 
-        builtin.checker()  # load it now, so that it does not count against a call's time limit
+        mathematics.checker()  # load it now, so that it does not count against a call's time limit
     if "judge" in functions:
         from torchtitan.rollout.rewards import judge
 

@@ -1,0 +1,151 @@
+"""Which answers are the reference, in all the kinds of both: pairs labelled by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchtitan.rollout.rewards.builtin import accuracy
+
+# Kind -> (reference, answers that equal it, answers that do not).
+TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {
+    "words": [
+        ("Carla", ["carla", r"\text{Carla}", "Carla."], ["Clara", "Carl", "Carlas"]),
+        (r"\text{Brian}", ["Brian"], ["Brain"]),
+        ("Amy", ["Amy"], ["May", "Mya"]),
+        ("on", ["on"], ["no"]),
+        ("yes", ["Yes", r"\text{yes}"], ["no", "yes and no"]),
+        ("listen", ["listen"], ["silent", "enlist"]),
+        ("New York", ["New York", r"\text{New York}"], ["York New", "York"]),
+        ("the moon", ["moon"], ["sun"]),
+        ("Apollo 11", ["Apollo 11"], ["Apollo 12"]),
+        ("Henry VIII", ["Henry VIII"], ["Henry VII"]),
+        ("hello world", ["hello world"], ["72", "world"]),
+        ("红色", ["红色", r"\text{红色}"], ["绿色", "红"]),
+        ("да", ["Да"], ["нет", "ад"]),
+        ("Zürich", ["Zürich"], ["Zurich"]),
+        ("x大于3", ["x大于3"], ["x大于4"]),
+    ],
+    "letters that may be factors": [
+        ("xy", ["yx", r"x \cdot y"], ["xz"]),
+        ("abc", ["cba"], ["abd"]),
+        ("kx", ["xk"], ["k+x"]),
+    ],
+    "choices": [
+        ("BD", ["B, D", "DB", "B and D", "(B), (D)"], ["B", "B and C", "B, C, D"]),
+        ("B, D", ["D and B"], ["D"]),
+        ("C, A, B", ["C, A, B"], ["B, A, C"]),
+        ("A", [r"\text{A}", "(A)"], ["AB", "B"]),
+    ],
+    "units and languages": [
+        ("24小时", ["24小时", "24", r"24\text{小时}", "1天"], ["25小时", "24分钟", "24天", "2"]),
+        ("30分钟", ["30分钟", "0.5小时"], ["3分钟"]),
+        ("5 км", ["5 км", "5", "5 km", "5000 m"], ["6 км", "5 m"]),
+        ("15 años", ["15 años", "15"], ["16 años"]),
+        ("7個", ["7個"], ["8個"]),
+        ("3万元", ["30000", "3万"], ["3"]),
+        ("60 minutes", ["60", "1 hour", "60 min"], ["60 hours", "60 seconds"]),
+        ("5 kg", ["5000 g", "5"], ["5 g", "5 lbs"]),
+        ("50 cents", ["50", "0.5 dollars"], ["50 dollars"]),
+        ("5 apples", ["5", "5 apples"], ["6 apples"]),
+    ],
+    "powers": [
+        (r"\frac{1}{2^{99}}", ["2^{-99}"], [r"\frac{1}{2^{98}}", "0"]),
+        (r"\frac{1}{3^{40}}", [r"3^{-40}"], [r"\frac{1}{3^{41}}"]),
+        ("2^{-60}", [r"\frac{1}{4^{30}}"], ["2^{-70}", "0"]),
+        ("7^{-5000}", [r"\frac{1}{7^{5000}}"], ["7^{-5001}"]),
+        (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", [r"\frac{1}{6}+\frac{1}{3 \cdot 2^{2006}}"], [r"\frac{1}{6}"]),
+        ("1-2^{-100}", [r"\frac{2^{100}-1}{2^{100}}"], ["1"]),
+        (r"\frac{1}{2004!}", [r"\frac{1}{2004 \cdot 2003!}"], [r"\frac{1}{2006!}"]),
+        ("2^{64}", ["18446744073709551616", "4^{32}"], ["18446744073709551615"]),
+        ("e^{-50}", [r"\frac{1}{e^{50}}"], ["e^{-60}", "0"]),
+        ("1-e^{-50}", ["1-e^{-50}"], ["1"]),
+        (r"10^{-7}", ["1e-7", "0.0000001"], ["0.0000002", "0"]),
+        ("2^{-60}x", [r"\frac{x}{2^{60}}"], ["2^{-70}x"]),
+        ("x > 2^{-60}", ["2^{-60} < x"], ["x > 2^{-70}"]),
+        ("(2^{-60}, 1)", [r"(\frac{1}{2^{60}}, 1)"], ["(2^{-70}, 1)"]),
+        ("[2^{-60}, 1]", ["[2^{-60}, 1]"], ["[2^{-70}, 1]", "[2^{-60}, 1)"]),
+        (
+            r"\begin{pmatrix}2^{-60}\\1\end{pmatrix}",
+            [r"\begin{bmatrix}\frac{1}{2^{60}}\\1\end{bmatrix}"],
+            [r"\begin{pmatrix}2^{-70}\\1\end{pmatrix}", r"\begin{pmatrix}1\\2^{-60}\end{pmatrix}"],
+        ),
+    ],
+    "decimals of six digits": [
+        (r"\pi", ["3.14159", "3.141593"], ["3.14", "3.1416"]),
+        (r"100\pi", ["314.159"], ["314.16"]),
+        (r"\frac{\sqrt{2}}{10}", ["0.141421"], ["0.1414"]),
+        (r"\sqrt{2} \cdot 10^{-20}", [r"1.41421 \cdot 10^{-20}"], [r"\sqrt{3} \cdot 10^{-20}", "0"]),
+        ("0.1", ["0.10"], ["0.10000001"]),
+    ],
+    "upright letters and i": [
+        (r"1 - \frac{1}{\mathrm{e}}", [r"1 - \frac{1}{\mathrm{e}}", "1-e^{-1}"], [r"1 + \frac{1}{\mathrm{e}}", "1"]),
+        (r"2\mathrm{i}", ["2i", r"2\mathrm{i}", "(1+i)^2"], ["2", "-2i"]),
+        ("3-4i", [r"-4\mathrm{i}+3"], ["3+4i", "3"]),
+        (r"2\mathrm{x}", ["2x"], ["2"]),
+    ],
+    "sequences": [
+        (r"1, 2, \ldots, n", [r"1,2,\dots,n", "1, 2, ..., n"], [r"1, 3, \ldots, 2n-1", "2", "1, 2, n"]),
+        (r"2, 4, \ldots, 2n", [r"2, 4, \ldots, n+n"], [r"2, 6, \ldots, 2n", r"2, 4, \ldots, 3n"]),
+        (r"a_1, a_2, \cdots", [r"a_1, a_2, \ldots"], [r"a_1, a_3, \ldots"]),
+        ("1331 and 1728", ["1728, 1331", r"1331 \text{ and } 1728"], ["1728", "1331, 1729", "1331, 1728, 1"]),
+        ("(1,2,3)", [r"\left(1, 2, 3\right)", "1,2,3", "[1,2,3]"], ["(1,3,2)", "(1,2)"]),
+        (r"\{1, 2\}", ["2, 1", r"\left\{2,1\right\}"], ["(2, 3)", "1"]),
+        ("(0,1)", ["(0,1)", r"x \in (0,1)", "0 < x < 1"], ["[0,1]", "(1,0)", "(0,1.5)"]),
+        (r"[0,\infty)", [r"x \ge 0", r"\left[0, +\infty\right)"], [r"(0,\infty)", "x > 0"]),
+        ("(1,2),(3,4)", ["(3,4), (1,2)"], ["(1,2)", "(2,1),(3,4)"]),
+        ("100, 200, 300", ["100,200,300"], ["100,200", "100,200,301"]),
+        ("1,234", ["1234"], ["1, 234"]),
+        ("x=1, y=2", ["y=2, x=1", "1, 2", "(1,2)"], ["x=2, y=1", "2, 1"]),
+        (r"\pm 1", ["1, -1", "x = 1 or x = -1"], ["1"]),
+        ("red, green", ["green, red", "red and green"], ["red", "red, blue"]),
+        ("3 apples and 4 pears", ["3 apples and 4 pears", "3, 4"], ["4", "3 apples"]),
+        ("x^2, x^3", ["x^3, x^2"], ["x^2, x^4"]),
+        ("1:2:3", ["1:2:3"], ["1:4:9"]),
+    ],
+    "dates": [
+        ("2024-01-05", ["2024-01-05", "January 5, 2024", "5 Jan 2024"], ["2024-05-01", "2018", "January 5, 2023"]),
+        ("July 4, 1776", ["July 4th, 1776", "4 July 1776"], ["June 4, 1776", "4", "1776"]),
+        ("May 5", ["May 5th", "5 May"], ["May 6", "5"]),
+        ("2024年5月5日", ["2024年5月5日", "2024-05-05"], ["2024年5月6日"]),
+    ],
+    "formulas": [
+        ("x=3", ["3"], ["y=3", "4"]),
+        ("y=2x+1", ["2x+1", "y-2x-1=0"], ["2x+2"]),
+        (r"50\%", ["0.5", "50"], ["5"]),
+        ("2 1/2", ["2.5", r"\frac{5}{2}"], ["1", "2"]),
+        (r"\sqrt{12}", [r"2\sqrt{3}"], [r"3\sqrt{2}"]),
+        (r"\emptyset", [r"\varnothing"], ["0"]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_equal_answers_are_right_and_others_wrong(kind: str) -> None:
+    pairs = [(gold, answer, right) for gold, *both in TABLE[kind] for right in (1, 0) for answer in both[1 - right]]
+    rewards = accuracy(
+        completions=[rf"\boxed{{{answer}}}" for _, answer, _ in pairs], answer=[gold for gold, *_ in pairs]
+    )
+    assert [(*pair[:2], reward) for pair, reward in zip(pairs, rewards, strict=True)] == pairs
+
+
+# (reference, completions that give it, completions that do not), without a box.
+SAID = [
+    ("yes", ["The answer is yes.", "**Answer:** Yes", "So the answer is yes, because 3 > 2.", "yes", "ANSWER: YES"],
+     ["The answer is no.", "The answer is not yes.", "Yes or no?", "The answer is yes or no.", "5"]),
+    ("Evelyn", ["Thus **Evelyn** wins.", "The answer is $\\text{Evelyn}$.", "The fastest is Evelyn.", "#### Evelyn"],
+     ["Thus **Evelin** wins.", "Evelyn ran. The answer is Bob.", "It is Bob, not Evelyn."]),
+    ("红色", ["答案是红色。", "答案：红色"], ["答案是绿色。"]),
+    ("B, D", ["The answer is B and D.", "Answer: BD"], ["The answer is B.", "Answer: A, B, D"]),
+    ("#### 42", ["2+40=42\n#### 42\nSo after 3 days.", "#### $42\n\nQ: 7 + 8", "#### 42 apples\nThat was 1."],
+     ["#### 41\nSo 42", "#### 42\nThe answer is 43.", "#### 42. Next\nThis gives 5"]),
+    ("9", [r"\(2003^{2002^{2001}}\) ends with \[Answer: 009\]", "ANSWER: 9. I checked 3 times."], [r"\[Answer: 8\]"]),
+    ("7", ["#### Step 2: add 3 and 4\nWe get 7", "#### 2. Add\nIt is 7"], ["#### Step 7: it is 6"]),
+    ("May 5, 2024", ["The answer is May 5, 2024."], ["The answer is May 6, 2024."]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "right", "wrong"), SAID)
+def test_answers_without_a_box(gold: str, right: list[str], wrong: list[str]) -> None:
+    texts = right + wrong
+    rewards = accuracy(completions=texts, answer=[gold] * len(texts))
+    assert list(zip(texts, rewards, strict=True)) == [(text, float(text in right)) for text in texts]
