@@ -222,6 +222,11 @@ def teacher_config(config: JobConfig) -> JobConfig:
     return own
 
 
+def stop_tokens(config: JobConfig) -> list[int]:
+    """The tokens that end completions of any source, besides the checkpoint's own end tokens."""
+    return list(dict.fromkeys(token for _, own in sources_of(config) for token in own.rollout.stop_token_ids))
+
+
 def longest_completion(config: JobConfig) -> int:
     """The most tokens that a completion of any source may have."""
     return max(own.rollout.max_completion_tokens for _, own in sources_of(config))

@@ -130,7 +130,8 @@ class Checkpoint:
     """Export a Hugging Face checkpoint directory at the end (also on demand: SIGUSR1)"""
 
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the exported weights; auto is the type in config.json of model.hf_assets_path, or else training.dtype"""
+    """Type of the exported weights; auto is the type in config.json of model.hf_assets_path, or else training.dtype.
+    Weights that float16 cannot hold are exported as float32, with a warning"""
 
     save_deadline_s: Annotated[float, Range(0, MAX_SAVE_DEADLINE_S, low_open=True)] = 60.0
     """After SIGTERM, SIGINT or SIGHUP, the run saves and exits within this time"""

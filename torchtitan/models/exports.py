@@ -1,4 +1,5 @@
-"""Folders of exports in a run's folder: hf/step-N (whole checkpoints) and adapter/step-N (adapters alone).
+"""Folders of exports in a run's folder: hf/step-N (whole checkpoints) and adapter/step-N (adapters alone); and what an
+export has besides weights.
 
 An export is written to a hidden folder beside its place and then renamed, so that `step-N` is whole or not there.
 """
@@ -6,13 +7,17 @@ An export is written to a hidden folder beside its place and then renamed, so th
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
 import secrets
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from torchtitan.models.checkpoint_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +25,13 @@ WHOLE, ADAPTERS = "hf", "adapter"
 EXPORT_FOLDERS = (WHOLE, ADAPTERS)
 # Before the names of exports and checkpoints of steps that their run has gone back behind.
 ABANDONED = "abandoned-"
+# What an export copies of the checkpoint that the policy began with, if it exists.
+ASSET_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+# Named chat templates besides the default one: tool_use.jinja, for example.
+TEMPLATES_FOLDER = "additional_chat_templates"
 _STEP = re.compile(r"step-(\d+)")
 # What staging_folder() and publish_folder() make for the time of an export.
 _STAGED = re.compile(r"\.(step-\d+)-[0-9a-f]{8}")
@@ -61,6 +73,31 @@ def without_links(path: str) -> str:
     """Resolve links, because `latest` will point to this very run. A path without a link, or to nothing, is kept."""
     real = os.path.realpath(path)
     return real if os.path.exists(path) and real != os.path.abspath(path) else path
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy what belongs to a policy besides its weights: tokenizer, chat templates, settings of generation."""
+    for name in ASSET_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    if (source / TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(source / TEMPLATES_FOLDER, target / TEMPLATES_FOLDER, dirs_exist_ok=True)
+
+
+def name_end_tokens(directory: Path, end_token_ids: Sequence[int]) -> None:
+    """Write these tokens, besides those that stand there, as ends of a completion into the generation_config.json of
+    a checkpoint directory, which is what engines and transformers obey."""
+    path = directory / "generation_config.json"
+    model = read_json(directory / "config.json")
+    # Without the file transformers takes these from config.json.
+    start = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if model.get(key) is not None}
+    settings = read_json(path) if path.is_file() else start
+    known = settings.get("eos_token_id")
+    before = known if isinstance(known, list) else [] if known is None else [known]
+    ends = list(dict.fromkeys([*before, *end_token_ids]))
+    if ends != before:
+        settings["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def staging_folder(directory: Path) -> Path:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
+import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +37,15 @@ from torchtitan.errors import UserError
 from torchtitan.models.adapter_math import FACTOR_A
 from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_digest, tensor_files
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.exports import publish_folder, staging_folder
+from torchtitan.models.exports import copy_assets, name_end_tokens, publish_folder, staging_folder
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
 from torchtitan.models.model_args import read_model_args
 from torchtitan.utils.dtypes import DTYPES
 
+logger = logging.getLogger(__name__)
+
 # Size of one file of an export; further parameters go to the next file.
 MAX_FILE_BYTES = 4 * 1024**3
-# What an export copies from `assets_from`, if it exists.
-ASSET_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 # How safetensors names the types whose values are the weights; those of quantised ones mean nothing without scales.
 FLOATS = ("BF16", "F16", "F32", "F64")
 
@@ -143,6 +143,7 @@ def export_policy(
     assets_from: str | Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
+    end_token_ids: Sequence[int] = (),
 ) -> None:
     """Write `policy` as a Hugging Face checkpoint directory that transformers can load.
 
@@ -153,13 +154,19 @@ def export_policy(
         directory: where to write; replaced only if it is empty or holds a config.json.
         assets_from: a checkpoint directory whose tokenizer files are copied.
         max_file_bytes: tensors beyond this size go to further files, with an index.
-        dtype: of the weights in the files (buffers keep their own); None: the types in the policy.
+        dtype: of the weights in the files (buffers keep their own); None: the types in the policy. float32 in place of
+            float16 if that does not hold them, which a warning says.
+        end_token_ids: tokens that end a completion of this policy, for generation_config.json; none: as assets_from
+            has it.
     """
     directory = Path(directory)
     written = Written(policy.parameters())
+    if dtype is torch.float16 and (lost := _lost_in_float16(policy)):
+        logger.warning("float16 cannot hold the values of %s: %s is in float32", _some(lost), directory)
+        dtype = torch.float32
     types = _types(policy, dtype)
     plan = _plan_files(policy, types, max_file_bytes)
-    staging = written.step(lambda: _stage(policy, directory, assets_from, plan, types))
+    staging = written.step(lambda: _stage(policy, directory, assets_from, plan, types, end_token_ids))
     for file_name, names in plan.items():
         # Other ranks are in the middle of gathering, so after a failure rank 0 keeps taking part to the end.
         whole = (one for name in names for one in whole_weights(policy, [name], types[name]))
@@ -177,6 +184,23 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(stat.S_IMODE(mode))
+
+
+@torch.no_grad()
+def _lost_in_float16(policy: Decoder) -> list[str]:
+    """Name the weights, adapters merged, that float16 does not hold (a collective if they are sharded): values beyond
+    its range, or a whole tensor so small that its rounding is coarser than that of normal numbers."""
+    lost = []
+    buffers = dict(policy.named_buffers())
+    for name in (name for name in base_parameters(policy) if name not in buffers):
+        for part, tensor in whole_weights(policy, [name]):
+            error, size = (
+                torch.linalg.vector_norm(one, dtype=torch.float64) for one in (tensor - tensor.half(), tensor)
+            )
+            # Of normal numbers it is at most 2^-11; it is infinite or not a number where a value is out of range.
+            if not error <= 2**-10 * size:
+                lost.append(part)
+    return lost
 
 
 def _types(policy: Decoder, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -208,6 +232,7 @@ def _stage(
     assets_from: str | Path | None,
     plan: dict[str, list[str]],
     types: dict[str, torch.dtype],
+    end_token_ids: Sequence[int],
 ) -> Path:
     """Prepare a hidden folder beside `directory` with everything but the weights."""
     if directory.exists() and not directory.is_dir():
@@ -217,27 +242,31 @@ def _stage(
     if assets_from is not None and not Path(assets_from).is_dir():
         raise UserError(f"{assets_from}: no such directory to copy tokenizer files from")
     staging = staging_folder(directory)
-    if directory.is_dir():
-        for entry in directory.iterdir():
-            if entry.suffix == ".safetensors" or entry.name in ("config.json", INDEX_FILE):
-                continue
-            if entry.is_dir():
-                shutil.copytree(entry, staging / entry.name, symlinks=True)
-            else:
-                shutil.copy2(entry, staging / entry.name)
-    if assets_from is not None:
-        for name in ASSET_FILES:
-            if (Path(assets_from) / name).is_file():
-                shutil.copyfile(Path(assets_from) / name, staging / name)
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    config = policy.args.to_hf_config(names[next(iter(types.values()))])
-    (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if len(plan) > 1:
-        total = sum(math.prod(one.shape) * types[name].itemsize for name, one in base_parameters(policy).items())
-        parts = policy.names_in_files
-        weight_map = {part: file for file, names in plan.items() for name in names for part, _ in parts(name)}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    try:
+        if directory.is_dir():
+            for entry in directory.iterdir():
+                if entry.suffix == ".safetensors" or entry.name in ("config.json", INDEX_FILE):
+                    continue
+                if entry.is_dir():
+                    shutil.copytree(entry, staging / entry.name, symlinks=True)
+                else:
+                    shutil.copy2(entry, staging / entry.name)
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        config = policy.args.to_hf_config(names[next(iter(types.values()))])
+        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if assets_from is not None:
+            copy_assets(Path(assets_from), staging)
+        if end_token_ids:
+            name_end_tokens(staging, end_token_ids)
+        if len(plan) > 1:
+            total = sum(math.prod(one.shape) * types[name].itemsize for name, one in base_parameters(policy).items())
+            parts = policy.names_in_files
+            weight_map = {part: file for file, names in plan.items() for name in names for part, _ in parts(name)}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    except BaseException:
+        shutil.rmtree(staging)
+        raise
     return staging
 
 
@@ -272,7 +301,14 @@ class Written:
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# As transformers describes a base that bitsandbytes holds in four bits, see adapter_math.py.
+QUANTIZATION = "quantization_config"
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 PEFT_PREFIX = "base_model.model."
+MERGE_FIRST = (
+    "merge it into its base with PEFT (merge_and_unload, then save_pretrained), and give the result as "
+    "model.hf_assets_path"
+)
 # With other values of these options, PEFT's adapters compute something else than this project's.
 _PLAIN_ADAPTERS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -283,6 +319,7 @@ _PLAIN_ADAPTERS: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layer_replication": (None,),
+    "trainable_token_indices": (None, [], {}),
     # With transformers 5, PEFT gives experts one adapter for gate and up together.
     "target_parameters": ([], None),
     "lora_bias": (False, None),
@@ -340,7 +377,8 @@ def _adapter_config(policy: Decoder, base_model: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model or None,
+        # A relative path would be looked for from wherever the adapter is used.
+        "base_model_name_or_path": os.path.realpath(base_model) if base_model else None,
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -349,6 +387,8 @@ def _adapter_config(policy: Decoder, base_model: str) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "target_modules": [*targets],
         "modules_to_save": saved or None,
+        # PEFT does not read this: its own adapters say in their model card on which base they were trained.
+        **({QUANTIZATION: NF4} if lora.base_bits == 4 else {}),
     }
 
 
@@ -377,10 +417,8 @@ def load_adapter(policy: Decoder, directory: str | Path) -> None:
             # PEFT may store the embedding's own weight beside its factors; that weight belongs to the base model.
             names = {name for name in handle.keys() if ".base_layer." not in name}  # noqa: SIM118
             known = {name for _, _, own in places for name, _ in own}
-            for what, some in (("lacks", known - names), ("has", names - known)):
-                if some:
-                    text = f"{path} {what} {min(some)}, of {len(some)} tensors in all"
-                    raise UserError(f"{text}: lora.target_modules and lora.modules_to_save must name the same modules")
+            if known != names:
+                raise UserError(f"{path} {_other_modules(known, names)}")
             for parameter, transposed, own in places:
                 for name, place in own:
                     tensor, target = handle.get_tensor(name), part_of(parameter, place)
@@ -393,6 +431,19 @@ def load_adapter(policy: Decoder, directory: str | Path) -> None:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from error
 
 
+def _other_modules(known: set[str], names: set[str]) -> str:
+    """Say how the tensors of an adapter's file differ from those that [lora] asks for, and what to do."""
+    lacking, further = known - names, names - known
+    counts = [Counter(name.rpartition(".lora_")[0].rpartition(".")[2] for name in some) for some in (names, known)]
+    partly = sorted(module for module, count in counts[0].items() if module and 0 < count < counts[1][module])
+    if partly:
+        text = f"adapts {_some(partly)} in some layers only (layers_to_transform), which is not supported"
+        return f"{text}: {MERGE_FIRST}"
+    what, some = ("lacks", lacking) if lacking else ("has", further)
+    advice = "lora.target_modules and lora.modules_to_save must name the same modules"
+    return f"{what} {min(some)}, of {len(some)} tensors in all: {advice}"
+
+
 def _check_adapter_config(path: Path, lora: Lora) -> None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -401,7 +452,10 @@ def _check_adapter_config(path: Path, lora: Lora) -> None:
         raise UserError(f"{path}: not an adapter's configuration ({type(error).__name__}: {error})") from error
     for option, allowed in _PLAIN_ADAPTERS.items():
         if option in config and config[option] not in allowed:
-            raise UserError(f"{path}: {option} = {config[option]!r} is not supported")
+            raise UserError(f"{path}: {option} = {config[option]!r} is not supported: {MERGE_FIRST}")
     if (rank, alpha) != (lora.rank, lora.alpha):
         text = f"set lora.rank = {rank} and lora.alpha = {alpha:g} (they are {lora.rank} and {lora.alpha:g})"
         raise UserError(f"{path}: this adapter has another shape: {text}")
+    was_nf4 = (config.get(QUANTIZATION) or {}).get("bnb_4bit_quant_type") == "nf4"
+    if was_nf4 and lora.base_bits != 4:
+        logger.warning("%s was trained on a base in four bits, which lora.base_bits = 4 gives it again", path.parent)

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -354,17 +354,18 @@ class Checkpointer:
         logger.info("restored step %d from %s", step, path)
         return Restored(facts["version"], rollout)
 
-    def export_hf(self, step: int, assets_from: str | Path | None = None) -> Path:
+    def export_hf(self, step: int, assets_from: str | Path | None = None, end_token_ids: Sequence[int] = ()) -> Path:
         """Write the policy as a Hugging Face checkpoint directory `hf/step-N` in the run folder (collective).
 
-        Low-rank adapters are merged there, and by themselves in `adapter/step-N`, in PEFT's format.
+        Low-rank adapters are merged there, and by themselves in `adapter/step-N`, in PEFT's format. end_token_ids: what
+        ends its completions; of rank 0 alone.
         """
         from torchtitan.models.hf_checkpoint import checkpoint_dtype, export_policy, save_adapter
 
         directory = export_path(self.folder.parent, WHOLE, step)
         policy: Any = self.policy
         dtype = DTYPES.get(self.config.export_dtype) or checkpoint_dtype(policy)
-        export_policy(policy, directory, assets_from=assets_from, dtype=dtype)
+        export_policy(policy, directory, assets_from=assets_from, dtype=dtype, end_token_ids=end_token_ids)
         logger.info("exported the policy after step %d to %s", step, directory)
         if getattr(self.policy, "lora", None) is not None:
             adapter = export_path(self.folder.parent, ADAPTERS, step)

@@ -22,6 +22,7 @@ from torchtitan.config.derived import (
     allocator_settings,
     has_engines,
     sleeps_between_batches,
+    stop_tokens,
     trains_on_gpu,
     without_masters,
 )
@@ -276,7 +277,7 @@ class Job:
         # Meanwhile the other ranks wait for rank 0 and its disk, a file at a time.
         device.set_timeouts(SAVE_TIMEOUT_S, self.dims.groups)
         try:
-            self.checkpointer.export_hf(self.version, assets_from=self.config.model.hf_assets_path or None)
+            self.checkpointer.export_hf(self.version, self.config.model.hf_assets_path or None, self._end_token_ids)
         finally:
             seconds = comm.train_timeout_seconds if self._stepped else comm.init_timeout_seconds
             device.set_timeouts(seconds, self.dims.groups)
@@ -329,6 +330,7 @@ class Job:
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
         data = self._open_data(start, epoch, token) if rank == 0 else None
+        self._end_token_ids = [] if data is None else [*data.tokenizer.eos_token_ids, *stop_tokens(config)]
         if config.sft.epochs and config.job.stage == "sft":
             config.training.steps = int(broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None))
         restored = self._build_trainer(start, None if data is None else data.tokenizer)

@@ -275,6 +275,61 @@ def test_merged_export_equals_base_and_adapter_in_transformers(
     torch.testing.assert_close(logits(with_adapter.merge_and_unload()), expected, rtol=0, atol=rounding)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"layers_to_transform": [0]}, r"adapts q_proj, v_proj in some layers only \(layers_to_transform\)"),
+        ({"target_modules": r".*\.[12]\..*(q|v)_proj"}, "adapts q_proj, v_proj in some layers only"),
+        ({"exclude_modules": r".*0.*v_proj"}, "adapts v_proj in some layers only"),
+        ({"trainable_token_indices": [3]}, r"trainable_token_indices = \[3\] is not supported"),
+        ({"trainable_token_indices": {"embed_tokens": [3]}}, "trainable_token_indices = "),
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"layers_to_transform": [0, 1, 2]}, ""),
+    ],
+)
+def test_adapters_of_peft_that_are_no_plain_ones_are_to_be_merged_first(
+    untied: Path, tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    settings = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **options}
+    base = transformers.AutoModelForCausalLM.from_pretrained(untied)
+    peft.get_peft_model(base, peft.LoraConfig(**settings)).save_pretrained(tmp_path)
+    policy = adapted(untied, ["q_proj", "v_proj"])
+    assert policy.lora is not None
+    policy.lora.rank, policy.lora.alpha = 3, 6.0
+    if not text:
+        load_adapter(policy, tmp_path)
+        return
+    with pytest.raises(UserError, match=rf"{text}.*: merge it into its base with PEFT"):
+        load_adapter(policy, tmp_path)
+
+
+def test_an_adapter_names_its_base_wherever_it_is_used(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "current").symlink_to(untied)
+    monkeypatch.chdir(tmp_path)
+    policy = adapted(untied, ["q_proj"])
+    assert policy.lora is not None
+    save_adapter(policy, tmp_path / "q", base_model="models/current")
+    written = json.loads((tmp_path / "q" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(untied.resolve()) and "quantization_config" not in written
+    policy.lora.base_bits = 4
+    save_adapter(policy, tmp_path / "q")
+    written = json.loads((tmp_path / "q" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] is None
+    assert written["quantization_config"]["load_in_4bit"]
+    assert written["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+    load_adapter(policy, tmp_path / "q")
+    assert not caplog.text
+    policy.lora.base_bits = 16
+    load_adapter(policy, tmp_path / "q")
+    assert "was trained on a base in four bits, which lora.base_bits = 4 gives it again" in caplog.text
+
+
 def test_adapters_that_do_not_fit_are_refused(untied: Path, tmp_path: Path) -> None:
     policy = adapted(untied, ["q_proj"])
     save_adapter(policy, tmp_path / "q")
