@@ -16,15 +16,14 @@ from torchtitan.config.derived import groups_per_batch, sources_of, weights_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, add_turn
-from torchtitan.rollout.messages import plain_message
+from torchtitan.rollout.messages import ASSISTANT, plain_message
 from torchtitan.rollout.mix import Mix, in_turns
 from torchtitan.rollout.prompt_stream import PromptStream, load_streams
 from torchtitan.rollout.prompts import PromptMaker, first_held_out, load_datasets
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
 from torchtitan.rollout.unknown_text import check_unknown_text
-
-ASSISTANT = "assistant"
+from torchtitan.rollout.unwritten import AnswerCheck
 
 
 @dataclass
@@ -45,20 +44,22 @@ class DemonstrationMaker(PromptMaker):
     def __init__(self, config: JobConfig, tokenizer: Tokenizer):
         super().__init__(config, tokenizer)
         self._sft = config.sft
+        self._answers = AnswerCheck(tokenizer, self.renderer)
         self.longest = config.training.seq_len
         self.limit = f"training.seq_len = {self.longest}"
 
     def make(self, row: dict[str, Any], index: int) -> Demonstration:
         """Return the demonstration of a row. Raises UserError for a row without one."""
-        content, completion = row[self._rollout.prompt_column], row.get(self._sft.completion_column)
+        self.check(row, index)
+        content: str | list[dict[str, Any]] = row[self._rollout.prompt_column]
         branches: list[Branch] = []
-        if isinstance(content, str) and isinstance(completion, str) and not self._rollout.chat_template:
-            tokens = self._tokenizer.encode(completion)
+        if self._is_text(row):
+            tokens = self._tokenizer.encode(row[self._sft.completion_column])
             ends = [place for place, token in enumerate(tokens) if token in self.renderer.stop_token_ids]
             said = tokens[: ends[-1] + 1] if ends else tokens + self._tokenizer.eos_token_ids[:1]
             add_turn(branches, self._tokenise(content), _as_sampled(said))
         else:
-            content = self._add_chat(branches, content, completion, self._tools_of(row), index)
+            content = self._add_chat(branches, row, index)
         if any(branch.sampled_at[:1] == [0] for branch in branches):
             raise UserError(f"demonstration {index}: no token stands before the answer, and so none predicts its first")
         last = branches[-1]
@@ -69,6 +70,19 @@ class DemonstrationMaker(PromptMaker):
             index, content, asked, self._columns(row), self._prefill(asked), source=self._source, branches=branches
         )
 
+    def check(self, row: dict[str, Any], index: int) -> None:
+        """Raise UserError for a row that has no demonstration, or of whose answers a part would not be trained."""
+        try:
+            if self._is_text(row):
+                if rest := self._answers.cut_off(row[self._sft.completion_column], behind_last=True):
+                    raise UserError(f"the completion goes on behind the last token that ends a turn: {rest[:60]!r}")
+                return
+            messages, trained = self._conversation(row)
+            for i in trained:
+                self._answers.refuse_unwritten(messages[:i], messages[i], self._tools_of(row))
+        except UserError as error:
+            raise UserError(f"demonstration {index}: {error}") from error
+
     def fits(self, prompt: Prompt) -> bool:
         assert isinstance(prompt, Demonstration)
         return all(len(branch) <= self.longest for branch in prompt.branches)
@@ -77,19 +91,35 @@ class DemonstrationMaker(PromptMaker):
         assert isinstance(prompt, Demonstration)
         return max(len(branch) for branch in prompt.branches)
 
-    def _add_chat(
-        self, branches: list[Branch], content: Any, completion: Any, tools: list[dict[str, Any]], index: int
-    ) -> list[dict[str, Any]]:
-        """Add the branches of a conversation; return the messages before the last one that is trained."""
-        messages = self._messages(content)
+    def _is_text(self, row: dict[str, Any]) -> bool:
+        """Whether no chat template renders the row."""
+        columns = (self._rollout.prompt_column, self._sft.completion_column)
+        return not self._rollout.chat_template and all(isinstance(row.get(column), str) for column in columns)
+
+    def _conversation(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the messages of a row, and the places of those that are trained: the answers, or those of the
+        completion, without what the flags `weight` and `train` exclude."""
+        completion = row.get(self._sft.completion_column)
+        messages = self._messages(row[self._rollout.prompt_column])
         given = 0 if completion is None else len(messages)
         if completion is not None:
             said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
             messages += [plain_message(message) for message in said]
         # A greeting that opens a conversation is not trained, because it answers nothing.
-        trained = [i for i in range(max(given, 1), len(messages)) if messages[i]["role"] == ASSISTANT]
+        answers = [i for i in range(max(given, 1), len(messages)) if messages[i]["role"] == ASSISTANT]
+        if not answers:
+            raise UserError("the assistant says nothing in it (sft.completion_column)")
+        trained = [i for i in answers if _is_trained(messages[i])]
         if not trained:
-            raise UserError(f"demonstration {index}: the assistant says nothing in it (sft.completion_column)")
+            raise UserError("weight = 0 or train = false excludes every answer in it: leave the row out")
+        if self._sft.loss_on == "all" and len(trained) < len(answers):
+            raise UserError('weight = 0 or train = false excludes an answer, but sft.loss_on = "all" trains all tokens')
+        return messages, trained
+
+    def _add_chat(self, branches: list[Branch], row: dict[str, Any], index: int) -> list[dict[str, Any]]:
+        """Add the branches of a conversation; return the messages before the last one that is trained."""
+        messages, trained = self._conversation(row)
+        tools = self._tools_of(row)
         for i in trained:
             if (turn := self.renderer.answered(messages[:i], messages[i], tools)) is None:
                 prompt = self._tokenizer.render_chat(messages[:i], tools=tools)
@@ -99,6 +129,14 @@ class DemonstrationMaker(PromptMaker):
                 )
             add_turn(branches, turn[0], _as_sampled(turn[1]))
         return messages[: trained[-1]]
+
+
+def _is_trained(message: dict[str, Any]) -> bool:
+    """Whether the flags of a message, as OpenAI's and others' files have them, leave it to be trained."""
+    for flag in ("weight", "train"):
+        if message.get(flag, 1) not in (0, 1):  # also false, true and 1.0
+            raise UserError(f"{flag} = {message[flag]!r} of a message must be 0 or 1, false or true")
+    return bool(message.get("weight", 1) and message.get("train", 1))
 
 
 def _as_sampled(token_ids: list[int]) -> Completion:
@@ -118,6 +156,8 @@ class Demonstrations:
             maker = DemonstrationMaker(own, tokenizer)
             rows, held_out = load_datasets(own, maker.renderer)
             check_unknown_text(rows, own, tokenizer)
+            for index, row in enumerate([*rows, *held_out]):
+                maker.check(row, index)
             seed, shuffle = config.training.seed, own.rollout.shuffle
             self._streams[name] = PromptStream(rows, maker, seed, shuffle)
             self._held_out += first_held_out(held_out, maker, config.eval.num_prompts)

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torchtitan.rollout.messages import plain_message, plain_tools, read_chat
 from torchtitan.rollout.rewards import NEEDS_ANSWER
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt
+from torchtitan.rollout.unwritten import warn_of_unread_keys
 
 Row = dict[str, Any]
 
@@ -60,6 +61,8 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
     functions = trained_on if evaluation.dataset else trained_on | judging
     _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions, renderer)
+    if renderer is not None and not plays_through_gateway(config):
+        warn_of_unread_keys(_conversations(rows, config), renderer.tokenizer)
     if not evaluation.dataset:
         train, held_out = hold_out(rows, rollout.held_out_fraction, rollout.prompt_column)
         if not train:
@@ -138,6 +141,15 @@ def arithmetic_rows() -> list[Row]:
 def is_chat(row: Row, config: JobConfig) -> bool:
     """Whether the chat template renders the row."""
     return config.rollout.chat_template or any(isinstance(row.get(column), list) for column in _chat_columns(config))
+
+
+def _conversations(rows: Sequence[Row], config: JobConfig) -> Iterator[tuple[int, list[Any], list[dict[str, Any]]]]:
+    """Yield (number, messages, tools) of every row with messages."""
+    for number, row in enumerate(rows, start=1):
+        chats = [row[column] for column in _chat_columns(config) if isinstance(row.get(column), list)]
+        if chats:
+            tools = [] if has_environment(config) else plain_tools(row.get("tools"))
+            yield number, [message for chat in chats for message in chat], tools
 
 
 def _chat_columns(config: JobConfig) -> list[str]:

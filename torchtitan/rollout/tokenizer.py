@@ -208,7 +208,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int] = ()):
         """stop_token_ids: tokens that end a turn besides the tokenizer's own end tokens (rollout.stop_token_ids)."""
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         # A placeholder for the policy's turn, which is not rendered; it is random, so that no message contains it.
         self._mark = f"said{secrets.token_hex(8)}"
         self._said: dict[str, Any] = {"role": "assistant", "content": self._mark}

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.chat_families import GLM4MOE, QWEN3
 from tests.chat_models import CHAT_TEMPLATE, write_chat_tokenizer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker
+from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker, Demonstrations
 from torchtitan.rollout.prompts import load_datasets, load_rows
 from torchtitan.rollout.tokenizer import Tokenizer
 
@@ -148,6 +149,123 @@ def test_a_template_that_opens_a_thought_must_find_one(tmp_path: Path) -> None:
     opens = CHAT_TEMPLATE.replace("{{- '<|im_start|>assistant\\n' }}{%- endif %}", "{{- '<|im_start|>A' }}{%- endif %}")
     with pytest.raises(UserError, match=r"demonstration 0: the chat template .*<\|im_start\|>A"):
         make(tmp_path, {"messages": [HI, YES]}, opens)
+
+
+# As SmolLM2's and Llama 3's, which know neither thoughts nor tools; as Llama 3.1's, which write a call or a text; as
+# DeepSeek R1's, which drop a thought before they write the text.
+SIMPLE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EITHER = SIMPLE.replace("m.content", "m.tool_calls[0].function.arguments.x if m.tool_calls else m.content | trim")
+NAMED_CALLS = SIMPLE.replace("m.content", "m.tool_calls[0].function.name if m.tool_calls else m.content")
+FORGETFUL = SIMPLE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+EARLY_END = SIMPLE.replace("{{ m.content }}", "{{ m.reasoning_content }}<|im_end|>{{ m.content }}")
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+
+
+def answer(content: Any = "Yes", **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "problem"),
+    [
+        (SIMPLE, answer(reasoning_content="so"), r"does not write the thought \(reasoning_content, .* of an answer"),
+        (SIMPLE, answer(reasoning="so"), "does not write the thought"),
+        (SIMPLE, answer(thinking="so"), "does not write the thought"),
+        (SIMPLE, answer([{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "Yes"}]), "the thought"),
+        (SIMPLE, answer("", tool_calls=[CALL]), r"does not write the call number 1 \(tool_calls\)"),
+        (SIMPLE, answer(None, function_call=CALL["function"]), "does not write the call number 1"),
+        (SIMPLE, answer("Let me see.", tool_calls=[CALL], reasoning="so"), "the thought .* and the call number 1"),
+        (NAMED_CALLS, answer("", tool_calls=[CALL]), "does not write the call number 1"),
+        (CHAT_TEMPLATE, answer("", tool_calls=[CALL], thinking="so"), "does not write the thought"),
+        (EITHER.replace("arguments.x", "arguments"), answer(tool_calls=[CALL]), "does not write the content"),
+        (EITHER.replace("arguments.x", "arguments"), answer("", tool_calls=[CALL, CALL]), "the call number 2"),
+        (FORGETFUL, answer("<think>so</think>Yes"), "does not write the thought in the content"),
+        (EARLY_END, answer(reasoning="so"), r"writes '<\|im_end\|>', which ends a turn, before the end of an answer"),
+        (SIMPLE, answer("Yes<|im_end|> no"), "text of an answer goes on behind a token that ends a turn: 'no'"),
+    ],
+)
+def test_an_answer_that_would_be_trained_in_part_is_refused(
+    tmp_path: Path, template: str, said: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=f"demonstration 0: .*{problem}"):
+        make(tmp_path, {"messages": [HI, said]}, template)
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "text"),
+    [
+        (SIMPLE, answer(reasoning=None, thinking="", tool_calls=[], function_call=None), "Yes"),
+        (SIMPLE, answer("Yes <|im_end|>\n"), "Yes <|im_end|>"),
+        (EITHER, answer(" Yes\n"), "Yes"),
+        (FORGETFUL, answer("<think>\n\n</think>Yes"), "Yes"),
+        (
+            CHAT_TEMPLATE,
+            answer(tool_calls=[CALL]),
+            'Yes\n<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>',
+        ),
+        (QWEN3, answer(reasoning="so"), "<think>\nso\n</think>\n\nYes"),
+        (QWEN3, answer("<think>so</think>Yes"), "<think>\nso\n</think>\n\nYes"),
+        (GLM4MOE, answer("", thinking="so", tool_calls=[CALL]), "\n<think>so</think>\n<tool_call>look\n<arg_key>x"),
+    ],
+)
+def test_an_answer_that_the_template_writes_is_trained(
+    tmp_path: Path, template: str, said: dict[str, Any], text: str
+) -> None:
+    (parts,) = make(tmp_path, {"messages": [HI, said]}, template)
+    assert parts[-1][1] and parts[-1][0].startswith(text)
+
+
+def test_a_text_that_goes_on_behind_its_end_token_is_refused(tmp_path: Path) -> None:
+    ((_, trained),) = make(tmp_path, {"prompt": "2+2=", "completion": "4<|im_end|>5<|im_end|>\n"})
+    assert trained == ("4<|im_end|>5<|im_end|>", True)
+    with pytest.raises(UserError, match="demonstration 0: the completion goes on behind the last token .*: 'more'"):
+        make(tmp_path, {"prompt": "2+2=", "completion": "4<|im_end|> more"})
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}])
+def test_flags_exclude_an_answer(tmp_path: Path, flag: dict[str, Any]) -> None:
+    first, last = answer("No", **flag), answer(weight=1, train=True)
+    (parts,) = make(tmp_path, {"messages": [HI | {"weight": 0}, first, MORE, last]})
+    assert [text for text, trained in parts if trained] == ["Yes<|im_end|>"] and "No<|im_end|>" in parts[0][0]
+    with pytest.raises(UserError, match="demonstration 0: weight = 0 or train = false excludes every answer"):
+        make(tmp_path, {"messages": [HI, first]})
+    with pytest.raises(UserError, match='excludes an answer, but sft.loss_on = "all"'):
+        make(tmp_path, {"messages": [HI, first, MORE, last]}, loss_on="all")
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0.5}, {"weight": "0"}, {"train": "false"}])
+def test_flags_that_mean_something_else_are_refused(tmp_path: Path, flag: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"demonstration 0: {next(iter(flag))} = .* must be 0 or 1, false or true"):
+        make(tmp_path, {"messages": [HI, answer(**flag)]})
+
+
+def test_keys_that_no_template_reads_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read = SIMPLE.replace("{{ m.role }}", "{{ m.role }}{% if loop.last %}{{ m.get('name') }}{{ m['mood'] }}{% endif %}")
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path, read))
+    config = JobConfig()
+    config.job.stage, config.rollout.prompt_column = "sft", "messages"
+    config.rollout.dataset = config.eval.dataset = str(tmp_path / "rows.jsonl")
+    keys = {"name": "Bob", "mood": "glad", "metadata": {"a": 1}, "id": 7, "nothing": None, "none": "", "empty": []}
+    rows = [[HI, YES], [HI | keys, YES | {"weight": 1}], [HI, YES | keys | {"id": 8}], [HI | keys, YES]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    load_datasets(config, DemonstrationMaker(config, tokenizer).renderer)
+    (text,) = [one.getMessage() for one in caplog.records if "does not read" in one.getMessage()]
+    assert text.endswith("so the policy does not see them: 'metadata' (row 2), 'id' (row 2)")
+
+
+def test_every_row_is_checked_before_the_first_is_trained(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path, SIMPLE))
+    config = JobConfig()
+    config.job.stage, config.rollout.prompt_column, config.eval.dataset = "sft", "messages", ""
+    config.rollout.dataset, config.rollout.held_out_fraction = str(tmp_path / "rows.jsonl"), 0.0
+    rows = [[{"role": "user", "content": str(number)}, YES] for number in range(9)]
+    rows.append([HI, answer(reasoning="so")])
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    with pytest.raises(UserError, match="demonstration 9: the chat template of .* does not write the thought"):
+        Demonstrations(config, tokenizer, 1)
 
 
 def test_an_answer_behind_nothing_is_refused(tmp_path: Path) -> None:
