@@ -17,6 +17,7 @@ from typing import Any
 from torchtitan.weight_sync.memory.transfer import SHEET
 from torchtitan.weight_sync.wire.messages import cost, parse
 from torchtitan.weight_sync.wire.runtime import (
+    MAXIMUM_MESSAGE_BYTES,
     Channel,
     Message,
     OnDone,
@@ -295,10 +296,12 @@ class SimChannel(Channel):
         self._broken = False
         """Whether something was lost in transit: nothing arrives any more in either direction"""
         self._target: PayloadTarget | None = None
+        self._longest = MAXIMUM_MESSAGE_BYTES
+        """Bytes of a message that is not refused"""
         process.channels[self] = None
 
-    def trust(self, longest: int = 0) -> None:
-        pass
+    def trust(self, longest: int = MAXIMUM_MESSAGE_BYTES) -> None:
+        self._longest = longest
 
     def send(
         self, message: Message, payload: memoryview | None = None, on_sent: Callable[[], None] | None = None
@@ -360,7 +363,9 @@ class SimChannel(Channel):
         try:
             if isinstance(what, dict):
                 count = len(encode(what)) if self.budget is not None or self.machine.byte_seconds else 0
-                self.process.work(self.machine.message_seconds + count * self.machine.byte_seconds)
+                self.process.work(self.machine.message_seconds + min(count, self._longest) * self.machine.byte_seconds)
+                if count > self._longest:
+                    raise ProtocolError(f"a message of {count} bytes exceeds the limit of {self._longest}")
                 message = self._parsed(what)
                 self.spend(cost(message, count))
                 self.on_message(self, message)

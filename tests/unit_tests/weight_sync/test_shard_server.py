@@ -13,6 +13,7 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.weight_sync.memory.manifest import Sheet
+from torchtitan.weight_sync.memory.transfer import SHEET, Transfer
 from torchtitan.weight_sync.trainer.shard_server import MAX_BUCKET_SECONDS
 from torchtitan.weight_sync.transports import bucket_server
 from torchtitan.weight_sync.transports.bucket_server import IDLE_SECONDS
@@ -201,6 +202,10 @@ def test_next_pull_ends_what_was_asked_for_before() -> None:
         ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 10**12]]}, "to 1000000000000 of 4"),
         ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[2, 3], [1, 2]]}, "out of order"),
         ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 1.0]]}, "no range"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[2, 2]]}, "none or out of order"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[-1, -1]] * 6}, "6 ranges of 4 buckets"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 0]] * 400_000}, "exceeds the limit"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 1]] * 20_000}, "exceeds the limit"),
         ({"kind": "gone", "pull": 1}, "who pulls does not send 'gone'"),
         ({"kind": "ping"}, "who pulls does not send 'ping'"),
     ],
@@ -224,6 +229,19 @@ def test_actor_that_asks_for_nonsense_is_hung_up_on(message: dict[str, Any], rea
 def test_actor_at_the_wrong_door_is_refused(fields: dict[str, Any], reason: str) -> None:
     actor = World().actor(**fields)
     assert actor.channel is None and reason in actor.over
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000, 100_001])
+def test_longest_honest_request_is_within_the_limit(count: int) -> None:
+    """Every other bucket, and the checksums, of a pull late in a run."""
+    server = World().rank.server
+    server.most_buckets = lambda: count  # type: ignore[method-assign]
+    missing = Transfer(10**9, 10**9, None, None, {0: {SHEET, *range(1, count, 2)}}, 0.0, 0.0)  # type: ignore[arg-type]
+    asked: list[int] = []
+    for request in missing.requests(0, {}, None):
+        assert len(wire.encode(request)) < server.longest_message()
+        asked += bucket_server._buckets_in(request["buckets"], count)
+    assert asked == sorted(missing.missing[0])
 
 
 def test_what_is_requested_again_and_again_is_held_and_sent_once() -> None:

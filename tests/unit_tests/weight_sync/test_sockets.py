@@ -197,12 +197,12 @@ def test_large_messages_count_for_more_and_those_beyond_the_limit_close(
     monkeypatch.setattr(wire, "MESSAGES_PER_SECOND", 1e-9)
     server = Flooded()
     evil = server.client("evil")
-    large = wire.encode({"type": "ping", "more": "x" * (1 << 20)})
-    threading.Thread(target=_pour, args=(evil, large * 20), daemon=True).start()
-    until(lambda: server.said["evil"] >= 2)
-    # Two messages of 1 MiB have used up what 2,000 small ones may; the third waits for ever.
+    large = wire.encode({"type": "ping", "more": "x" * (64 << 10)})
+    threading.Thread(target=_pour, args=(evil, large * 100), daemon=True).start()
+    until(lambda: server.said["evil"] >= 31)
+    # 31 messages of 64 KiB have used up what 2,000 small ones may; the next waits for ever.
     other = server.client("evil", "refuse")
-    assert server.said["evil"] == 2
+    assert server.said["evil"] == 31
     good = server.client("good")
     good.sendall(wire.LENGTH.pack(wire.MAXIMUM_ACTOR_BYTES + 1))
     until(lambda: any("exceeds the limit" in reason for reason in server.closed))

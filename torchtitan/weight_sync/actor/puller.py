@@ -28,6 +28,8 @@ MAX_CORRUPTIONS = 3
 # If a relaying actor sends nothing for this long, the puller continues with the trainer.
 PEER_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 30.0
+# Characters of a reason: a longer message would be refused.
+MAX_REASON = 1000
 # The puller gives up if the registry is unreachable for longer than this.
 GIVE_UP_SECONDS = 60.0
 
@@ -148,7 +150,7 @@ class Puller:
         self._tell({"type": "pulling", "serial": pull.serial, "version": pull.manifest.version})
 
     def _tell_ended(self, version: int, outcome: str, reason: str = "") -> None:
-        self._tell({"type": "ended", "version": version, "outcome": outcome, "reason": reason})
+        self._tell({"type": "ended", "version": version, "outcome": outcome, "reason": reason[:MAX_REASON]})
 
     def _tell_serving(self, served: Served, figures: Message) -> None:
         self._tell({"type": "serving", "version": served.version, "digest": served.digest, "figures": figures})
@@ -493,4 +495,4 @@ class Puller:
 
     def _poison(self, version: int, reason: str) -> None:
         self.poisoned, self.serving = True, None
-        self._tell({"type": "poisoned", "version": version, "reason": reason})
+        self._tell({"type": "poisoned", "version": version, "reason": reason[:MAX_REASON]})

@@ -196,6 +196,10 @@ class ShardServer(BucketServer):
         """Only its own rank is served."""
         return self._layout.bucket_count(0) if rank == self.rank else None
 
+    def most_buckets(self) -> int:
+        """Of its own rank."""
+        return self._layout.bucket_count(0)
+
     def version(self, serial: int) -> int | None:
         """Return the version of a snapshot that the registry says lives, or does not know of yet."""
         found = self.live.readable(serial)

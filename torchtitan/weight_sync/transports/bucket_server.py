@@ -16,7 +16,15 @@ from torchtitan.weight_sync.memory.manifest import BucketKey, Layout
 from torchtitan.weight_sync.memory.transfer import SHEET, Transfer
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.handshake import PEER, Acceptor, Identity
-from torchtitan.weight_sync.wire.runtime import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
+from torchtitan.weight_sync.wire.runtime import (
+    BYTES_PER_BUCKET,
+    MAXIMUM_ACTOR_BYTES,
+    TICK_SECONDS,
+    Channel,
+    Message,
+    ProtocolError,
+    Runtime,
+)
 
 if TYPE_CHECKING:
     # It imports torch, which a shard server process does without.
@@ -65,13 +73,22 @@ class BucketServer:
         make_link: Callable[[Channel, str], SendingLink] | None = None,
     ):
         self._runtime, self.epoch, self._make_link = runtime, epoch, make_link
-        self.acceptor = Acceptor(runtime, frozenset((role,)), secret, self.admit, self._enter)
+        ways = self.admit, self._enter
+        self.acceptor = Acceptor(runtime, frozenset((role,)), secret, *ways, longest=self.longest_message)
         self.channels: dict[Channel, Reader] = {}
         self._closed = False
 
     def buckets(self, rank: int) -> int | None:
         """Return how many buckets this rank has; None if the rank is not served here."""
         raise NotImplementedError
+
+    def most_buckets(self) -> int:
+        """Return the largest number of buckets that buckets() can return."""
+        raise NotImplementedError
+
+    def longest_message(self) -> int:
+        """Return how many bytes a message of a puller may have: what it takes to ask for every other bucket."""
+        return MAXIMUM_ACTOR_BYTES + BYTES_PER_BUCKET * self.most_buckets()
 
     def version(self, serial: int) -> int | None:
         """Return the version of a snapshot that may be read; None if the snapshot is gone."""
@@ -208,15 +225,17 @@ class BucketServer:
 
 
 def _buckets_in(ranges: list[Any], count: int) -> list[int]:
-    """Expand ascending ranges [first, end) of a rank with `count` buckets, and SHEET, into numbers. Raises
-    ProtocolError."""
+    """Expand ascending ranges [first, end) of a rank with `count` buckets, and SHEET, into numbers. None is empty, so
+    the work is bounded by `count`. Raises ProtocolError."""
+    if len(ranges) > count + 1:
+        raise ProtocolError(f"{len(ranges)} ranges of {count} buckets")
     buckets: list[int] = []
     for bounds in ranges:
         if not isinstance(bounds, list) or len(bounds) != 2 or set(map(type, bounds)) != {int}:
             raise ProtocolError(f"{bounds!r} is no range of buckets")
         first, end = bounds
-        if not (buckets[-1] if buckets else SHEET - 1) < first <= end <= count:
-            raise ProtocolError(f"buckets {first} to {end} of {count}, or out of order")
+        if not (buckets[-1] if buckets else SHEET - 1) < first < end <= count:
+            raise ProtocolError(f"buckets {first} to {end} of {count}, none or out of order")
         buckets += range(first, end)
     return buckets
 
@@ -244,6 +263,11 @@ class Relay(BucketServer):
         """Return the bucket count of any rank, once there is a layout."""
         layout = self._layout
         return None if layout is None or not 0 <= rank < len(layout.ranks) else layout.bucket_count(rank)
+
+    def most_buckets(self) -> int:
+        """Of all ranks."""
+        layout = self._layout
+        return 0 if layout is None else max(map(layout.bucket_count, range(len(layout.ranks))))
 
     def version(self, serial: int) -> int | None:
         """Return the version of the transfer that staging memory belongs to."""

@@ -70,7 +70,8 @@ class Acceptor:
     roles: allowed roles; secret: their keys are derived from it (role_key). admit(identity, fields) returns what the
     peer is told, or raises ProtocolError to refuse it. enter(channel, identity, fields) takes over the channel, and
     must set its callbacks. share: of wire.MESSAGES_AT_ONCE and MESSAGES_PER_SECOND that an actor has here, by its name.
-    guests: the secret from which the keys of guests are derived.
+    guests: the secret from which the keys of guests are derived. longest() returns how many bytes a message of an actor
+    may have at most.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class Acceptor:
         enter: Callable[[Channel, Identity, Message], None],
         share: float = 1.0,
         guests: str = "",
+        longest: Callable[[], int] = lambda: wire.MAXIMUM_ACTOR_BYTES,
     ):
+        self._longest = longest
         self._runtime, self._roles, self._secret, self._guests = runtime, roles, secret, guests
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
@@ -129,7 +132,7 @@ class Acceptor:
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         limited = identity.role in (ACTOR, PEER, GUEST)
         channel.budget = self._budgets.of(identity.name) if limited else None
-        channel.trust(wire.MAXIMUM_ACTOR_BYTES if limited else wire.MAXIMUM_MESSAGE_BYTES)
+        channel.trust(self._longest() if limited else wire.MAXIMUM_MESSAGE_BYTES)
         try:
             if channel.budget is not None and channel.budget.wait_s(self._runtime.now()):
                 raise ProtocolError(f"{identity.name} sends too many messages, or connects too often")

@@ -23,8 +23,9 @@ Message = dict[str, Any]
 LENGTH = struct.Struct("!I")
 MAXIMUM_HELLO_BYTES = 16 * 1024
 MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
-# Of an actor: the longest is its request for buckets.
-MAXIMUM_ACTOR_BYTES = 4 * 1024 * 1024
+# Of an actor: figures, a reason, or an entry of a link. A request for buckets has so many bytes more for each bucket
+# that there is: it has at most one range for every two of them.
+MAXIMUM_ACTOR_BYTES, BYTES_PER_BUCKET = 72 * 1024, 16
 # How many messages of an actor are handled at once, and per second from then on; one also counts as a message per so
 # many bytes. A connection costs as much as so many messages. Later ones wait, in the end at their sender.
 MESSAGES_AT_ONCE, MESSAGES_PER_SECOND, BYTES_PER_MESSAGE, MESSAGES_PER_CONNECTION = 2000.0, 500.0, 1024, 10
