@@ -30,7 +30,7 @@ def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
     actors = len({line["actor"] for line in journal if line["event"] == "join"})
     applied = [line["figures"] for line in journal if line["event"] == "applied"]
     # Every actor's first version comes whole.
-    gigabytes = max((sum(figures[name] for name in BYTES) for figures in applied), default=0) / 1e9
+    gigabytes = max((sum(figures.get(name, 0) for name in BYTES) for figures in applied), default=0) / 1e9
     if not (rows and gigabytes) or problem:
         raise UserError(
             f"--from-run {folder}: needs config.toml, weight_sync/registry.jsonl with an actor that has applied a "

@@ -192,7 +192,9 @@ def test_every_token_was_sampled_by_a_version_that_an_actor_applied(story: Story
             assert {(span.epoch, span.version) for span in sample.spans} <= applied
     for row in rows:
         if row["outcome"] == "applied" and not row["failures"]:
-            assert 0 <= row["pause_s"] <= row["apply_s"] and row["transfer_s"] > 0 and row["bytes_full"] > 0
+            figures = row["figures"]
+            assert 0 <= figures["pause_s"] <= figures["apply_s"]
+            assert figures["transfer_s"] > 0 and figures["bytes_full"] > 0
             assert row["published_at"] <= row["begun_at"] <= row["applied_at"]
     steps = [row for row in steps_of(story.run_dir) if row["step"] > story.killed_at]
     life = [row for row in rows if row["epoch"] == epochs[-1] and row["outcome"] == "applied"]

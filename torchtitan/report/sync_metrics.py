@@ -44,6 +44,8 @@ MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
 _COUNTS = ("pulls", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
 # A delivery ends long before this many newer versions are trained.
 _REMEMBERED_VERSIONS = 1024
+# Of a transfer that took no longer there is no rate.
+SHORTEST_SECONDS = 1e-6
 # An actor tries a version a few times, unless it means harm.
 _REMEMBERED_ATTEMPTS = 100
 
@@ -111,9 +113,9 @@ class Delivery:
             "begun_at": self.attempts[0].begun_at if self.attempts else None,
             "applied_at": self.attempts[-1].ended_at if applied else None,
             "attempts": len(self.attempts),
-            **dict.fromkeys(FIGURES),
-            **self.figures,
             "queue_wait_s": self.queue_wait_s,
+            # By themselves, so that nothing an actor says takes the place of what is known here.
+            "figures": {**dict.fromkeys(FIGURES), **self.figures},
             "failures": [f"{attempt.phase or 'apply'}: {attempt.reason}" for attempt in self.failed],
             "evicted_in": self.evicted_in or None,
         }
@@ -295,8 +297,8 @@ class DeliveryBook:
         delivery = self._delivery(actor, version)
         delivery.outcome, delivery.figures = "applied", dict(record.get("figures", {}))
         moved = sum(delivery.figures.get(name, 0) for name in BYTES)
-        if moved and delivery.figures.get("transfer_s"):
-            delivery.figures["gigabytes_per_s"] = moved / delivery.figures["transfer_s"] / 1e9
+        if moved and (seconds := delivery.figures.get("transfer_s", 0)) > SHORTEST_SECONDS:
+            delivery.figures["gigabytes_per_s"] = moved / seconds / 1e9
         if delivery.attempts:
             delivery.attempts[-1].ended_at = record["time"]
         self._end(actor, version)
@@ -326,14 +328,15 @@ class Sums:
         if not isinstance(entry, Delivery):
             return
         row = entry.row()
+        measured = {**row["figures"], "queue_wait_s": row["queue_wait_s"]}
         self._totals["pulls"] += row["attempts"]
         if row["outcome"] in _COUNTS:
             self._totals[row["outcome"]] += 1
         for name in ADDED_UP:
-            self._totals[name] += row[name] or 0
+            self._totals[name] += measured[name] or 0
         for name in MEANS if entry.outcome == "applied" else ():
-            if row[name] is not None:
-                self._values.setdefault(name, []).append(row[name])
+            if measured[name] is not None:
+                self._values.setdefault(name, []).append(measured[name])
 
     def figures(self) -> dict[str, float]:
         """Return the metrics of everything added so far; a mean without values is left out."""

@@ -159,7 +159,7 @@ def _delivery(delivery: Delivery) -> Iterator[Span]:
         details["queue_wait_s"] = delivery.queue_wait_s
         if attempt.failure is not None:
             details |= {"phase": attempt.phase, "reason": attempt.reason}
-        yield Span(name, kind, attempt.begun_at, end, details | (delivery.figures if applied else {}))
+        yield Span(name, kind, attempt.begun_at, end, (delivery.figures if applied else {}) | details)
         yield from _parts(delivery, attempt, end, delivery.figures if applied else {})
 
 

@@ -107,9 +107,9 @@ def test_every_outcome_has_its_row(tmp_path: Path) -> None:
         (3, "a"): "applied", (4, "a"): "refused", (5, "a"): "pending",
     }  # fmt: skip
     applied = rows[0, "a"]
-    assert {name: applied[name] for name in FIGURES} == FIGURES
+    assert {name: applied["figures"][name] for name in FIGURES} == FIGURES
     assert applied["queue_wait_s"] == 1.0 and applied["applied_at"] - applied["begun_at"] == 2.0
-    assert applied["gigabytes_per_s"] == 120 / 0.5 / 1e9
+    assert applied["figures"]["gigabytes_per_s"] == 120 / 0.5 / 1e9
     assert rows[1, "a"]["failures"] == ["PULLING: superseded"]
     assert rows[1, "b"]["evicted_in"] == "PULLING" and rows[1, "b"]["failures"] == ["PULLING: late"]
     assert rows[2, None]["reason"] == "rank 1 had no free slot"
@@ -365,7 +365,7 @@ def test_a_line_that_makes_no_sense_ends_no_run_and_keeps_none_from_being_resume
     again = SyncMetrics(tmp_path)
     again.close()
     (row,) = read_json_lines(tmp_path / "weight_sync" / "versions.jsonl")
-    assert (row["outcome"], row["bytes_full"]) == ("applied", 7)
+    assert (row["outcome"], row["figures"]["bytes_full"]) == ("applied", 7)
 
 
 def test_what_one_actor_says_without_end_is_not_kept_without_end() -> None:

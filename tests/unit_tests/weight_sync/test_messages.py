@@ -11,7 +11,7 @@ import pytest
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.weight_sync.registry import state
-from torchtitan.weight_sync.wire.messages import MAX_FIGURES, SCHEMA, parse
+from torchtitan.weight_sync.wire.messages import FIGURES, MAX_NAME, SCHEMA, parse
 from torchtitan.weight_sync.wire.runtime import Message, ProtocolError
 
 SERVING: Message = {"type": "serving", "version": 0, "digest": "d", "figures": {}}
@@ -26,7 +26,14 @@ HOSTILE: list[tuple[Message, str]] = [
     (SERVING | {"figures": {"pause_s": True}}, "figures"),
     (SERVING | {"figures": {"pause_s": None}}, "figures"),
     (SERVING | {"figures": {"source": "trainer\x1b[2J"}}, "figures"),
-    (SERVING | {"figures": {f"x{number}": 1 for number in range(MAX_FIGURES + 1)}}, "figures"),
+    *(
+        (SERVING | {"figures": {key: -1}}, f"'figures': {key}: not a number from 0")
+        for key in FIGURES
+        if key != "source"
+    ),
+    *((SERVING | {"figures": {key: 1.1e18}}, f"'figures': {key}: not a") for key in FIGURES if key != "source"),
+    (SERVING | {"figures": {"transfer_s": 1e8}}, "figures"),
+    (SERVING | {"figures": {"bytes_full": 10**16}}, "figures"),
     (SERVING | {"figures": []}, "figures"),
     (SERVING | {"version": True}, "version"),
     (SERVING | {"version": 10**30}, "version"),
@@ -63,6 +70,31 @@ def test_what_an_actor_may_not_say_ends_its_own_connection_only(message: Message
     metrics = SyncMetrics(tmp_path)
     metrics.step({"policy_version": 1})
     metrics.close()
+
+
+def test_what_an_actor_measures_stands_by_itself(tmp_path: Path) -> None:
+    """Nothing that is known here is overwritten, in no file; every number is one of JSON, and sums up."""
+    world = World()
+    ranks, evil, trainer = world.ranks(), world.actor(), world.trainer()
+    world.publish(ranks, 1, 0)
+    known = {"bytes_full": 10**15, "transfer_s": 1e-300, "pause_s": 1e7, "source": "x" * MAX_NAME}
+    forged = dict.fromkeys(("epoch", "version", "actor", "outcome", "published_at", "attempts", "failures"), 7)
+    about = {"version": 0, "digest": world.digest}
+    evil.say("serving", **about, figures=known | forged | {f"x{number}": 1e17 for number in range(1000)})
+    assert trainer.last("status")["actors"]["a"]["figures"] == known
+    (folder := tmp_path / "weight_sync").mkdir()
+    lines = [{"time": float(number), "event": event, **fields} for number, (event, fields) in enumerate(world.journal)]
+    start = {"time": 0.0, "event": "start", "epoch": "e1"}
+    (folder / "registry.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [start, *lines]))
+    metrics = SyncMetrics(tmp_path)
+    sums = metrics.step({"policy_version": 0})
+    metrics.close()
+    json.dumps(sums, allow_nan=False)
+    row = json.loads((folder / "versions.jsonl").read_text(), parse_constant=pytest.fail)
+    named = (row["epoch"], row["version"], row["actor"], row["outcome"], row["attempts"], row["failures"])
+    assert named == ("e1", 0, "a", "applied", 0, [])
+    measured = {key: value for key, value in row["figures"].items() if value is not None}
+    assert measured == known and not forged.keys() & row["figures"].keys()
 
 
 def test_only_the_fields_of_a_message_go_on_and_text_for_people_cannot_forge_a_line() -> None:

@@ -327,7 +327,8 @@ class LeadingEngine:
 
 
 def as_figures(cost: float | Mapping[str, float] | None, begun: float) -> dict[str, float]:
-    """Return an engine's figures by name, without those that are not finite: no peer accepts them."""
+    """Return an engine's figures by name, without those that are not finite, and none below 0, as where two clocks
+    differ: no peer accepts them."""
     named = cost if isinstance(cost, Mapping) else {} if cost is None else {"pause_s": cost}
-    finite = {str(name): float(value) for name, value in named.items() if math.isfinite(value)}
+    finite = {str(name): max(0.0, float(value)) for name, value in named.items() if math.isfinite(value)}
     return {"pause_s": time.monotonic() - begun, **finite}

@@ -6,7 +6,7 @@ the trainer's own processes send, layouts and sheets are checked where they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torchtitan.weight_sync.wire.runtime import BYTES_PER_MESSAGE, Message, Prot
 
 MAX_NAME, MAX_VALUE, MAX_FIGURES = 256, 65536, 64
 MAX_FIGURE = 1e18
+# What an actor says of one version: at most a hundred days, and a petabyte.
+MAX_SECONDS, MAX_COUNT = 1e7, 1e15
 OUTCOMES = ("staged", "gone", "lost", "refused")
 
 
@@ -76,18 +78,41 @@ def integers(value: Any) -> list[int]:
     return [integer(element) for element in listed(value)]
 
 
-def facts(value: Any, texts: Collection[str] | None = None) -> dict[str, Any]:
-    """Numbers and short texts by name. texts: the names of those that are texts; None: whichever are."""
+def facts(value: Any) -> dict[str, Any]:
+    """Numbers and short texts by name."""
     if len(anything(value)) > MAX_FIGURES:
-        raise ValueError(f"more than {MAX_FIGURES} figures")
-    are_texts = {key for key, fact in value.items() if type(fact) is str} if texts is None else texts
-    return {name(key, 64): (name if key in are_texts else number)(fact) for key, fact in value.items()}
+        raise ValueError(f"more than {MAX_FIGURES} of them")
+    return {name(key, 64): (name if type(fact) is str else number)(fact) for key, fact in value.items()}
 
 
-figures = partial(facts, texts=("source",))
+def between(value: Any, most: float) -> float:
+    """A number from 0 to `most`."""
+    if not 0 <= number(value) <= most:
+        raise ValueError(f"not a number from 0 to {most:g}")
+    return value
 
 
+_seconds, _count, _norm = (partial(between, most=most) for most in (MAX_SECONDS, MAX_COUNT, MAX_FIGURE))
 Fields = dict[str, Callable[[Any], Any]]
+# What an actor measures while it takes a version. worker_bytes: of the worker that received the most. The norms are of
+# low-rank adapters: as sent, and of what they changed.
+FIGURES: Fields = {
+    "transfer_s": _seconds, "apply_s": _seconds, "drain_s": _seconds, "pause_s": _seconds,
+    "bytes_full": _count, "bytes_delta": _count, "bytes_relayed": _count, "corrupt_buckets": _count,
+    "worker_bytes": _count, "adapter_norm": _norm, "adapter_applied_norm": _norm, "source": name,
+}  # fmt: skip
+
+
+def figures(value: Any) -> dict[str, Any]:
+    """The figures that are known here; others, perhaps of another release, are left out."""
+    found = {}
+    for key, convert in FIGURES.items():
+        if key in anything(value):
+            try:
+                found[key] = convert(value[key])
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+    return found
 
 
 def read(kind: str, fields: Fields, message: Any) -> Message:
