@@ -32,6 +32,16 @@ class Delta:
         """Width of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Widths of what projections that are stored as one compute side by side: query, key and value, and if `joint`
+        of each key head its query, key, values and the values' gates, and its b and a."""
+        share = self.value_heads // self.key_heads
+        keys, values = self.key_dim, share * self.value_dim
+        if self.joint:
+            return {"in_proj_qkvz": (keys, keys, values, values), "in_proj_ba": (share, share)}
+        return {"in_proj_qkv": (self.key_heads * keys, self.key_heads * keys, self.key_heads * values)}
+
     def projection_shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Weights [out, in] of a layer's projections."""
         values, heads = self.value_heads * self.value_dim, self.value_heads

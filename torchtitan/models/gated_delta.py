@@ -119,11 +119,9 @@ class GatedDeltaNet(nn.Module):
             joint = self.in_proj_qkv(x) if self.shard is None else self.shard.exchanged(self.in_proj_qkv(x))
             return joint, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
         # Each key head's rows lie together.
-        share = sizes.value_heads // sizes.key_heads
-        of_key, of_values = sizes.key_dim, share * sizes.value_dim
         rows = self.in_proj_qkvz(x).unflatten(-1, (sizes.key_heads, -1))
-        *mixed, z = (one.flatten(-2) for one in rows.split((of_key, of_key, of_values, of_values), -1))
-        b, a = self.in_proj_ba(x).unflatten(-1, (sizes.key_heads, -1)).split(share, -1)
+        *mixed, z = (one.flatten(-2) for one in rows.split(sizes.parts["in_proj_qkvz"], -1))
+        b, a = self.in_proj_ba(x).unflatten(-1, (sizes.key_heads, -1)).split(sizes.parts["in_proj_ba"], -1)
         return torch.cat(mixed, -1), z, b.flatten(-2), a.flatten(-2)
 
     def convolve(self, taps: list[torch.Tensor]) -> torch.Tensor:

@@ -27,16 +27,16 @@ PRECISION = torch.bfloat16
 
 
 class Matrix(NamedTuple):
-    """These rows and columns of a parameter, or of one entry of a stack."""
+    """These rows and columns of a parameter, or of one entry of a stack. The rows are in runs, one below the other."""
 
     parameter: nn.Parameter
     entry: tuple[int, ...]
-    rows: range
+    rows: tuple[range, ...]
     columns: range
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.rows), len(self.columns)
+        return sum(map(len, self.rows)), len(self.columns)
 
     @property
     def work(self) -> int:
@@ -45,15 +45,27 @@ class Matrix(NamedTuple):
         small, large = sorted(self.shape)
         return small * small * (2 * large + small)
 
-    def within(self, region: Sequence[slice]) -> tuple[tuple[slice, slice], tuple[int | slice, ...]] | None:
-        """Its part in a region of the parameter, and the index of that in a tensor of the region; None if empty."""
+    def within(self, region: Sequence[slice], run: int) -> tuple[tuple[slice, slice], tuple[int | slice, ...]] | None:
+        """The part of it that this run of rows has in a region of the parameter, and the index of that in a tensor of
+        the region; None if empty."""
         *stack, rows, columns = region
         if not all(piece.start <= entry < piece.stop for entry, piece in zip(self.entry, stack, strict=True)):
             return None
-        part, index = zip(_overlap(self.rows, rows), _overlap(self.columns, columns), strict=True)
+        part, index = zip(_overlap(self.rows[run], rows), _overlap(self.columns, columns), strict=True)
         if any(piece.start == piece.stop for piece in part):
             return None
+        above = sum(map(len, self.rows[:run]))
+        part = slice(above + part[0].start, above + part[0].stop), part[1]
         return part, (*(entry - piece.start for entry, piece in zip(self.entry, stack, strict=True)), *index)
+
+
+def _runs(rows: Sequence[int]) -> tuple[range, ...]:
+    """Ascending rows as runs without gaps; a range is one."""
+    if isinstance(rows, range):
+        return (rows,)
+    first = [row for row, before in zip(rows, (None, *rows), strict=False) if before is None or row != before + 1]
+    last = [row for row, behind in zip(rows, (*rows[1:], None), strict=True) if behind is None or row != behind - 1]
+    return tuple(range(begin, end + 1) for begin, end in zip(first, last, strict=True))
 
 
 def _overlap(places: range, held: slice) -> tuple[slice, slice]:
@@ -66,11 +78,12 @@ def _overlap(places: range, held: slice) -> tuple[slice, slice]:
 
 
 class Move(NamedTuple):
-    """A part of a matrix that goes from one rank to another, or stays on its rank."""
+    """A part of a matrix, of one run of its rows, that goes from one rank to another, or stays on its rank."""
 
     source: int
     target: int
     matrix: Matrix
+    run: int
     part: tuple[slice, slice]
 
     @property
@@ -100,7 +113,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Mapping[nn.Parameter, Sequence[tuple[range, range]]], lr: float, weight_decay: float
+        self, parameters: Mapping[nn.Parameter, Sequence[tuple[Sequence[int], range]]], lr: float, weight_decay: float
     ):
         super().__init__(list(parameters), {"lr": lr, "weight_decay": weight_decay})
         self._parts = parameters
@@ -131,40 +144,40 @@ class Muon(torch.optim.Optimizer):
         ]
         for alike, stack in zip(shapes.values(), stacks, strict=True):
             whole |= {id(matrix): tensor for matrix, tensor in zip(alike, stack, strict=True)}
-        for move, values in exchange(bucket.to_owners, bucket.local, lambda move: self._direction(move.matrix)):
+        for move, values in exchange(bucket.to_owners, bucket.local, self._direction):
             whole[id(move.matrix)][move.part] = values
         for stack in stacks:
             stack.copy_(orthogonalized(stack))
         for move, values in exchange(bucket.from_owners, bucket.local, lambda move: whole[id(move.matrix)][move.part]):
-            weights = _held(move.matrix, move.matrix.parameter)
+            weights = _held(move, move.matrix.parameter)
             weights.add_(values.to(weights.device), alpha=-0.2 * math.sqrt(max(move.matrix.shape)) * rate)
 
-    def _direction(self, matrix: Matrix) -> torch.Tensor:
+    def _direction(self, move: Move) -> torch.Tensor:
         """This rank's part of what is orthogonalised: the gradient and its momentum (Nesterov's form)."""
-        parameter = matrix.parameter
-        momentum = _held(matrix, self.state[parameter]["momentum_buffer"])
-        return _held(matrix, parameter.grad).lerp(momentum, MOMENTUM).to(device(), PRECISION)
+        parameter = move.matrix.parameter
+        momentum = _held(move, self.state[parameter]["momentum_buffer"])
+        return _held(move, parameter.grad).lerp(momentum, MOMENTUM).to(device(), PRECISION)
 
 
-def _held(matrix: Matrix, tensor: Any) -> torch.Tensor:
-    """This rank's part of a matrix, of which it has some, as a view of a tensor that is laid out like its parameter."""
-    found = matrix.within(local_region(tensor))
+def _held(move: Move, tensor: Any) -> torch.Tensor:
+    """What this rank has of the moved run, as a view of a tensor that is laid out like the parameter."""
+    found = move.matrix.within(local_region(tensor), move.run)
     assert found is not None
     return local_tensor(tensor)[found[1]]
 
 
 def plan(
-    parameters: Sequence[nn.Parameter], parts: Mapping[nn.Parameter, Sequence[tuple[range, range]]]
+    parameters: Sequence[nn.Parameter], parts: Mapping[nn.Parameter, Sequence[tuple[Sequence[int], range]]]
 ) -> list[Bucket]:
     """Divide the matrices into buckets of similar ones, and the work of each bucket among the ranks: the same plan on
     all ranks. A rank that has all of a matrix is its owner, so that experts stay where they are."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     regions = {parameter: _regions(parameter, ranks) for parameter in parameters}
     matrices = [
-        Matrix(parameter, entry, *places)
+        Matrix(parameter, entry, _runs(rows), columns)
         for parameter in parameters
         for entry in itertools.product(*map(range, parameter.shape[:-2]))
-        for places in parts[parameter]
+        for rows, columns in parts[parameter]
     ]
     matrices.sort(key=lambda matrix: -matrix.work)
     buckets: list[Bucket] = []
@@ -175,19 +188,21 @@ def plan(
             buckets.append(Bucket([], [], [], True))
             free, loads = max(size, MUON_BUCKET_BYTES * ranks), [0] * ranks
         free -= size
-        holders: dict[tuple[int, ...], tuple[tuple[slice, slice], list[int]]] = {}
-        for at, region in regions[matrix.parameter]:
-            if (found := matrix.within(region)) is not None:
+        holders: dict[tuple[int, ...], tuple[int, tuple[slice, slice], list[int]]] = {}
+        for (at, region), run in itertools.product(regions[matrix.parameter], range(len(matrix.rows))):
+            if (found := matrix.within(region, run)) is not None:
                 rows, columns = part = found[0]
-                holders.setdefault((rows.start, rows.stop, columns.start, columns.stop), (part, []))[1].append(at)
-        whole = holders[next(iter(holders))][1] if len(holders) == 1 else range(ranks)
-        owner = min(whole, key=lambda at: loads[at])
+                held = rows.start, rows.stop, columns.start, columns.stop
+                holders.setdefault(held, (run, part, []))[2].append(at)
+        undivided = len(holders) == len(matrix.rows)
+        whole = [at for at in range(ranks) if undivided and all(at in those for *_, those in holders.values())]
+        owner = min(whole or range(ranks), key=lambda at: loads[at])
         loads[owner] += matrix.work
         gathered = [
-            Move(owner if owner in those else those[owner % len(those)], owner, matrix, part)
-            for part, those in holders.values()
+            Move(owner if owner in those else those[owner % len(those)], owner, matrix, run, part)
+            for run, part, those in holders.values()
         ]
-        scattered = [Move(owner, at, matrix, part) for part, those in holders.values() for at in those]
+        scattered = [Move(owner, at, matrix, run, part) for run, part, those in holders.values() for at in those]
         bucket = buckets[-1]
         if owner == rank:
             bucket.owned.append(matrix)

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.distributed_launcher import run_distributed
 from tests.tiny_models import make_tiny
 from torchtitan.config.job_config import Checkpoint, JobConfig, LRScheduler, Optimizer
-from torchtitan.distributed.placement import ParallelDims
+from torchtitan.distributed import device
+from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.roles import Role, role_of
@@ -167,12 +169,32 @@ def test_roles_do_not_follow_from_shapes(
             assert (decay[value] == 0) == (role_of(policy, parameter) is Role.VECTOR)
 
 
+FULL = ["full_attention"] * 3
+# Two key heads of 8, and four value heads of 12.
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3, "head_dim": 16,
+}  # fmt: skip
+NEXT = {**DELTA, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+
+
+def by_heads(weight: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """As Qwen3-Next's layers in transformers divide what they have projected."""
+    return [part.flatten(0, 1) for part in weight.unflatten(0, (-1, sum(sizes))).split(sizes, 1)]
+
+
 @pytest.mark.parametrize(
     ("family", "config", "name", "cut"),
     [
         ("phi3", {}, "self_attn.qkv_proj.weight", lambda w: w.split([64, 32, 32])),
         ("phi3", {}, "mlp.gate_up_proj.weight", lambda w: w.split(96)),
         ("gpt_oss", {"num_local_experts": 2}, "mlp.experts.gate_up_proj", lambda w: [*w[..., ::2], *w[..., 1::2]]),
+        ("qwen3_5_text", DELTA, "linear_attn.in_proj_qkv.weight", lambda w: w.split([16, 16, 48])),
+        ("qwen3_5_text", DELTA, "linear_attn.in_proj_z.weight", lambda w: [w]),
+        ("qwen3_next", NEXT, "linear_attn.in_proj_qkvz.weight", lambda w: by_heads(w, [8, 8, 24, 24])),
+        ("qwen3_next", NEXT, "linear_attn.in_proj_ba.weight", lambda w: by_heads(w, [2, 2])),
+        ("qwen3_next", {**NEXT, "layer_types": FULL}, "self_attn.q_proj.weight", lambda w: by_heads(w, [16, 16])),
+        ("qwen3_5_text", {**DELTA, "layer_types": FULL}, "self_attn.k_proj.weight", lambda w: [w]),
     ],
 )
 def test_muon_takes_projections_apart_that_are_stored_as_one(
@@ -180,7 +202,7 @@ def test_muon_takes_projections_apart_that_are_stored_as_one(
 ) -> None:
     of_run = JobConfig()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    directory = make_tiny(tmp_path, family, **sizes, **config, **({"head_dim": 16} if family == "gpt_oss" else {}))
+    directory = make_tiny(tmp_path, family, **{**sizes, "head_dim": 16, **config})
     of_run.model.hf_assets_path = str(directory)
     policy = build_policy(of_run, ParallelDims(1, 1, 1, world_size=1))
     weight = policy.get_parameter(f"model.layers.0.{name}")
@@ -192,6 +214,38 @@ def test_muon_takes_projections_apart_that_are_stored_as_one(
     torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
     for one, expected in zip(cut(weight.detach()), theirs, strict=True):
         torch.testing.assert_close(one, expected.detach(), rtol=0, atol=0.01 * 0.2 * math.sqrt(96) * 2**-6)
+
+
+def after_muon(directory: str, layouts: list[dict[str, int]]) -> list[list[list[float]]]:
+    """Of every layout, the whole matrices after two steps on gradients that all layouts have alike."""
+    found = []
+    for layout in layouts:
+        config = JobConfig()
+        config.model.hf_assets_path = directory
+        vars(config.parallelism).update(layout)
+        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+        policy, generator = build_policy(config, dims), torch.Generator().manual_seed(2)
+        optimizer = build_optimizer(policy, Optimizer(name="Muon", lr=0.01))
+        for _ in range(2):
+            for _, parameter in sorted(policy.named_parameters()):
+                parameter.grad = torch.zeros_like(parameter)
+                copy_full_(parameter.grad, torch.randn(parameter.shape, generator=generator))
+            optimizer.step()
+        matrices = [name for name, _ in policy.named_parameters() if "in_proj" in name or "q_proj" in name]
+        found.append([full_tensor(policy.get_parameter(name).detach()).flatten().tolist() for name in matrices])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "config"), [("qwen3_5_text", DELTA), ("qwen3_next", NEXT)])
+def test_ranks_put_matrices_together_that_are_stored_by_head(
+    tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    directory = str(make_tiny(tmp_path, family, **config))
+    (alone,) = after_muon(directory, [{}])
+    layouts = [{}, {"tensor_parallel_degree": 2}]
+    for rank in run_distributed(f"{__name__}:after_muon", 4, directory=directory, layouts=layouts):
+        assert rank == [alone, alone]
 
 
 @pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])
