@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -24,10 +25,13 @@ from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.messages import plain_message, plain_tools, read_chat
-from torchtitan.rollout.rewards import NEEDS_ANSWER
+from torchtitan.rollout.rewards import ARGUMENTS, NEEDS_ANSWER, is_built_in
+from torchtitan.rollout.rewards.references import check_references
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt
 from torchtitan.rollout.unwritten import warn_of_unread_keys
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -275,6 +279,27 @@ def _check_rows(
             problem = _tools_problem(row, config, renderer)
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
+    _check_columns(rows, config, f"{key} = {dataset!r}", functions)
+
+
+def _check_columns(rows: Sequence[Row], config: JobConfig, where: str, functions: set[str]) -> None:
+    """Check the columns that reward functions get: their names, and the references."""
+    column = config.rewards.answer_column
+    names = {name for row in rows for name in row} - {config.rollout.prompt_column, column}
+    if not all(map(is_built_in, functions)) and (hidden := ARGUMENTS & names):
+        raise UserError(
+            f"{where}: a reward function would not see column{'s' if len(hidden) > 1 else ''} "
+            f"{', '.join(map(repr, sorted(hidden)))}, because one of its arguments has that name: rename the column"
+        )
+    if functions and column != "answer" and "answer" in names:
+        logger.info(
+            "%s: as `answer`, reward functions and environments get column %r (rewards.answer_column), not 'answer'",
+            where, column,
+        )  # fmt: skip
+    if NEEDS_ANSWER & functions:
+        references = [row.get(column) for row in rows]
+        of_column = f"{where}, column {column!r} (rewards.answer_column)"
+        check_references(references, of_column, sorted(NEEDS_ANSWER & functions))
 
 
 def _completion_problem(row: Row, config: JobConfig) -> str | None:
@@ -398,7 +423,7 @@ class PromptMaker:
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in row.items() if name != self._rollout.prompt_column}
         if self._answer_column in columns:
-            columns.setdefault("answer", columns[self._answer_column])
+            columns["answer"] = columns[self._answer_column]
         return columns
 
     def _prefill(self, token_ids: list[int]) -> str:

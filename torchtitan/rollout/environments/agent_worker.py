@@ -16,6 +16,7 @@ the session; the gateway records all sessions of an episode's key.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
 import inspect
@@ -128,7 +129,9 @@ async def _run_in(environment: dict[str, str], words: list[str], message: dict[s
     reading_errors = asyncio.ensure_future(_read_tail(process.stderr, errors, copy=True))
     try:
         with contextlib.suppress(ConnectionError):  # a command may ignore the row
-            process.stdin.write(json.dumps(message["row"]).encode() + b"\n")
+            # Bytes are written in base64, as JSON has no form of its own for them.
+            row = json.dumps(message["row"], default=lambda value: base64.b64encode(value).decode())
+            process.stdin.write(row.encode() + b"\n")
             await process.stdin.drain()
             process.stdin.close()
         # Not process.wait(), which also waits for the pipes: children that remain may hold the output open.

@@ -28,8 +28,20 @@ BUILTIN: dict[str, str] = {
 NEEDS_ANSWER = frozenset({"accuracy", "arithmetic", "cosine_length", "exact_match", "length"})
 """Built-in functions that compare with the reference answer (rewards.answer_column)"""
 
+ARGUMENTS = frozenset(
+    {
+        "prompts", "completions", "completion_ids", "finish_reasons", "max_completion_tokens", "prefill",
+        "environments", "trainer_state", "log_extra", "log_metric",
+    }
+)  # fmt: skip
+"""What a function gets beside the dataset's columns, which therefore have other names"""
+
 CHECKS_MATHEMATICS = frozenset({"accuracy", "cosine_length", "length"})
 """Built-in functions that may need math-verify, which takes seconds to load"""
+
+
+def is_built_in(name: str) -> bool:
+    return name in BUILTIN
 
 
 def load_reward(name: str) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torchtitan.rollout.rewards.comparison import CHOICE, is_text
@@ -53,11 +55,19 @@ def final_answer(text: str, in_words: bool = False) -> str | None:
     return (_last_words(text) if in_words else None) or _last_expression(text)
 
 
-def gold_answer(gold: Any) -> str | None:
-    """Return the answer in a reference, tidied; None for an empty one."""
-    if gold is None:
+def reference_text(gold: Any) -> str | None:
+    """Return a reference as text; None for null, and for what is neither text nor a number: NaN, bytes, a list, an
+    object."""
+    if gold is None or isinstance(gold, bytes) or (isinstance(gold, Iterable) and not isinstance(gold, str)):
         return None
-    text = str(gold)
+    return None if isinstance(gold, float) and not math.isfinite(gold) else str(gold)
+
+
+def gold_answer(gold: Any) -> str | None:
+    """Return the answer in a reference, tidied; None if it has none."""
+    text = reference_text(gold)
+    if text is None:
+        return None
     if GSM8K_MARK in text:
         text = text.rpartition(GSM8K_MARK)[2].strip().partition("\n")[0]
     boxed = last_boxed(text)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from torchtitan.rollout.rewards.answers import final_answer, gold_answer
+from torchtitan.rollout.rewards.answers import final_answer, gold_answer, reference_text
 from torchtitan.rollout.rewards.comparison import compare, is_text
 from torchtitan.rollout.rewards.mathematics import same_mathematics
 
@@ -32,7 +32,7 @@ def _said_last(messages: Sequence[dict[str, Any]]) -> str:
 def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
     """Return 1 if the completion is the answer, ignoring white space around both, else 0; None without an answer."""
     return [
-        None if gold is None else float(text.strip() == str(gold).strip())
+        None if (wanted := reference_text(gold)) is None else float(text.strip() == wanted.strip())
         for text, gold in zip(texts(completions), answer, strict=True)
     ]
 
@@ -43,7 +43,7 @@ def arithmetic(
     """Return 1 for the exact answer, else half the fraction of correct digits; 0 if the length is wrong or the
     completion was truncated; None without an answer."""
     return [
-        None if gold is None else _digits_right(text, str(gold)) if reason == "stop" else 0.0
+        None if (wanted := reference_text(gold)) is None else _digits_right(text, wanted) if reason == "stop" else 0.0
         for text, gold, reason in zip(texts(completions), answer, finish_reasons, strict=True)
     ]
 

@@ -18,7 +18,7 @@ import numbers
 import signal
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,9 @@ class Log:
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a column of completions.jsonl. Raises ValueError unless there is one value per completion."""
+        """Log a column of completions.jsonl. Raises ValueError unless there is one value per completion, in order."""
+        if not _has_order(values):
+            raise ValueError(f"log_extra({column!r}, …): a list of values is needed, not a {type(values).__name__}")
         if len(values) != self.samples:
             raise ValueError(f"log_extra({column!r}, …): {len(values)} values for {self.samples} completions")
         self.columns[str(column)] = [_plain(value) for value in values]
@@ -78,7 +80,7 @@ def begin(function: Callable[..., Any], message: dict[str, Any]) -> tuple[Any, L
 
 def reply(result: Any, log: Log) -> dict[str, Any]:
     """Return the reply for a call's result."""
-    if not isinstance(result, Iterable):
+    if not _has_order(result):
         return {"error": f"must return {log.samples} rewards in a list, returned {type(result).__name__}"}
     values = [value.item() if hasattr(value, "item") else value for value in result]
     if len(values) != log.samples:
@@ -128,6 +130,11 @@ async def _finish(awaitable: Any) -> Any:
         return await awaitable
     except SystemExit as error:  # if it escaped a task, it would end the loop and all other calls
         raise RuntimeError(f"SystemExit: {error}") from error
+
+
+def _has_order(values: Any) -> bool:
+    """Whether the values can be one per completion: not the keys of a dict, the elements of a set or characters."""
+    return isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Set)
 
 
 def _is_finite_number(value: Any) -> bool:

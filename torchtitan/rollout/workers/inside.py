@@ -7,6 +7,7 @@ A message is a JSON object after its length. The first one sets up the worker, w
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import ctypes
 import json
@@ -26,6 +27,8 @@ HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
 # A longer message is a mistake or an attack on the parent's memory.
 MAX_MESSAGE_BYTES = 1 << 26
+# The only key of the object that stands for bytes in a message.
+BYTES = "torchtitan.bytes"
 # In an error, what follows this is not ours: a program has printed it.
 QUOTES = ", its standard error with: "
 
@@ -88,7 +91,22 @@ def read_message(file: BinaryIO) -> Any:
     header = file.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    return json.loads(file.read(HEADER.unpack(header)[0]))
+    return json.loads(file.read(HEADER.unpack(header)[0]), object_hook=_restored)
+
+
+def written(message: dict[str, Any]) -> bytes:
+    """Return a message for read_message. Bytes arrive as bytes; other values that JSON does not know arrive as text."""
+    return json.dumps(message, default=_as_json).encode()
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {BYTES: base64.b64encode(value).decode()}
+    return str(value)
+
+
+def _restored(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
 
 
 def write_message(file: BinaryIO, message: dict[str, Any]) -> None:

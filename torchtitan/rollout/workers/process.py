@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, QUOTES
+from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, QUOTES, written
 from torchtitan.rollout.workers.isolation import SCRATCH, Isolation
 from torchtitan.rollout.workers.port_forward import PortForward
 from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
@@ -207,7 +207,7 @@ class WorkerProcess:
         to_worker, _ = self._process.streams
         if to_worker.is_closing() or not self.alive:
             raise ConnectionError(f"{self._what} has ended")
-        data = json.dumps(message, default=str).encode()
+        data = written(message)
         # No drain: the owner bounds the calls in flight, and a worker that does not read misses its deadline.
         to_worker.write(HEADER.pack(len(data)) + data)
 
