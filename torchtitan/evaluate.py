@@ -163,33 +163,44 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     return config
 
 
-def evaluate(evaluated: Evaluated, config: JobConfig) -> tuple[Path, list[dict[str, Any]], int]:
+def evaluate(evaluated: Evaluated, config: JobConfig) -> tuple[Path, list[dict[str, Any]], list[str], int]:
     """Evaluate on this rank, with the ranks and engines of a run (collective).
 
-    Returns the folder that was written, on rank 0 the figures of every checkpoint in their order, and the exit code: 0,
-    or 128 + the signal that stopped it. Raises UserError if an evaluation is missing.
+    Returns the folder that was written, on rank 0 the figures of every checkpoint in their order, the checkpoints that
+    were deleted before their turn, and the exit code: 0, or 128 + the signal that stopped it. Raises UserError if an
+    evaluation is missing, or all checkpoints were deleted.
     """
     sleep_between_regions()  # before torch is imported
     from torchtitan.trainer.controller import Kind
     from torchtitan.trainer.job import Job
 
     with Job(config) as job:
+        names, gone = list[str](), list[str]()
         steps: list[int | None] = [*evaluated.steps]
         for step in steps or [None]:
-            if step is not None:
-                job.load(evaluated.place, step)
+            name = str(evaluated.place if step is None else evaluated.place / f"step-{step}")
+            if step is not None and not job.load(evaluated.place, step):
+                gone.append(name)
+                continue
+            names.append(name)
             job.start()
             if follow_commands(job).kind is Kind.STOP:
                 break
+        if not names:
+            raise UserError(f"{evaluated.place}: its run has deleted {', '.join(map(short_name, gone))} meanwhile")
         job.raise_failure()
         folder, code, is_first = job.run_dir, job.exit_code, job.controller is not None
     rows = [row for row in read_json_lines(folder / "metrics.jsonl") if "eval/version" in row] if is_first else []
-    if is_first and not code and len(rows) < len(evaluated.steps or [0]):
+    if is_first and not code and len(rows) < len(names):
         events = read_json_lines(folder / "events.jsonl")
         reasons = [event["reason"] for event in events if event["kind"] == "evaluation_missing"]
         raise UserError(f"an evaluation is missing: {'; '.join(reasons)} (logs in {folder})")
-    names = [evaluated.place / f"step-{step}" for step in evaluated.steps] or [evaluated.place]
-    return folder, [{"checkpoint": str(name), **row} for name, row in zip(names, rows, strict=False)], code
+    return folder, [{"checkpoint": name, **row} for name, row in zip(names, rows, strict=False)], gone, code
+
+
+def short_name(checkpoint: str) -> str:
+    """Return the name of a checkpoint in tables."""
+    return "/".join(Path(checkpoint).parts[-2:])
 
 
 def show_table(rows: Sequence[dict[str, Any]]) -> None:
@@ -197,7 +208,7 @@ def show_table(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    head, lines = evaluation_table([{**row, "step": "/".join(Path(row["checkpoint"]).parts[-2:])} for row in rows])
+    head, lines = evaluation_table([{**row, "step": short_name(row["checkpoint"])} for row in rows])
     shown = [number for number, name in enumerate(head) if name not in ("version", "time_s", "redone")]
     table = Table("checkpoint", *(head[number] for number in shown[1:]), box=None)
     for line in lines:
@@ -239,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments, options = parse(sys.argv[1:] if argv is None else argv)
     rows: list[dict[str, Any]] = []
+    gone: list[str] = []
     folders: list[Path] = []
     try:
         jobs: dict[tuple[str, Path, bool], Evaluated] = {}
@@ -247,15 +259,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             same.steps = sorted({*same.steps, *one.steps})
         # All of them before the first one starts: a mistake must not cost an evaluation.
         for one, config in [(one, configure(one, options, arguments.set)) for one in jobs.values()]:
-            folder, figures, code = evaluate(one, config)
+            folder, figures, missed, code = evaluate(one, config)
             rows += figures
+            gone += missed
             folders.append(folder)
             if code:
                 return code
         if from_torchrun("RANK", "0") == 0:
             show_table(rows)
+            if gone:
+                text = (
+                    f"not evaluated, because their run has deleted them meanwhile: {', '.join(map(short_name, gone))}"
+                )
+                print(f"warning: {text}", file=sys.stderr, flush=True)
             output = arguments.output or folder / RESULT_FILE
-            write_whole(output, json.dumps({"evaluations": rows}, indent=1) + "\n")
+            write_whole(output, json.dumps({"evaluations": rows, "deleted": gone}, indent=1) + "\n")
             print(output)
             print(*(folder / COMPLETIONS_FILE for folder in folders), sep="\n")
     except (UserError, OSError) as error:

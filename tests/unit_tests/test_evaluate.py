@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,7 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
+from torchtitan.trainer import job
 from torchtitan.trainer.run_dir import begin_checkpoint, finish_checkpoint
 
 
@@ -118,3 +121,50 @@ def test_students_are_evaluated_without_the_teachers_of_their_sources(run: Path,
     config_file.write_text(text + '[[source]]\nname = "a"\nteacher = "gone"\n[[source]]\nname = "b"\nteacher = ""\n')
     config = evaluate.configure(evaluate.Evaluated(str(config_file), model), [])
     assert config.job.stage == "grpo" and [source.teacher for source in config.source] == [None, None]
+
+
+@pytest.mark.parametrize("deleted", [[2], [10], [2, 10]])
+def test_checkpoints_that_are_deleted_meanwhile_are_named(
+    run: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], deleted: list[int]
+) -> None:
+    steps: list[int] = []
+
+    class FakeJob:
+        """Writes the row that an evaluation writes."""
+
+        run_dir, exit_code, controller = run, 0, object()
+
+        def __init__(self, config: JobConfig):
+            del config
+
+        def __enter__(self) -> FakeJob:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def load(self, folder: Path, step: int) -> bool:
+            assert folder == run / "saved"
+            return step not in deleted and not steps.append(step)
+
+        def start(self) -> None:
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 0, "time": 0.0, "eval/version": steps[-1]}) + "\n")
+
+        def raise_failure(self) -> None:
+            pass
+
+    monkeypatch.setattr(job, "Job", FakeJob)
+    monkeypatch.setattr(evaluate, "follow_commands", lambda _: SimpleNamespace(kind=None))
+    code = evaluate.main([str(run), "--model.hf_assets_path", str(model), "--output", str(run / "found.json")])
+    said = capsys.readouterr()
+    if len(deleted) == 2:
+        assert code == 1 and "its run has deleted saved/step-2, saved/step-10 meanwhile" in said.err
+        return
+    found = json.loads((run / "found.json").read_text())
+    rows = [(Path(row["checkpoint"]).name, row["eval/version"]) for row in found["evaluations"]]
+    (kept,) = {2, 10} - {*deleted}
+    assert code == 0 and rows == [(f"step-{kept}", kept)]
+    assert found["deleted"] == [str(run / "saved" / f"step-{deleted[0]}")]
+    assert f"their run has deleted them meanwhile: saved/step-{deleted[0]}" in said.err
+    assert f"saved/step-{kept}" in said.out

@@ -19,11 +19,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import refuse_pointer
+from torchtitan.models.exports import TEMPLATES_FOLDER
 from torchtitan.rollout.messages import Messages, thoughts_as_keys, thoughts_as_parts
 
 # transformers' names, see its `get_chat_template`.
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-ADDITIONAL = "additional_chat_templates"
 
 
 class _GenerationBlock(Extension):
@@ -136,6 +136,11 @@ class ChatTemplates:
         )
 
     @property
+    def sources(self) -> dict[str, str]:
+        """The text of each, by name."""
+        return {name: template.source for name, template in self._named.items()}
+
+    @property
     def variables(self) -> set[str]:
         """Names of the variables that any of them reads. Raises UserError if one is not a template."""
         return {name for template in self._named.values() for name in template.variables}
@@ -143,7 +148,7 @@ class ChatTemplates:
 
 def _from_files(directory: Path) -> dict[str, str]:
     paths = {DEFAULT: directory / "chat_template.jinja"}
-    paths |= {path.stem: path for path in sorted((directory / ADDITIONAL).glob("*.jinja"))}
+    paths |= {path.stem: path for path in sorted((directory / TEMPLATES_FOLDER).glob("*.jinja"))}
     found = {}
     for name, path in paths.items():
         if path.is_file():

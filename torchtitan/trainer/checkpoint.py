@@ -6,10 +6,8 @@ is unpickled, but for Distributed Checkpoint's metadata, and that only from a li
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
-import pickle
 import shutil
 import threading
 import time
@@ -23,10 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.distributed import device
@@ -35,6 +32,7 @@ from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import read_json
 from torchtitan.models.exports import ADAPTERS, WHOLE, export_path
+from torchtitan.trainer.checkpoint_reader import CheckedReader
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.origins import Origins
 from torchtitan.trainer.run_dir import (
@@ -124,53 +122,6 @@ def materialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
-
-
-class CheckedReader(FileSystemReader):
-    """Reads tensors from a checkpoint folder; its metadata, a pickle, may only name classes that are known there."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        path = f"{self.path}/.metadata"
-        try:
-            with open(path, "rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # of a file that this program did not write, anything
-            raise UserError(f"{path} cannot be read: {error!r}") from error
-        if not isinstance(metadata, dcp_metadata.Metadata) or any(
-            not isinstance(entry, dcp_metadata.TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
-        ):
-            raise UserError(f"{path} does not describe tensors, so it is not a checkpoint of this program")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = dcp_metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-def _enumeration_member(enumeration: Any, name: Any) -> enum.Enum:
-    """What getattr() is for in a pickle by Python 3.11.0 to 3.11.3, which names members of enumerations so."""
-    if isinstance(enumeration, enum.EnumMeta) and isinstance(name, str) and name in enumeration.__members__:
-        return enumeration[name]
-    raise pickle.UnpicklingError(f"{name!r} of {enumeration!r} has no place in a checkpoint's metadata")
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    _METADATA = {*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING"}
-    _OTHERS = {
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if (module == dcp_metadata.__name__ and name in self._METADATA) or (module, name) in self._OTHERS:
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _enumeration_member
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
 
 @dataclass
@@ -288,9 +239,7 @@ class Checkpointer:
         step = self._agree_on_step(step)
         path = checkpoint_path(self.folder, step)
         self._check_files(step)
-        facts = read_json(path / "state.json")
-        reader = CheckedReader(str(path))
-        saved = reader.read_metadata().state_dict_metadata
+        facts, reader, saved = self._read_facts(path)
         if not policy_only:
             materialize_optimizer(self.optimizer)
         stepped = {name.rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
@@ -379,14 +328,29 @@ class Checkpointer:
         lora = getattr(self.policy, "lora", None)
         return {} if lora is None else {"base_bits": lora.base_bits, "alpha": lora.alpha}
 
+    def has(self, step: int) -> bool:
+        """Whether there still is a whole checkpoint of `step`, as rank 0 sees the folder."""
+        return bool(self._on_ranks(lambda: step in whole_steps(self.folder))[0])
+
+    def _read_facts(self, path: Path) -> tuple[dict[str, Any], CheckedReader, Mapping[str, Any]]:
+        """Read what a checkpoint says of itself and of its tensors. Raises UserError on all ranks if one cannot."""
+        read: list[tuple[dict[str, Any], CheckedReader, Mapping[str, Any]]] = []
+
+        def read_here() -> None:
+            reader = CheckedReader(str(path))
+            read.append((read_json(path / "state.json"), reader, reader.read_metadata().state_dict_metadata))
+
+        try:
+            self._on_ranks(read_here, all_ranks=True)
+        except OSError as error:
+            raise UserError(f"{path}: {error}") from error
+        return read[0]
+
     def _changed_origin(self, facts: Mapping[str, Any], evaluates: bool) -> str:
         """What a checkpoint's run refers to that is another one here."""
         if self.origins is None:
             return ""
-        try:
-            return self.origins.problem(facts.get("refers_to", {}), self.folder.parent, evaluates)
-        except UserError as error:
-            return str(error)
+        return self.origins.problem(facts.get("refers_to", {}), self.folder.parent, evaluates)
 
     def _write_guarded(
         self,
@@ -449,13 +413,13 @@ class Checkpointer:
     def _on_ranks(self, action: Callable[[], Any], all_ranks: bool = False) -> list[Any]:
         """Run an action on rank 0, or on all ranks. Returns every rank's result (None where it did not run).
 
-        Raises OSError on all ranks where it did not work on one.
+        Raises an error on all ranks where it did not work on one: its own there, OSError on the others.
         """
         result, problem = None, None
         if all_ranks or self.rank == 0:
             try:
                 result = action()
-            except OSError as error:
+            except (OSError, UserError) as error:
                 problem = error
         results: list[Any] = [(result, problem and str(problem))]
         if self._group is not None:
@@ -465,7 +429,7 @@ class Checkpointer:
             raise problem
         for rank, (_, said) in enumerate(results):
             if said:
-                raise OSError(f"rank {rank} could not write: {said}")
+                raise OSError(f"rank {rank}: {said}")
         return [result for result, _ in results]
 
     def _distributed(self, operation: Callable[..., Any], state: dict[str, torch.Tensor], **arguments: Any) -> None:

@@ -126,12 +126,19 @@ class Job:
             self.controller.start(self.version)
         self._boundary = time.perf_counter()
 
-    def load(self, folder: Path, step: int) -> None:
-        """Take the policy of a checkpoint in the folder of any run's checkpoints, to evaluate it (collective)."""
+    def load(self, folder: Path, step: int) -> bool:
+        """Take the policy of a checkpoint in the folder of any run's checkpoints, to evaluate it (collective). False if
+        it is not there any more: a run keeps only its latest ones (checkpoint.keep_latest_k)."""
         if self.sync is not None:
             self.sync.fence()
         self.checkpointer.folder = folder
-        self.version = self.checkpointer.load(step, policy_only=True).version
+        try:
+            self.version = self.checkpointer.load(step, policy_only=True).version
+        except UserError:
+            if self.checkpointer.has(step):
+                raise
+            return False
+        return True
 
     def next_command(self) -> Command:
         """What all ranks do next, as rank 0 decides."""

@@ -115,16 +115,23 @@ def _model_facts(args: ModelArgs) -> dict[str, Any]:
     if isinstance(args, ForeignArgs):
         # transformers reads further keys.
         config = {key: value for key, value in json.loads(args.source).items() if key not in _OF_THE_FILE}
-        facts["config.json"] = xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())
+        facts["config.json"] = _digest(config)
     return facts
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what decides how text becomes tokens, and where a completion ends."""
     file = read_json(tokenizer.directory / "tokenizer.json") | {"padding": None, "truncation": None}
-    texts = {"tokenizer.json": json.dumps(file, sort_keys=True), "chat template": tokenizer.template_source}
-    digests = {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
-    return {**digests, "special tokens": tokenizer.special_tokens, "end tokens": tokenizer.eos_token_ids}
+    return {
+        "tokenizer.json": _digest(file),
+        "chat template": _digest(tokenizer.templates.sources),
+        "special tokens": tokenizer.special_tokens,
+        "end tokens": tokenizer.eos_token_ids,
+    }
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()))
 
 
 def _differences(before: Any, now: Any, name: str = "") -> str:

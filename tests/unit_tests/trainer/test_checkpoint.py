@@ -7,10 +7,12 @@ import enum
 import json
 import pickle
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint
 from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.job import Job
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.trainer.run_dir import MARKER, describe_file, encode_marker, go_back_to, whole_steps
 
@@ -163,6 +166,34 @@ def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
     go_back_to(folder.parent, folder.name, 2)
     assert whole_steps(folder) == [2]
     assert (folder / "abandoned-step-3" / "state.json").is_file()
+
+
+@pytest.mark.parametrize("before", ["_agree_on_step", "_check_files", "_read_facts", "_distributed"])
+def test_an_evaluation_goes_on_where_a_checkpoint_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """A run that still trains deletes its older checkpoints, at any time."""
+    run = Run(tmp_path)
+    for step in (1, 2, 3):
+        run.train(1)
+        run.save(step)
+    other = Run(tmp_path)
+    job = cast("Job", SimpleNamespace(sync=None, checkpointer=other.checkpointer, version=0))
+    folder = run.checkpointer.folder
+    original = getattr(other.checkpointer, before)
+
+    def after_deletion(*arguments: Any, **options: Any) -> Any:
+        shutil.rmtree(folder / "step-1", ignore_errors=True)
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(other.checkpointer, before, after_deletion)
+        assert not Job.load(job, folder, 1)
+    assert Job.load(job, folder, 3) and job.version == 3
+    assert torch.equal(other.policy.inner.weight, run.policy.inner.weight)
+    (folder / "step-2" / "state.json").write_text("{")  # damaged, but there
+    with pytest.raises(UserError, match="is damaged"):
+        Job.load(job, folder, 2)
 
 
 def test_interrupted_saves_are_ignored_and_removed(tmp_path: Path) -> None:
