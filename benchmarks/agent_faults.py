@@ -72,9 +72,10 @@ def _note_answers(record: Path, backend: str) -> None:
     """The JSON of a foreign engine, before any code of ours has made a completion of it."""
     real = AgentClient._ask
 
-    async def ask(client: AgentClient, phase: str, call: Call, timeout_s: float) -> Any:
-        answer = await real(client, phase, call, timeout_s)
+    async def ask(client: AgentClient, phase: str, call: Call, timeout_s: float, most_bytes: int) -> Any:
+        pieces = await real(client, phase, call, timeout_s, most_bytes)
         if phase == "generate":
+            answer = json.loads(b"".join(pieces))
             if backend == "vllm":
                 prompt, choice = call.body["token_ids"], answer["choices"][0]
                 token_ids = choice["token_ids"]
@@ -85,7 +86,7 @@ def _note_answers(record: Path, backend: str) -> None:
                 log_probs = [row[0] for row in sample["meta_info"]["output_token_logprobs"]]
             with record.open("a") as file:
                 print(json.dumps([None, prompt, {"token_ids": token_ids, "log_probs": log_probs}]), file=file)
-        return answer
+        return pieces
 
     AgentClient._ask = ask  # type: ignore[method-assign]
 

@@ -53,7 +53,7 @@ if [[ "$engine" == vllm || "$engine" == sglang ]]; then
     fi
 fi
 
-# What our code needs inside an engine's process; the checkout itself is put on PYTHONPATH.
+# What our code needs inside an engine's process (msgspec, too, which both engines require); the checkout itself is put on PYTHONPATH.
 requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>=0.4")
 
 # A colocated run's trainer runs in vLLM's environment, and imports these as well. None of them requires torch.

@@ -200,18 +200,18 @@ async def publish_meanwhile(trainer: Trainer, client: ActorClient) -> list[Compl
     for part in (3, 6, 12):
         task = asyncio.ensure_future(generate())
         await asyncio.sleep(alone / part)
-        await client.client.call("pause", "POST", "/pause", 20.0, {})
+        await client.client.call_object("pause", "POST", "/pause", 20.0, {})
         assert (await client.health(20.0)).status == "paused"
         await asyncio.sleep(0.5)
         if not task.done():
             break
         await task
-        await client.client.call("resume", "POST", "/resume", 20.0, {})
+        await client.client.call_object("resume", "POST", "/resume", 20.0, {})
     assert not task.done()
     trainer.publish()
     health = await health_at_version(client, 1)
     assert not task.done() and (health.status, health.version) == ("paused", 1)
-    await client.client.call("resume", "POST", "/resume", 20.0, {})
+    await client.client.call_object("resume", "POST", "/resume", 20.0, {})
     return await task
 
 

@@ -17,8 +17,9 @@ from torchtitan.config.derived import verification
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command
-from torchtitan.inference.agent.client import AgentClient, agent_command, understanding
+from torchtitan.inference.agent.client import AgentClient, agent_command
 from torchtitan.inference.agent.engine import load_engine
+from torchtitan.inference.answers import completions_of, generated_bytes, scored_bytes, scores_of
 from torchtitan.inference.client import (
     LEAVING,
     TOKEN_VARIABLE,
@@ -27,7 +28,6 @@ from torchtitan.inference.client import (
     ActorError,
     ActorHealth,
     base_url,
-    check_completions,
 )
 from torchtitan.inference.placement import engine_devices, threads_per_actor
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
@@ -39,11 +39,11 @@ from torchtitan.utils.machine import host_memory
 ATTEMPTS = 3
 
 
-def make_client(backend: str, url: str, token: str) -> ActorClient:
-    """Return a client of the actor at `url`."""
+def make_client(backend: str, url: str, token: str, experts: int = 0) -> ActorClient:
+    """Return a client of the actor at `url`; for `experts` see ActorClient."""
     if backend == "embedded":
-        return EmbeddedClient(url, token)
-    return AgentClient(load_engine(backend), url, token)
+        return EmbeddedClient(url, token, experts)
+    return AgentClient(load_engine(backend), url, token, experts)
 
 
 def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
@@ -119,17 +119,14 @@ class EmbeddedClient(ActorClient):
             RequestRefused: the request itself is wrong.
             ActorError: no answer, an error, or an answer that is not well-formed.
         """
-        data = await self.client.call_object("generate", "POST", "/v1/generate", timeout_s, request.to_json())
-        with understanding("generate"):
-            completions = [Completion.from_json(item) for item in data["completions"]]
-            return check_completions(completions, request.sampling.n)
+        body, most = request.to_json(), generated_bytes(request, self.experts)
+        answer = await self.client.fetch("generate", "POST", "/v1/generate", timeout_s, body, most_bytes=most)
+        return await completions_of("embedded", request, answer)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        data = await self.client.call_object("score", "POST", "/v1/score", timeout_s, {"token_ids": token_ids})
-        with understanding("score"):
-            values = [float(value) for value in data["log_probs"]]
-            scored = ScoredTokens(values, str(data["epoch"]), int(data["version"]))
-        return scored
+        body, most = {"token_ids": token_ids}, scored_bytes(len(token_ids))
+        answer = await self.client.fetch("score", "POST", "/v1/score", timeout_s, body, most_bytes=most)
+        return await scores_of("embedded", token_ids, answer)
 
     async def capabilities(self, timeout_s: float) -> Capabilities:
         data = await self.state(timeout_s)

@@ -24,6 +24,7 @@ from torchtitan.inference.client import LEAVING
 from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.utils.http_site import HttpSite, has_token
 from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
+from torchtitan.utils.typed_json import Object, WrongForm, decode
 from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.wire import runtime as wire
@@ -296,10 +297,9 @@ def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Respo
 
 async def parse_body(request: web.Request, kind: type[Asked]) -> Asked:
     """Parse a body, which may be missing. Raises WrongRequest."""
+    body = await request.read() or b"{}"
     try:
-        data = json.loads(await request.read() or b"{}")
-    except ValueError as error:
-        raise WrongRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise WrongRequest("the body must be a JSON object")
+        data = decode(Object, body, len(body))
+    except WrongForm as error:
+        raise WrongRequest(f"the body is not JSON or not an object: {error}") from None
     return kind.read(data, WrongRequest)

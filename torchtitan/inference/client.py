@@ -8,7 +8,6 @@ import abc
 import asyncio
 import base64
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,12 +24,15 @@ from torchtitan.inference.types import (
     Completion,
     GenerateRequest,
     Routes,
+    SamplingParameters,
     ScoredTokens,
     Tag,
     check_routes,
     compact,
     mistakes_of,
 )
+from torchtitan.utils.reader_process import Pieces
+from torchtitan.utils.typed_json import Object, WrongForm, decode
 from torchtitan.weight_sync.wire import runtime as wire
 
 TOKEN_VARIABLE = wire.ACTOR_TOKEN_VARIABLE
@@ -41,11 +43,12 @@ WRONG_REQUEST = 400
 UNAUTHORIZED = 401
 NOT_READY = 503
 KEEP_ALIVE_S = 60.0
+PIECE_BYTES = 1 << 20
 MAX_REASON_CHARACTERS = 500
 # No number of a token or version that does not fit a tensor.
 LARGEST = 1 << 63
-# No answer is longer: an actor that sends without end would fill this machine's memory.
-MAX_ANSWER_BYTES = 1 << 30
+# An answer to an order, or about an actor's state, is no longer.
+STATE_BYTES = 1 << 18
 
 
 class ActorError(Exception):
@@ -123,7 +126,7 @@ class JsonClient:
         self._token, self._token_variable = token, token_variable
         self._session: aiohttp.ClientSession | None = None
 
-    async def call(
+    async def fetch(
         self,
         phase: str,
         method: str,
@@ -131,14 +134,15 @@ class JsonClient:
         timeout_s: float,
         body: dict[str, Any] | None = None,
         refused: Callable[[int, str], bool] = wrong_request,
-    ) -> Any:
-        """Return the answer's JSON.
+        most_bytes: int = STATE_BYTES,
+    ) -> Pieces:
+        """Return the answer in pieces. One with more than `most_bytes` is refused as soon as it has them.
 
         Raises:
             ActorNotReady: the server said 503.
             TokenRefused: the server said 401.
             RequestRefused: `refused(status, reason)` holds.
-            ActorError: no answer in time, another status, or no JSON.
+            ActorError: no answer in time, another status, or too long an answer.
         """
         if self._session is None:
             # The pool bounds the requests in flight; a second bound here would only delay health probes.
@@ -150,14 +154,18 @@ class JsonClient:
             async with self._session.request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                data = bytearray()
+                most = most_bytes if response.status == 200 else STATE_BYTES
+                pieces, size = [bytearray()], 0
                 async for piece in response.content.iter_any():
-                    data += piece
-                    if len(data) > MAX_ANSWER_BYTES:
-                        raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
+                    size += len(piece)
+                    if size > most:
+                        raise ValueError(f"the answer has more than {most} bytes")
+                    if len(pieces[-1]) >= PIECE_BYTES:
+                        pieces.append(bytearray())
+                    pieces[-1] += piece
                 if response.status == 200:
-                    return json.loads(data) if data else None
-                text = data[: 4 * MAX_REASON_CHARACTERS].decode(errors="replace")[:MAX_REASON_CHARACTERS]
+                    return pieces
+                text = pieces[0][: 4 * MAX_REASON_CHARACTERS].decode(errors="replace")[:MAX_REASON_CHARACTERS]
                 reason = f"{path} answered {response.status}: {text}"
                 if response.status == NOT_READY:
                     raise ActorNotReady(phase, reason)
@@ -172,17 +180,18 @@ class JsonClient:
                 raise ActorError(phase, reason)
         except asyncio.TimeoutError as error:
             raise ActorError(phase, f"{path} gave no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ActorError(phase, f"{path}: {type(error).__name__}: {error}") from error
 
     async def call_object(
         self, phase: str, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Like `call`, but the answer has to be a JSON object."""
-        data = await self.call(phase, method, path, timeout_s, body)
-        if not isinstance(data, dict):
-            raise ActorError(phase, f"{path} did not answer with a JSON object")
-        return data
+        """Return the answer to an order, a JSON object. Raises what `fetch` does."""
+        (data,) = await self.fetch(phase, method, path, timeout_s, body)
+        try:
+            return decode(Object, data)
+        except WrongForm as error:
+            raise ActorError(phase, f"{path} did not answer with a JSON object: {error}") from error
 
     async def close(self) -> None:
         """Close all connections."""
@@ -195,8 +204,10 @@ class ActorClient(abc.ABC):
     """Client of the actor at `url`, with `token` as authorisation. Every method has a deadline and raises ActorError.
     Belongs to one asyncio loop."""
 
-    def __init__(self, url: str, token: str):
+    def __init__(self, url: str, token: str, experts: int = 0):
+        """experts: how many a token has in all layers, where requests ask for them."""
         self.client = JsonClient(url, token)
+        self.experts = experts
 
     @property
     def url(self) -> str:
@@ -272,12 +283,14 @@ def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserE
     )
 
 
-def check_completions(completions: list[Completion], wanted: int) -> list[Completion]:
-    """Check that number, tokens, log-probs and version spans fit together and can be trained on. Raises ActorError, or
-    TypeError or OverflowError for what has another type."""
-    if len(completions) != wanted:
-        raise ActorError("generate", f"{len(completions)} completions were returned, {wanted} were requested")
+def check_completions(completions: list[Completion], sampling: SamplingParameters) -> list[Completion]:
+    """Check that these are as many as were requested and no longer, and that their tokens, log-probs and version spans
+    fit together and can be trained on. Raises ActorError, or TypeError or OverflowError for what has another type."""
+    if len(completions) != sampling.n:
+        raise ActorError("generate", f"{len(completions)} completions were returned, {sampling.n} were requested")
     for completion in completions:
+        if (length := len(completion.token_ids)) > sampling.max_tokens:
+            raise ActorError("generate", f"{length} tokens were returned, at most {sampling.max_tokens} were requested")
         _check(completion)
     return completions
 

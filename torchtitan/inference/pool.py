@@ -22,6 +22,7 @@ from torchtitan.inference.actor_parts import make_client as make_engine_client
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused, gave_up
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
+from torchtitan.models.shape import read_shape
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.wire.handshake import ACTOR, HTTP, role_key
 
@@ -65,7 +66,9 @@ class InferencePool:
         TORCHTITAN_ACTOR_TOKEN instead. make_client: of another engine than inference.backend names."""
         self._config, self._epoch, self._token = config, epoch, token
         self._run_dir, self._events = run_dir, events
-        self._make_client = make_client or partial(make_engine_client, config.inference.backend)
+        args = read_shape(config) if config.grpo.routing_replay else None
+        experts = 0 if args is None or args.experts is None else args.num_hidden_layers * args.experts.per_token
+        self._make_client = make_client or partial(make_engine_client, config.inference.backend, experts=experts)
         self._actors: list[Actor] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The supervision of each actor, by its name, and the parity guard, by an empty one"""

@@ -224,6 +224,10 @@ def parse_label(label: object) -> tuple[str, int] | None:
     return (epoch, int(version)) if slash and epoch and version.isascii() and version.isdigit() else None
 
 
+class NoVersion(ValueError):
+    """An engine's answer comes from weights that are not a version of this run."""
+
+
 class Body(BaseModel):
     """The JSON object that a server is asked with."""
 

@@ -6,19 +6,20 @@ import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from torchtitan.config.derived import environment_name, learns_from_rewards
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import Distill
 from torchtitan.errors import UserError
+from torchtitan.inference.answers import Top
 from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, TokenRefused
-from torchtitan.inference.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.teacher import ask_teacher
 from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters, add_turn, stream_seed
 from torchtitan.rollout.episodes import Engines, Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Sample, Trajectory
+from torchtitan.utils.typed_json import WrongForm
 
 # The token of a teacher server, and its retries.
 TOKEN_VARIABLE = "TORCHTITAN_TEACHER_TOKEN"
@@ -159,45 +160,6 @@ def make_sample(
     )  # fmt: skip
 
 
-Top = tuple[list[int], list[float]]
-"""Ids and log-probs of the likeliest tokens in one place"""
-
-
-def _question(backend: str, token_ids: list[int], top: int) -> tuple[str, dict[str, Any]]:
-    """Return path and body of the request to a distill.teacher_backend server for the log-probs of these tokens, and of
-    the `top` likeliest in each place."""
-    if backend == "embedded":
-        return "/v1/score", {"token_ids": token_ids, "top": top}
-    if backend == "sglang":
-        call = SGLANG.score(token_ids)
-        return call.path, {**call.body, "top_logprobs_num": top} if top else call.body
-    return "/v1/completions", {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-
-
-def _read_answer(backend: str, token_ids: list[int], top: int, answer: Any) -> tuple[list[float], list[Top]]:
-    """Return the log-probs at temperature 1 of all tokens but the first, and the `top` likeliest in each of these
-    places. Raises KeyError, IndexError, TypeError or ValueError if the answer has another form."""
-    pairs: list[list[tuple[float, int]]] = []
-    if backend == "embedded":
-        values = answer["log_probs"]
-        pairs = [list(zip(log_probs, ids, strict=True)) for ids, log_probs in answer["top"] or []]
-    elif backend == "sglang":
-        values = [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
-        if top:
-            pairs = [[(one[0], one[1]) for one in row] for row in answer["meta_info"]["input_top_logprobs"][1:]]
-    else:
-        rows = answer["choices"][0]["prompt_logprobs"]
-        values = [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
-        # The token that is there comes too, whether or not it is among the likeliest.
-        pairs = [[(one["logprob"], int(token)) for token, one in row.items()] for row in rows[1:]] if top else []
-    best = [sorted(row, key=lambda one: (-one[0], one[1]))[:top] for row in pairs]
-    if top and [len(row) for row in best] != [top] * (len(token_ids) - 1):
-        raise ValueError(f"{top} tokens were requested for every place, got {sorted({len(row) for row in best})}")
-    return [float(value) for value in values], [
-        ([one[1] for one in row], [float(one[0]) for one in row]) for row in best
-    ]
-
-
 class Teacher:
     """A teacher on a server, which scores the policy's samples for job.stage = "distill". Belongs to one asyncio loop.
     If the server requires a token, it is read from TORCHTITAN_TEACHER_TOKEN."""
@@ -235,25 +197,18 @@ class Teacher:
         """Return the log-probs of all tokens but the first, and for a divergence over the vocabulary the likeliest
         tokens in their places. Raises UserError if all attempts fail."""
         top = 0 if self._config.divergence == "sampled" else self._config.top_k
-        path, body = _question(self._config.teacher_backend, token_ids, top)
         problem = ""
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(attempt * PAUSE_S)
             try:
                 async with self._free:
-                    answer = await self._client.call("score", "POST", path, ATTEMPT_TIMEOUT_S, body)
-                log_probs, likeliest = _read_answer(self._config.teacher_backend, token_ids, top, answer)
-                if len(log_probs) == len(token_ids) - 1:
-                    return log_probs, likeliest
-                problem = f"{len(log_probs)} log-probs were returned for {len(token_ids)} tokens"
-            except (RequestRefused, TokenRefused) as error:
+                    backend = self._config.teacher_backend
+                    return await ask_teacher(self._client, backend, token_ids, top, ATTEMPT_TIMEOUT_S)
+            except (RequestRefused, TokenRefused, WrongForm) as error:
                 problem = str(error)
                 break
             except ActorError as error:
                 problem = str(error)
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                problem = f"{path} did not answer as distill.teacher_backend does: {error!r}"
-                break
         raise UserError(f"distill.teacher_url = {self._config.teacher_url!r} returns no log-probs: {problem}")
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import torch
+from msgspec.json import encode as sent
 
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.inference.agent.applier import FileLoader
@@ -375,27 +376,27 @@ def test_what_could_not_be_trained_on_is_asked_for_again(log_probs: list[float],
     length = len(log_probs)
     spans = [VersionSpan("e", 1, 0, length)] if length else []
     with pytest.raises(ActorError, match=reason):
-        check_completions([Completion([1] * length, log_probs, "stop", spans)], 1)
+        check_completions([Completion([1] * length, log_probs, "stop", spans)], SamplingParameters(2))
     with pytest.raises(ActorError, match="finish_reason = 'abort'"):
-        check_completions([Completion([], [], "abort", [])], 1)
+        check_completions([Completion([], [], "abort", [])], SamplingParameters(1))
 
 
 def test_vllms_answers_are_understood() -> None:
-    (completion,) = VLLM.completions(REQUESTS[1], VLLM_ANSWER)
+    (completion,) = VLLM.completions(REQUESTS[1], sent(VLLM_ANSWER))
     assert (completion.token_ids, completion.log_probs, completion.kept_token_ids) == ([9], [-1.5], [[9, 2]])
     assert completion.spans == [VersionSpan("e1", 3, 0, 1)] and completion.finish_reason == "stop"
-    scored = VLLM.scored([5, 6, 7], VLLM_SCORED)
+    scored = VLLM.scored([5, 6, 7], sent(VLLM_SCORED))
     assert (scored.log_probs, scored.version) == ([-2.0, -0.5], 4)
 
 
 def test_sglangs_answers_are_understood() -> None:
-    (completion,) = SGLANG.completions(REQUESTS[1], [SGLANG_ANSWER])
+    (completion,) = SGLANG.completions(REQUESTS[1], sent([SGLANG_ANSWER]))
     assert completion.token_ids == [9, 8, 1] and completion.log_probs == [-0.5, 0.0, -1.0]
     assert completion.kept_token_ids == [[9, 2], [8], [1, 5, 6]] and completion.finish_reason == "stop"
     assert completion.spans == [VersionSpan("e1", 3, 0, 2), VersionSpan("e1", 4, 2, 3)]
     aborted = {"type": "abort", "message": "Abort", "status_code": None, "err_type": None}
     answer = SGLANG_ANSWER | {"meta_info": SGLANG_ANSWER["meta_info"] | {"finish_reason": aborted}}
-    assert SGLANG.completions(REQUESTS[1], [answer])[0].finish_reason == "abort"
+    assert SGLANG.completions(REQUESTS[1], sent([answer]))[0].finish_reason == "abort"
 
 
 @pytest.fixture

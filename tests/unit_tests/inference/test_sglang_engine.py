@@ -9,16 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.json import encode as sent
 
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.inference.agent.applier import FileLoader
 from torchtitan.inference.agent.client import AgentClient, reachable_url
-from torchtitan.inference.agent.engine import EngineOptions, Malformed, NoVersion
+from torchtitan.inference.agent.engine import EngineOptions, Malformed
 from torchtitan.inference.client import ActorError
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.sglang.engine import MAX_KEPT, SGLangControl
-from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan, make_label, parse_label
+from torchtitan.inference.types import (
+    GenerateRequest,
+    NoVersion,
+    SamplingParameters,
+    VersionSpan,
+    make_label,
+    parse_label,
+)
 from torchtitan.weight_sync.memory.staging import StagedVersion
 
 TENSORS = {
@@ -79,12 +87,12 @@ def test_sglang_gets_each_sample_with_its_seed() -> None:
 
 
 def test_sglang_completions_have_spans_and_log_probs() -> None:
-    (completion,) = SGLANG.completions(request(), [sglang_answer()])
+    (completion,) = SGLANG.completions(request(), sent([sglang_answer()]))
     assert completion.token_ids == [9, 8, 1] and completion.log_probs == [-1.5, -0.25, -3.0]
     assert completion.finish_reason == "stop" and completion.kept_token_ids is None
     assert completion.spans == [VersionSpan("epoch-1", 3, 0, 2), VersionSpan("epoch-1", 4, 2, 3)]
     length = sglang_answer(finish_reason={"type": "length", "length": 3})
-    assert SGLANG.completions(request(), [length])[0].finish_reason == "length"
+    assert SGLANG.completions(request(), sent([length]))[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +105,7 @@ def test_sglang_completions_have_spans_and_log_probs() -> None:
 )
 def test_sglang_answers_that_do_not_fit_are_not_used(changes: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        SGLANG.completions(request(), [sglang_answer(**changes)])
+        SGLANG.completions(request(), sent([sglang_answer(**changes)]))
 
 
 def test_sglang_scores_under_the_version_of_that_pass() -> None:
@@ -106,12 +114,12 @@ def test_sglang_scores_under_the_version_of_that_pass() -> None:
     rows = [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]
     versions = [{"version": "epoch-1/3", "start": 0, "end": 1}]
     answer = sglang_answer(input_token_logprobs=rows, weight_versions=versions)
-    scored = SGLANG.scored([5, 6, 7], answer)
+    scored = SGLANG.scored([5, 6, 7], sent(answer))
     assert (scored.log_probs, scored.epoch, scored.version) == ([-1.0, -2.0], "epoch-1", 3)
     rows[2][1] = 0
-    assert SGLANG.scored([5, 6, 63], answer).log_probs == [-1.0, -2.0]
+    assert SGLANG.scored([5, 6, 63], sent(answer)).log_probs == [-1.0, -2.0]
     with pytest.raises(Malformed):
-        SGLANG.scored([5, 8, 7], answer)
+        SGLANG.scored([5, 8, 7], sent(answer))
 
 
 def test_sglang_refusals_are_about_the_request() -> None:

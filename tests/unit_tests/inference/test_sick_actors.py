@@ -14,7 +14,6 @@ from aiohttp import web
 
 from tests.patience import asynchronous, eventually
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference import client
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
@@ -23,6 +22,10 @@ from torchtitan.utils.json_lines import EventLog
 GOOD = {
     "token_ids": [1, 2], "log_probs": [-0.5, -0.25], "finish_reason": "stop",
     "spans": [{"epoch": "e", "version": 0, "start": 0, "end": 2}],
+}  # fmt: skip
+LONG = {
+    "token_ids": [1] * 5, "log_probs": [-0.5] * 5, "finish_reason": "length",
+    "spans": [{"epoch": "e", "version": 0, "start": 0, "end": 5}],
 }  # fmt: skip
 Answer = Callable[[], web.Response]
 
@@ -73,8 +76,9 @@ async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **i
 
 BIG = 10**400
 ANSWERS = {
-    "nested": '{"completions":' + "[" * 200_000,
+    "nested": '{"completions":' + "[" * 50_000,
     "long": json.dumps({"completions": [GOOD]}) + " " * 100_000,
+    "more tokens than were requested": json.dumps({"completions": [LONG]}),
     **{
         f"{name} {value!r:.35}": json.dumps({"completions": [{**GOOD, name: value}]})
         for name, value in [
@@ -91,14 +95,11 @@ ANSWERS = {
 @pytest.fixture(autouse=True)
 def setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "token")
-    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 50_000)
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
 @asynchronous
 async def test_answers_that_are_none_are_redone_elsewhere(tmp_path: Path, kind: str) -> None:
-    if kind == "nested":  # not too long
-        client.MAX_ANSWER_BYTES = 1 << 20
     await all_are_answered(tmp_path, lambda: web.Response(text=ANSWERS[kind]))
 
 

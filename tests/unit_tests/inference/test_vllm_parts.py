@@ -17,15 +17,17 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.json import encode as sent
 
 from tests.patience import PATIENCE_S
 from torchtitan.inference import engine_server
-from torchtitan.inference.agent.engine import EngineOptions, Malformed, NoVersion
+from torchtitan.inference.agent.engine import EngineOptions, Malformed
 from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.engine_server import TOKEN_ENV_VARIABLE, TokenMiddleware
-from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.types import GenerateRequest, NoVersion, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm.direct import Mailbox
 from torchtitan.inference.vllm.engine import ENGINE
+from torchtitan.utils.typed_json import WrongForm
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 # ForeignEngine
@@ -59,18 +61,18 @@ def test_a_request_is_one_call_with_a_salt_of_its_own() -> None:
 
 def test_completions_have_log_probs_and_spans_in_the_order_of_samples() -> None:
     other = choice(index=1, finish_reason="length", weight_versions=[{"version": "e1/4", "start": 0, "end": 2}])
-    first, second = ENGINE.completions(request(n=2), {"choices": [other, choice()]})
+    first, second = ENGINE.completions(request(n=2), sent({"choices": [other, choice()]}))
     assert first.token_ids == [9, 1] and first.log_probs == [-1.5, -0.5] and first.finish_reason == "stop"
     assert first.spans == [VersionSpan("e1", 3, 0, 1), VersionSpan("e1", 4, 1, 2)]
     assert second.finish_reason == "length" and second.spans == [VersionSpan("e1", 4, 0, 2)]
     nothing = {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]}
-    aborted = ENGINE.completions(request(), nothing)
+    aborted = ENGINE.completions(request(), sent(nothing))
     assert aborted[0].finish_reason == "abort" and aborted[0].token_ids == []
 
 
 def test_answers_that_cannot_be_used() -> None:
     def answer(**changes: Any) -> list[Any]:
-        return ENGINE.completions(request(), {"choices": [choice(**changes)]})
+        return ENGINE.completions(request(), sent({"choices": [choice(**changes)]}))
 
     with pytest.raises(NoVersion, match="default"):
         answer(weight_versions=[{"version": "default", "start": 0, "end": 2}])
@@ -78,23 +80,23 @@ def test_answers_that_cannot_be_used() -> None:
         answer(weight_versions=None)
     with pytest.raises(Malformed, match="other tokens"):
         answer(token_ids=[9, 2])
-    with pytest.raises(KeyError):
-        ENGINE.completions(request(), {"error": "?"})
+    with pytest.raises(WrongForm, match="choices"):
+        ENGINE.completions(request(), sent({"error": "?"}))
 
 
 def test_truncated_samples_need_what_was_kept() -> None:
     with pytest.raises(RequestRefused, match="--return-sampling-mask"):
-        ENGINE.completions(request(top_p=0.9), {"choices": [choice()]})
+        ENGINE.completions(request(top_p=0.9), sent({"choices": [choice()]}))
 
 
 def test_scores_are_read_with_their_version() -> None:
     rows = [None, {"6": {"logprob": -2.0, "rank": 3}}, {"7": {"logprob": -0.5, "rank": 1}, "3": {"logprob": -0.1}}]
     one = choice(token_ids=[4], logprobs=None, weight_versions=[{"version": "e1/4", "start": 0, "end": 1}])
-    scored = ENGINE.scored([5, 6, 7], {"choices": [one], "prompt_logprobs": rows})
+    scored = ENGINE.scored([5, 6, 7], sent({"choices": [one], "prompt_logprobs": rows}))
     assert (scored.log_probs, scored.epoch, scored.version) == ([-2.0, -0.5], "e1", 4)
     assert ENGINE.score([5, 6, 7]).body["sampling_params"]["prompt_logprobs"] == 0
     with pytest.raises(Malformed):
-        ENGINE.scored([5, 6, 7, 8], {"choices": [one], "prompt_logprobs": rows})
+        ENGINE.scored([5, 6, 7, 8], sent({"choices": [one], "prompt_logprobs": rows}))
     assert ENGINE.refused(400, "") and not ENGINE.refused(500, "")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.json import encode as sent
 
 from tests.mixtures import make_mixture
 from tests.trajectories import single_turn
@@ -128,15 +129,15 @@ def test_foreign_engines_are_understood(
     experts = np.random.default_rng(0).integers(0, highest + 1, (4, LAYERS, TOP)).astype(np.uint16)
     experts[0, 0, 0] = highest
     request = _request(prompt, n=1, max_tokens=2)
-    (completion,) = dialect.completions(request, answer(encode(experts)))
+    (completion,) = dialect.completions(request, sent(answer(encode(experts))))
     assert completion.routes is not None and completion.routes.first == 0
     assert completion.routes.experts.dtype == (np.uint8 if highest < 256 else np.uint16)
     assert np.array_equal(completion.routes.experts.reshape(4, LAYERS, TOP), experts)
     with pytest.raises(RequestRefused, match="--enable-return-routed-experts"):
-        dialect.completions(request, answer(None))
+        dialect.completions(request, sent(answer(None)))
     with pytest.raises(ValueError, match="5 tokens|reshape"):
-        dialect.completions(request, answer(encode(experts[:3, :1, :1])))
-    (plain,) = dialect.completions(_request(prompt, n=1, routes=False), answer(encode(experts)))
+        dialect.completions(request, sent(answer(encode(experts[:3, :1, :1]))))
+    (plain,) = dialect.completions(_request(prompt, n=1, routes=False), sent(answer(encode(experts))))
     assert plain.routes is None
     body = dialect.generate(request).body
     assert body.get("return_routed_experts", dialect is VLLM)

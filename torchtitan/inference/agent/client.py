@@ -6,11 +6,9 @@ ForeignEngine knows how to ask the engine for tokens and how to read its answers
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,7 +28,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command, shared_settings
-from torchtitan.inference.agent.engine import Call, ForeignEngine, NoVersion, load_engine
+from torchtitan.inference.agent.engine import Call, ForeignEngine, load_engine
+from torchtitan.inference.answers import completions_of, generated_bytes, scored_bytes, scores_of
 from torchtitan.inference.client import (
     TOKEN_VARIABLE,
     ActorClient,
@@ -38,7 +37,6 @@ from torchtitan.inference.client import (
     ActorHealth,
     ActorNotReady,
     JsonClient,
-    check_completions,
     parse_health,
 )
 from torchtitan.inference.placement import (
@@ -52,6 +50,7 @@ from torchtitan.inference.types import Capabilities, Completion, GenerateRequest
 from torchtitan.models.costs import version_bytes
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import is_loopback
+from torchtitan.utils.reader_process import Pieces
 
 # Both engines use this name.
 RETURN_ROUTES = "enable-return-routed-experts"
@@ -154,8 +153,8 @@ def reachable_url(engine: str, agent: str) -> str:
 class AgentClient(ActorClient):
     """Talks to the agent at `url`, and to the engine at the address that the agent reports in /health."""
 
-    def __init__(self, engine: ForeignEngine, url: str, token: str):
-        super().__init__(url, token)
+    def __init__(self, engine: ForeignEngine, url: str, token: str, experts: int = 0):
+        super().__init__(url, token, experts)
         self._kind, self._token = engine, token
         self._engine: JsonClient | None = None
         self._capabilities: Capabilities | None = None
@@ -172,28 +171,25 @@ class AgentClient(ActorClient):
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
         """Return the completions of one request; raises the same errors as actor_parts.EmbeddedClient.generate."""
-        answer = await self._ask("generate", self._kind.generate(request), timeout_s)
-        with understanding("generate"):
-            return check_completions(self._kind.completions(request, answer), request.sampling.n)
+        most = generated_bytes(request, self.experts)
+        answer = await self._ask("generate", self._kind.generate(request), timeout_s, most)
+        return await completions_of(self._kind.name, request, answer)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        answer = await self._ask("score", self._kind.score(token_ids), timeout_s)
-        with understanding("score"):
-            scored = self._kind.scored(token_ids, answer)
-        if len(scored.log_probs) != len(token_ids) - 1:
-            raise ActorError("score", f"{len(scored.log_probs)} log-probs were returned for {len(token_ids)} tokens")
-        return scored
+        answer = await self._ask("score", self._kind.score(token_ids), timeout_s, scored_bytes(len(token_ids)))
+        return await scores_of(self._kind.name, token_ids, answer)
 
     async def close(self) -> None:
         await super().close()
         if self._engine is not None:
             await self._engine.close()
 
-    async def _ask(self, phase: str, call: Call, timeout_s: float) -> Any:
+    async def _ask(self, phase: str, call: Call, timeout_s: float, most_bytes: int) -> Pieces:
         if self._engine is None:
             raise ActorNotReady(phase, "the agent has not reported yet where its engine is")
         # If this is cancelled, the closed connection makes the engine drop the request.
-        return await self._engine.call(phase, "POST", call.path, timeout_s, call.body, refused=self._kind.refused)
+        refused = self._kind.refused
+        return await self._engine.fetch(phase, "POST", call.path, timeout_s, call.body, refused, most_bytes)
 
     async def _note_engine(self, data: Any) -> None:
         try:
@@ -222,14 +218,3 @@ class AgentClient(ActorClient):
         if token is None:
             raise ActorError("health", f"the agent says that the engine's token is in {variable}: set it here too")
         return token
-
-
-@contextlib.contextmanager
-def understanding(phase: str) -> Iterator[None]:
-    """Turn the exceptions of code that reads an engine's answer into ActorError."""
-    try:
-        yield
-    except NoVersion as error:
-        raise ActorNotReady(phase, str(error)) from error
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
-        raise ActorError(phase, f"the answer is malformed: {error!r}") from error

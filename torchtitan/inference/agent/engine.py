@@ -14,25 +14,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+import msgspec
+
 from torchtitan.errors import UserError
 from torchtitan.inference.types import (
     Capabilities,
     Completion,
     FinishReason,
     GenerateRequest,
+    NoVersion,
     Routes,
     ScoredTokens,
     Tag,
     VersionSpan,
     parse_label,
 )
+from torchtitan.utils.typed_json import Natural, WrongForm, decode
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.actor.actor import SyncActor
     from torchtitan.weight_sync.memory.staging import StagedVersion
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
+# The longest answer of a server is the list of its routes.
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_REASON_CHARACTERS = 500
 BLOCK = 1 << 20
 
@@ -167,8 +172,8 @@ class AdminClient:
         if status != 200:
             raise EngineError(f"{path} answered {status}: {text[:MAX_REASON_CHARACTERS]}")
         try:
-            return json.loads(text) if text else None
-        except ValueError:
+            return decode(object, text.encode(), MAX_ANSWER_BYTES) if text else None
+        except WrongForm:
             return text
 
     def exchange(self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> tuple[int, str]:
@@ -247,25 +252,29 @@ class Malformed(ValueError):
     """The engine's answer does not have the form that it should have."""
 
 
-class NoVersion(ValueError):
-    """The engine's answer comes from weights that are not a version of this run."""
+class LabelledSpan(msgspec.Struct):
+    """Tokens [start, end) of an engine's answer, and the label that the engine says they were sampled under."""
+
+    version: str | int | None
+    start: Natural
+    end: Natural
 
 
-def read_spans(parts: list[dict[str, Any]]) -> list[VersionSpan]:
-    """Read an engine's version spans, each with a label, `start` and `end`. Raises NoVersion."""
+def read_spans(parts: Sequence[LabelledSpan]) -> list[VersionSpan]:
+    """Read an engine's version spans. Raises NoVersion."""
     spans = []
     for part in parts:
-        held = parse_label(part["version"])
+        held = parse_label(part.version)
         if held is None:
-            raise NoVersion(f"sampled under {part['version']!r}, which is not a version of this run")
-        if part["end"] > part["start"]:
-            spans.append(VersionSpan(*held, int(part["start"]), int(part["end"])))
+            raise NoVersion(f"sampled under {part.version!r}, which is not a version of this run")
+        if part.end > part.start:
+            spans.append(VersionSpan(*held, part.start, part.end))
     return spans
 
 
 def make_completion(
     token_ids: list[int],
-    scored: list[int],
+    scored: list[int | None],
     log_probs: list[float],
     finished: FinishReason,
     spans: list[VersionSpan],
@@ -356,11 +365,10 @@ class ForeignEngine:
         """Return the call for this request. Raises RequestRefused if the engine does not support it."""
         raise NotImplementedError
 
-    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
+    def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
         """Return the completions in the answer (JSON) to this request, with spans from the engine's version labels.
 
-        Raises Malformed, NoVersion, or KeyError, TypeError, IndexError, ValueError for an answer that is not
-        well-formed.
+        Raises Malformed, NoVersion, RequestRefused, or another ValueError for an answer that is not well-formed.
         """
         raise NotImplementedError
 
@@ -368,7 +376,7 @@ class ForeignEngine:
         """Return the call that asks for the log-probs of these tokens."""
         raise NotImplementedError
 
-    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
+    def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
         """Return the log-probs in the answer; raises the same errors as `completions`."""
         raise NotImplementedError
 

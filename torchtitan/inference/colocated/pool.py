@@ -137,7 +137,7 @@ class ColocatedPool:
             if answer.refused:
                 raise UserError(f"the engine refused request {request.request_id}: {answer.refused}")
             try:
-                return check_completions(answer.completions, request.sampling.n)
+                return check_completions(answer.completions, request.sampling)
             except ActorError as error:
                 failures.append(str(error))
             if len(failures) > self._max_retries:

@@ -10,8 +10,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from torchtitan.inference.agent.engine import (
@@ -22,6 +22,7 @@ from torchtitan.inference.agent.engine import (
     EngineFacts,
     EngineOptions,
     ForeignEngine,
+    LabelledSpan,
     Malformed,
     PauseMode,
     aborted,
@@ -41,6 +42,7 @@ from torchtitan.inference.types import (
     stream_seed,
 )
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
+from torchtitan.utils.typed_json import Natural, decode
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -262,10 +264,8 @@ class SGLang(ForeignEngine):
         }
         return Call("/generate", body)
 
-    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
-        if not isinstance(answer, list):
-            raise Malformed(f"a list of samples was asked for, got {type(answer).__name__}")
-        return [_completion(sample, request) for sample in answer]
+    def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
+        return [_completion(sample, request) for sample in decode(list[Sample], answer, len(answer))]
 
     def score(self, token_ids: list[int]) -> Call:
         """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
@@ -277,15 +277,14 @@ class SGLang(ForeignEngine):
         }
         return Call("/generate", body)
 
-    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
-        about = answer["meta_info"]
-        rows = about["input_token_logprobs"]
-        given = [row[1] for row in rows]
+    def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
+        about = decode(Sample, answer, len(answer)).meta_info
+        given = [row.token_id for row in about.input_token_logprobs]
         # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
         if len(given) != len(token_ids) or any(its not in (own, 0) for its, own in zip(given, token_ids, strict=True)):
             raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
         span = _spans(about, 1)[0]
-        return ScoredTokens([float(row[0]) for row in rows[1:]], span.epoch, span.version)
+        return ScoredTokens(_log_probs(about.input_token_logprobs[1:]), span.epoch, span.version)
 
     def refused(self, status: int, reason: str) -> bool:
         # Requests that were dropped, such as by a pause, may come as 400 too.
@@ -306,30 +305,67 @@ def cores_of_workers(workers: int, cores: list[int]) -> str:
     return "|".join(",".join(map(str, share or [cores[i % len(cores)]])) for i, share in enumerate(shares))
 
 
-def _completion(sample: Any, request: GenerateRequest) -> Completion:
-    about = sample["meta_info"]
-    finished = FINISHED.get(about["finish_reason"]["type"])
+class _Row(msgspec.Struct, array_like=True):
+    """A token, and its text behind these two. The first one of a prompt has no log-prob."""
+
+    logprob: float | None
+    token_id: Natural | None
+
+
+class _End(msgspec.Struct):
+    type: str
+
+
+class _About(msgspec.Struct):
+    finish_reason: _End | None = None
+    output_token_logprobs: list[_Row] = []
+    output_token_sampling_logprobs: list[float] | None = None
+    output_token_sampling_mask: list[list[Natural]] | None = None
+    input_token_logprobs: list[_Row] = []
+    input_top_logprobs: list[list[_Row] | None] | None = None
+    weight_version: str | None = None
+    weight_versions: list[LabelledSpan] | None = None
+    routed_experts: str | None = None
+
+
+class Sample(msgspec.Struct):
+    """What is said of one sequence."""
+
+    meta_info: _About
+    output_ids: list[Natural] = []
+
+
+def _log_probs(rows: list[_Row]) -> list[float]:
+    found = [row.logprob for row in rows if row.logprob is not None]
+    if len(found) < len(rows):
+        raise Malformed("a log-prob is missing")
+    return found
+
+
+def _completion(sample: Sample, request: GenerateRequest) -> Completion:
+    about, token_ids = sample.meta_info, sample.output_ids
+    finished = None if about.finish_reason is None else FINISHED.get(about.finish_reason.type)
     if finished is None:
         return aborted()
-    token_ids = [int(token) for token in sample["output_ids"]]
-    rows = about["output_token_logprobs"]
-    log_probs, kept = [float(row[0]) for row in rows], None
+    rows = about.output_token_logprobs
+    log_probs, kept = _log_probs(rows), None
     if request.sampling.truncated:
-        log_probs = [float(value) for value in about["output_token_sampling_logprobs"]]
-        kept = [[int(token) for token in tokens] for tokens in about["output_token_sampling_mask"]]
+        kept = about.output_token_sampling_mask
+        if kept is None or about.output_token_sampling_logprobs is None:
+            raise Malformed("the tokens that top-p, top-k or min-p kept are missing")
+        log_probs = about.output_token_sampling_logprobs
     spans = _spans(about, len(token_ids))
     known = len(request.prompt_ids) + len(token_ids) - 1
     # int32, flat; how many layers there are the model says.
     routes = read_routes(
-        request, len(token_ids), about.get("routed_experts"),
+        request, len(token_ids), about.routed_experts,
         lambda data: np.frombuffer(data, "<i4").reshape(known, 1, -1), WITHOUT_ROUTES,
     )  # fmt: skip
-    return make_completion(token_ids, [row[1] for row in rows], log_probs, finished, spans, kept, routes)
+    return make_completion(token_ids, [row.token_id for row in rows], log_probs, finished, spans, kept, routes)
 
 
-def _spans(about: dict[str, Any], tokens: int) -> list[VersionSpan]:
-    whole = [{"version": about["weight_version"], "start": 0, "end": tokens}]
-    return read_spans(about.get("weight_versions") or whole)
+def _spans(about: _About, tokens: int) -> list[VersionSpan]:
+    return read_spans(about.weight_versions or [LabelledSpan(about.weight_version, 0, tokens)])
 
 
 ENGINE = SGLang()

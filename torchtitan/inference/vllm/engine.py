@@ -8,8 +8,8 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from torchtitan.inference.agent.engine import (
@@ -20,6 +20,7 @@ from torchtitan.inference.agent.engine import (
     EngineFacts,
     EngineOptions,
     ForeignEngine,
+    LabelledSpan,
     Malformed,
     PauseMode,
     WeightLoader,
@@ -31,6 +32,7 @@ from torchtitan.inference.client import RequestRefused, read_routes
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
 from torchtitan.inference.vllm.serve import BACKEND
 from torchtitan.utils.machine import has_gpu, host_memory
+from torchtitan.utils.typed_json import Natural, decode
 
 # An engine that has nothing to finish says so within this time.
 LEAST_WAIT_S = 1.0
@@ -207,8 +209,8 @@ class VLLM(ForeignEngine):
         }
         return Call(GENERATE, body)
 
-    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
+        choices = sorted(decode(_Answer, answer, len(answer)).choices, key=lambda choice: choice.index)
         return [_completion(choice, request) for choice in choices]
 
     def score(self, token_ids: list[int]) -> Call:
@@ -216,13 +218,14 @@ class VLLM(ForeignEngine):
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
         return Call(GENERATE, {"token_ids": token_ids, "sampling_params": sampling})
 
-    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
-        (choice,) = answer["choices"]
+    def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
+        told = decode(_Scores, answer, len(answer))
+        (choice,) = told.choices
         span = _spans(choice, 1)[0]
-        rows = answer["prompt_logprobs"]
+        rows = told.prompt_logprobs
         if len(rows) != len(token_ids):
             raise Malformed(f"{len(rows)} log-probs were returned for {len(token_ids)} tokens")
-        values = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+        values = [(row or {})[str(token)].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         return ScoredTokens(values, span.epoch, span.version)
 
     def refused(self, status: int, reason: str) -> bool:
@@ -234,33 +237,66 @@ def default_memory_gb() -> float:
     return min(4.0, host_memory().available / GIGABYTE / 8)
 
 
-def _completion(choice: dict[str, Any], request: GenerateRequest) -> Completion:
-    finished = FINISHED.get(choice["finish_reason"])
+class Row(msgspec.Struct):
+    """A token's log-prob; of a sampled one also its number."""
+
+    logprob: float
+    token_id: Natural | None = None
+
+
+class _Rows(msgspec.Struct):
+    content: list[Row]
+
+
+class _Choice(msgspec.Struct):
+    """A sample; one that was aborted has no log-probs."""
+
+    index: int
+    finish_reason: str | None
+    token_ids: list[Natural]
+    logprobs: _Rows | None = None
+    weight_versions: list[LabelledSpan] | None = None
+    sampling_mask: list[list[Natural]] | None = None
+    routed_experts: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Scores(msgspec.Struct):
+    choices: list[_Choice]
+    prompt_logprobs: list[dict[str, Row] | None]
+
+
+def _completion(choice: _Choice, request: GenerateRequest) -> Completion:
+    finished = FINISHED.get(choice.finish_reason or "")
     if finished is None:
         return aborted()
-    truncated, kept = request.sampling.truncated, choice.get("sampling_mask")
+    truncated, kept = request.sampling.truncated, choice.sampling_mask
     if truncated and kept is None:
         raise RequestRefused(
             "generate",
             "this vLLM does not report which tokens top-p, top-k or min-p kept, without which their log-probs mean "
             "nothing: start it with --return-sampling-mask if it has that option, or sample without truncation",
         )
-    token_ids = [int(token) for token in choice["token_ids"]]
-    rows = choice["logprobs"]["content"]
-    scored, log_probs = [row["token_id"] for row in rows], [float(row["logprob"]) for row in rows]
-    spans = _spans(choice, len(token_ids))
+    if choice.logprobs is None:
+        raise Malformed("a sample has no log-probs")
+    rows = choice.logprobs.content
+    spans = _spans(choice, len(choice.token_ids))
     # Of numpy's own file format.
     routes = read_routes(
-        request, len(token_ids), choice.get("routed_experts"),
+        request, len(choice.token_ids), choice.routed_experts,
         lambda data: np.load(io.BytesIO(data), allow_pickle=False), WITHOUT_ROUTES,
     )  # fmt: skip
-    return make_completion(token_ids, scored, log_probs, finished, spans, kept if truncated else None, routes)
+    scored, log_probs = [row.token_id for row in rows], [row.logprob for row in rows]
+    return make_completion(choice.token_ids, scored, log_probs, finished, spans, kept if truncated else None, routes)
 
 
-def _spans(choice: dict[str, Any], tokens: int) -> list[VersionSpan]:
-    spans = read_spans(choice["weight_versions"] or [])
+def _spans(choice: _Choice, tokens: int) -> list[VersionSpan]:
+    spans = read_spans(choice.weight_versions or [])
     if sum(span.end - span.start for span in spans) != tokens:
-        raise Malformed(f"the versions {choice['weight_versions']} are not those of {tokens} tokens")
+        raise Malformed(f"the versions {choice.weight_versions} are not those of {tokens} tokens")
     return spans
 
 

@@ -1,0 +1,206 @@
+"""Answers of engines and teachers: read here or in the reader process they are the same; what is none costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan.inference import answers
+from torchtitan.inference.answers import completions_of, generated_bytes, scored_bytes, scores_of
+from torchtitan.inference.client import ActorError, ActorNotReady, RequestRefused
+from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters, VersionSpan
+from torchtitan.utils import reader_process
+from torchtitan.utils.reader_process import read_answer
+from torchtitan.utils.typed_json import WrongForm
+
+LAYERS, PER_TOKEN, VERSION = 3, 2, 41
+Make = Callable[[list[Completion], int], Any]
+
+
+def embedded(completions: list[Completion], prompt: int) -> Any:
+    return {"completions": [one.to_json() for one in completions]}
+
+
+def vllm(completions: list[Completion], prompt: int) -> Any:
+    def choice(index: int, one: Completion) -> dict[str, Any]:
+        rows = [
+            {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []}
+            for token, value in zip(one.token_ids, one.log_probs, strict=True)
+        ]
+        experts = None
+        if one.routes is not None:
+            file = io.BytesIO()
+            np.save(file, one.routes.experts.astype(np.int64))
+            experts = base64.b64encode(file.getvalue()).decode()
+        return {
+            "index": index, "finish_reason": one.finish_reason,
+            "token_ids": one.token_ids, "logprobs": {"content": rows},
+            "weight_versions": labels(one), "sampling_mask": one.kept_token_ids, "routed_experts": experts,
+        }  # fmt: skip
+
+    return {"request_id": "r", "choices": [choice(*one) for one in reversed(list(enumerate(completions)))]}
+
+
+def sglang(completions: list[Completion], prompt: int) -> Any:
+    def sample(one: Completion) -> dict[str, Any]:
+        pair = one.token_ids, one.log_probs
+        about: dict[str, Any] = {
+            "finish_reason": {"type": one.finish_reason}, "weight_version": "e/1", "weight_versions": labels(one),
+            "output_token_logprobs": [[value, token, None] for token, value in zip(*pair, strict=True)],
+        }  # fmt: skip
+        if one.kept_token_ids is not None:
+            about |= {"output_token_sampling_logprobs": one.log_probs, "output_token_sampling_mask": one.kept_token_ids}
+        if one.routes is not None:
+            about["routed_experts"] = base64.b64encode(one.routes.experts.astype("<i4").tobytes()).decode()
+        return {"output_ids": one.token_ids, "meta_info": about}
+
+    return [sample(one) for one in completions]
+
+
+def labels(completion: Completion) -> list[dict[str, Any]]:
+    return [{"version": f"{one.epoch}/{one.version}", "start": one.start, "end": one.end} for one in completion.spans]
+
+
+ENGINES: dict[str, Make] = {"embedded": embedded, "vllm": vllm, "sglang": sglang}
+
+
+def request(n: int, tokens: int, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest("r", [5, 6, 7], SamplingParameters(tokens, n, **sampling))
+
+
+def longest(asked: GenerateRequest, epoch: str = "1764374400-0123456789abcdef") -> list[Completion]:
+    """As much as may come for a request: large numbers of tokens, log-probs with all of their digits."""
+    generator, sampling = np.random.default_rng(0), asked.sampling
+    tokens = sampling.max_tokens
+    made = []
+    for _ in range(sampling.n):
+        ids, log_probs = generator.integers(1 << 17, 1 << 18, tokens), -generator.random(tokens)
+        kept = [[131071] * (1 + place % 3) for place in range(tokens)] if sampling.truncated else None
+        shape = (len(asked.prompt_ids) + tokens - 1, LAYERS, PER_TOKEN)
+        routes = Routes(0, generator.integers(0, 300, shape).astype(np.uint16)) if sampling.routes else None
+        spans = [VersionSpan(epoch, VERSION + place, place, place + 1) for place in range(tokens)]
+        made.append(Completion(ids.tolist(), log_probs.tolist(), "length", spans, kept, routes))
+    return made
+
+
+def pieces(data: bytes) -> list[bytes]:
+    return [data[begin : begin + 1000] for begin in range(0, len(data), 1000)]
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"routes": True}], ids=["plain", "truncated", "routes"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_longest_honest_answer_is_read_whole(
+    engine: str, sampling: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "elsewhere":
+        monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
+    asked = request(3, 100, **sampling)
+    sent = longest(asked)
+    answer = json.dumps(ENGINES[engine](sent, len(asked.prompt_ids))).encode()
+    assert len(answer) <= generated_bytes(asked, LAYERS * PER_TOKEN)
+    for got, expected in zip(asyncio.run(completions_of(engine, asked, pieces(answer))), sent, strict=True):
+        assert (got.routes is None) == (expected.routes is None)
+        if got.routes is not None and expected.routes is not None:
+            shape = expected.routes.experts.shape
+            assert np.array_equal(got.routes.experts.reshape(shape), expected.routes.experts)
+        got.routes = expected.routes = None
+        assert got == expected
+
+
+def test_limits_follow_from_the_request() -> None:
+    """Twice as much of anything that is asked for, and what comes with it, allows twice as much; nothing else does."""
+    one, two = generated_bytes(request(1, 1000)), generated_bytes(request(1, 2000))
+    assert two - one == 1000 * answers.TOKEN_BYTES and one < 1 << 19
+    assert generated_bytes(request(16, 32768)) < 1 << 28
+    assert generated_bytes(request(2, 1000)) - one == one - answers.ANSWER_BYTES
+    assert generated_bytes(request(1, 1000, top_p=0.9, top_k=2)) - one == 2000 * answers.KEPT_BYTES
+    assert generated_bytes(request(1, 1000, routes=True), 7) - one == 1003 * 7 * answers.EXPERT_BYTES
+    assert generated_bytes(request(1, 1000), 7) == one
+    assert generated_bytes(request(10**6, 10**6)) == answers.MAX_ANSWER_BYTES
+    assert scored_bytes(200) - scored_bytes(100) == 100 * answers.TOKEN_BYTES
+
+
+EMPTY = b"[]," * 80_000 + b"[]"
+REFUSED = {
+    "lists for completions": (b'{"completions":[%s]}', "object"),
+    "lists for numbers": (b'{"completions":[{"token_ids":[%s]}]}', "int"),
+    "lists that nobody reads": (b'{"x":[%s],"completions":[]}', "0 completions were returned"),
+    "no JSON": (b'{"x":[%s', "truncated"),
+    "no object": (b"[%s]", "object"),
+    "too large a number": (b'{"completions":[{"token_ids":[9223372036854775808]}],"x":[%s]}', "int"),
+    "no number": (b'{"completions":[{"token_ids":[1],"log_probs":[NaN]}],"x":[%s]}', "malformed"),
+    "an infinite number": (b'{"completions":[{"token_ids":[1],"log_probs":[1e999]}],"x":[%s]}', "out of range"),
+}
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_nothing_is_built_of_what_is_no_answer(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, reason = REFUSED[kind]
+    monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0 if where == "elsewhere" else 1 << 20)
+    data = template.replace(b"%s", EMPTY)
+
+    async def read() -> None:
+        await completions_of("embedded", request(1, 4), [data])
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(ActorError, match=reason):
+            asyncio.run(read())
+        # An empty list takes 56 bytes, and 8 in the list that it is in.
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_what_is_wrong_with_an_answer_decides_what_is_done(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "elsewhere":
+        monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
+
+    def read(engine: str, asked: GenerateRequest, answer: Any) -> Any:
+        return asyncio.run(completions_of(engine, asked, [json.dumps(answer).encode()]))
+
+    asked = request(1, 2)
+    (sent,) = longest(asked)
+    with pytest.raises(ActorError, match="3 tokens were returned, at most 2"):
+        read("embedded", asked, embedded(longest(request(1, 3)), 3))
+    with pytest.raises(ActorNotReady, match="'default', which is not a version"):
+        answer = vllm([sent], 3)
+        answer["choices"][0]["weight_versions"] = [{"version": "default", "start": 0, "end": 2}]
+        read("vllm", asked, answer)
+    with pytest.raises(RequestRefused, match="--return-sampling-mask"):
+        read("vllm", request(1, 2, top_p=0.5), vllm([sent], 3))
+    scores = b'{"log_probs":[-0.5,-1],"epoch":"e","version":3}'
+    assert asyncio.run(scores_of("embedded", [1, 2, 3], [scores])).log_probs == [-0.5, -1.0]
+    with pytest.raises(ActorError, match="2 log-probs were returned for 2 tokens"):
+        asyncio.run(scores_of("embedded", [1, 2], [scores]))
+
+
+def dies(_about: dict[str, Any], answer: bytes | memoryview) -> bytes:
+    """A reading function that one answer ends the process of."""
+    if bytes(answer) == b"poison":
+        os._exit(1)
+    return bytes(answer) * 2
+
+
+def test_an_answer_may_break_the_reader_process_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
+
+    def read(data: bytes) -> bytes:
+        return bytes(asyncio.run(read_answer(f"{__name__}:dies", {}, [data[:1], data[1:]])))
+
+    assert read(b"first") == b"firstfirst"
+    with pytest.raises(WrongForm, match="the process that reads answers ended over it"):
+        read(b"poison")
+    assert read(b"next") == b"nextnext"

@@ -1,0 +1,272 @@
+"""What actors answer, on its way into the run: how long it may be, how it is read, and how it is passed on.
+
+How long an answer may be follows from the request. It is read by type and checked where reader_process.py says, which
+for a long one is another process, and comes as arrays in one buffer. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchtitan.inference.client import (
+    ActorError,
+    ActorNotReady,
+    RequestRefused,
+    check_completions,
+)
+from torchtitan.inference.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    NoVersion,
+    Routes,
+    ScoredTokens,
+    VersionSpan,
+)
+from torchtitan.utils.reader_process import Pieces, read_answer
+from torchtitan.utils.typed_json import Natural, WrongForm, decode, without_collection
+
+# No answer is longer, whatever was asked.
+MAX_ANSWER_BYTES = 1 << 30
+# What a sampled or scored token takes at most in an engine's JSON: its number, its log-prob with the names of the
+# fields, and its share of the version spans. One of the likeliest tokens in its place; a kept token; the number of an
+# expert, which may have eight bytes, in base64. What comes with an answer and with each of its samples.
+TOKEN_BYTES, LIKELY_BYTES, KEPT_BYTES, EXPERT_BYTES, SAMPLE_BYTES, ANSWER_BYTES = 256, 192, 24, 12, 1 << 14, 1 << 16
+# Without top-k, so many tokens may have been kept in a place, on average (SGLang tells no more).
+MAX_KEPT = 4096
+
+Top = tuple[list[int], list[float]]
+"""Ids and log-probs of the likeliest tokens in one place"""
+
+
+def generated_bytes(request: GenerateRequest, experts: int = 0) -> int:
+    """Return how long the answer to a request may be. experts: how many of the model a token has, in all its layers."""
+    sampling = request.sampling
+    kept = min(sampling.top_k or MAX_KEPT, MAX_KEPT) * KEPT_BYTES if sampling.truncated else 0
+    sample = SAMPLE_BYTES + sampling.max_tokens * (TOKEN_BYTES + kept)
+    if sampling.routes:
+        sample += (len(request.prompt_ids) + sampling.max_tokens) * experts * EXPERT_BYTES
+    return min(MAX_ANSWER_BYTES, ANSWER_BYTES + sampling.n * sample)
+
+
+def scored_bytes(tokens: int, top: int = 0) -> int:
+    """Return how long the answer may be that has the log-probs of so many tokens, and of the `top` likeliest in their
+    places."""
+    return min(MAX_ANSWER_BYTES, ANSWER_BYTES + SAMPLE_BYTES + tokens * (TOKEN_BYTES + top * LIKELY_BYTES))
+
+
+class EmbeddedSpan(msgspec.Struct):
+    epoch: str
+    version: Natural
+    start: Natural
+    end: Natural
+
+
+class EmbeddedRoutes(msgspec.Struct):
+    first: Natural
+    shape: tuple[Natural, Natural, Natural]
+    bytes: int
+    experts: str
+
+
+class EmbeddedCompletion(msgspec.Struct):
+    token_ids: list[Natural]
+    log_probs: list[float]
+    finish_reason: str
+    spans: list[EmbeddedSpan]
+    kept_token_ids: list[list[Natural]] | None = None
+    routes: EmbeddedRoutes | None = None
+
+
+class EmbeddedAnswer(msgspec.Struct):
+    completions: list[EmbeddedCompletion]
+
+
+class EmbeddedScores(msgspec.Struct):
+    log_probs: list[float]
+    epoch: str
+    version: Natural
+
+
+def embedded_completions(answer: bytes | memoryview) -> list[Completion]:
+    """Return the completions in an answer of the embedded engine. Raises ValueError or KeyError."""
+    return [
+        Completion(
+            one.token_ids,
+            one.log_probs,
+            one.finish_reason,  # type: ignore[arg-type] # check_completions() looks at it
+            [VersionSpan(span.epoch, span.version, span.start, span.end) for span in one.spans],
+            one.kept_token_ids,
+            None if one.routes is None else Routes.from_json(msgspec.structs.asdict(one.routes)),
+        )
+        for one in decode(EmbeddedAnswer, answer, MAX_ANSWER_BYTES).completions
+    ]
+
+
+def embedded_scores(answer: bytes | memoryview) -> ScoredTokens:
+    """Return the log-probs in an answer of the embedded engine. Raises WrongForm."""
+    scores = decode(EmbeddedScores, answer, len(answer))
+    return ScoredTokens(scores.log_probs, scores.epoch, scores.version)
+
+
+def _engine(name: str) -> Any:
+    return importlib.import_module(f"torchtitan.inference.{name}.engine").ENGINE
+
+
+# From the reading function to the run
+
+
+class _Packed(msgspec.Struct, array_like=True):
+    """A completion. Arrays are little-endian: int64 for tokens, float64 for log-probs, int32 for lengths."""
+
+    token_ids: memoryview
+    log_probs: memoryview
+    finish_reason: FinishReason
+    spans: list[tuple[str, int, int, int]]
+    kept: tuple[memoryview, memoryview] | None
+    """All ids, and how many there are of each token"""
+    routes: tuple[int, tuple[int, int, int], int, memoryview] | None
+    """The first token, the shape of experts, the bytes of a number, and the numbers"""
+
+
+class Outcome(msgspec.Struct, array_like=True):
+    """What a reading function has made of an answer. refused: "" or one of REFUSALS, for `reason`."""
+
+    refused: str = ""
+    reason: str = ""
+    completions: list[_Packed] = []
+    log_probs: memoryview = memoryview(b"")
+    epoch: str = ""
+    version: int = 0
+    top: tuple[memoryview, memoryview] | None = None
+
+
+REFUSALS: dict[str, type[ActorError]] = {"wrong": ActorError, "not_ready": ActorNotReady, "request": RequestRefused}
+
+
+def array(numbers: Sequence[int | float | None], dtype: str) -> memoryview:
+    """Return numbers as bytes."""
+    return np.asarray(numbers, dtype).data.cast("B") if numbers else memoryview(b"")
+
+
+def values(data: memoryview, dtype: str) -> np.ndarray:
+    """Return the numbers in bytes that `array` has made."""
+    return np.frombuffer(data, dtype)
+
+
+def _pack(completion: Completion) -> _Packed:
+    kept, routes = completion.kept_token_ids, None
+    if (told := completion.routes) is not None:
+        experts = np.ascontiguousarray(told.experts, told.experts.dtype.newbyteorder("<"))
+        routes = told.first, experts.shape, experts.itemsize, memoryview(experts.tobytes())
+    return _Packed(
+        array(completion.token_ids, "<i8"),
+        array(completion.log_probs, "<f8"),
+        completion.finish_reason,
+        [(span.epoch, span.version, span.start, span.end) for span in completion.spans],
+        None
+        if kept is None
+        else (array([one for ids in kept for one in ids], "<i8"), array([len(ids) for ids in kept], "<i4")),
+        routes,
+    )
+
+
+def _unpack(packed: _Packed) -> Completion:
+    kept: list[list[int]] | None = None
+    if packed.kept is not None:
+        ids, ends = values(packed.kept[0], "<i8"), np.cumsum(values(packed.kept[1], "<i4"))
+        # One by one, so that other threads get their turns.
+        with without_collection():
+            kept = [ids[begin:end].tolist() for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
+    routes = None
+    if packed.routes is not None:
+        first, shape, itemsize, data = packed.routes
+        routes = Routes(first, values(data, f"<u{itemsize}").reshape(shape))
+    spans = [VersionSpan(*span) for span in packed.spans]
+    token_ids, log_probs = values(packed.token_ids, "<i8").tolist(), values(packed.log_probs, "<f8").tolist()
+    return Completion(token_ids, log_probs, packed.finish_reason, spans, kept, routes)
+
+
+def outcome_of(read: Callable[[], Outcome]) -> bytes:
+    """Return the outcome of `read`, in which an answer of another form is an outcome too."""
+    try:
+        outcome = read()
+    except NoVersion as error:
+        outcome = Outcome("not_ready", str(error))
+    except RequestRefused as error:
+        outcome = Outcome("request", str(error))
+    except ActorError as error:
+        outcome = Outcome("wrong", str(error))
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
+        text = str(error) if isinstance(error, WrongForm) else repr(error)
+        outcome = Outcome("wrong", f"the answer is malformed: {text}")
+    return msgspec.msgpack.encode(outcome)
+
+
+def read_completions(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
+    """The reading function for completions: they are those that were asked for, and can be trained on."""
+
+    def read() -> Outcome:
+        request = GenerateRequest.from_json(about["request"])
+        if about["engine"] == "embedded":
+            completions = embedded_completions(answer)
+        else:
+            completions = _engine(about["engine"]).completions(request, answer)
+        check_completions(completions, request.sampling)
+        return Outcome(completions=[_pack(one) for one in completions])
+
+    return outcome_of(read)
+
+
+def read_scores(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
+    """The reading function for the log-probs of given tokens: one for each but the first."""
+
+    def read() -> Outcome:
+        token_ids = about["token_ids"]
+        if about["engine"] == "embedded":
+            scored = embedded_scores(answer)
+        else:
+            scored = _engine(about["engine"]).scored(token_ids, answer)
+        if len(scored.log_probs) != len(token_ids) - 1:
+            number = len(scored.log_probs)
+            raise ActorError("score", f"{number} log-probs were returned for {len(token_ids)} tokens")
+        return Outcome(log_probs=array(scored.log_probs, "<f8"), epoch=scored.epoch, version=scored.version)
+
+    return outcome_of(read)
+
+
+async def exchange(function: str, about: dict[str, Any], pieces: Pieces) -> Outcome:
+    """Return what a reading function makes of an answer."""
+    try:
+        data = await read_answer(function, about, pieces)
+    except WrongForm as error:
+        return Outcome("wrong", f"the answer cannot be read: {error}")
+    return msgspec.msgpack.decode(data, type=Outcome)
+
+
+async def _read(phase: str, function: str, about: dict[str, Any], pieces: Pieces) -> Outcome:
+    outcome = await exchange(f"{__name__}:{function}", about, pieces)
+    if outcome.refused:
+        raise REFUSALS[outcome.refused](phase, outcome.reason)
+    return outcome
+
+
+async def completions_of(engine: str, request: GenerateRequest, pieces: Pieces) -> list[Completion]:
+    """Return the completions in an engine's answer to this request.
+
+    Raises ActorError: it has another form, or could not be trained on; ActorNotReady: it comes from weights that are no
+    version of this run; RequestRefused: the engine lacks what was asked for.
+    """
+    outcome = await _read("generate", "read_completions", {"engine": engine, "request": request.to_json()}, pieces)
+    return [_unpack(one) for one in outcome.completions]
+
+
+async def scores_of(engine: str, token_ids: list[int], pieces: Pieces) -> ScoredTokens:
+    """Return the log-probs of these tokens in an engine's answer. Raises ActorError and ActorNotReady."""
+    outcome = await _read("score", "read_scores", {"engine": engine, "token_ids": token_ids}, pieces)
+    return ScoredTokens(values(outcome.log_probs, "<f8").tolist(), outcome.epoch, outcome.version)
