@@ -19,7 +19,11 @@ from urllib.parse import urlsplit
 
 About = dict[str, Any]
 """What an attacker might know: `pid` of the trainer, `mark` (a key of the run), folders `run`, `home` and `code`, a
-`port`, an `abstract` socket and a `socket` in a file"""
+`port`, an `abstract` socket and a `socket` in a file, and the `keyring` entry that holds the key"""
+
+# System calls of x86-64, and the keyring of the session.
+KEYCTL, KEYCTL_SEARCH, KEYCTL_READ, SESSION_KEYRING = 250, 10, 11, -3
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _readable(path: str, mark: str) -> bool:
@@ -89,6 +93,30 @@ def _traced(about: About) -> bool:
     return bool(ctypes.CDLL(None).ptrace(0x4206, about["pid"], 0, 0) == 0 and _signalled(about))  # PTRACE_SEIZE
 
 
+def _read_keyring(about: About) -> bool:
+    if os.uname().machine != "x86_64":
+        return False
+    number = LIBC.syscall(KEYCTL, KEYCTL_SEARCH, SESSION_KEYRING, b"user", about["keyring"].encode(), 0)
+    value = ctypes.create_string_buffer(64)
+    return number > 0 and LIBC.syscall(KEYCTL, KEYCTL_READ, number, value, 64, 0) > 0
+
+
+def left_behind(home: str) -> str:
+    """What a process that was left behind by a test with this home folder has on its command line."""
+    return f"left-behind-by-{home}"
+
+
+def _found_what_was_left(about: About) -> bool:
+    # What was killed takes a moment to go.
+    deadline = time.monotonic() + 20
+    mark = left_behind(about["home"])
+    while any(_readable(f"/proc/{pid}/cmdline", mark) for pid in os.listdir("/proc") if pid.isdigit()):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def _raised_clock() -> bool:
     with contextlib.suppress(OSError):
         os.nice(-5)
@@ -108,7 +136,11 @@ REACHES: dict[str, Callable[[About], bool]] = {
     "read a key in another process's environment": lambda about: any(
         _readable(f"/proc/{one}/environ", about["mark"]) for one in os.listdir("/proc") if one.isdigit()
     ),
-    "read a key in the home folder": lambda about: _readable(f"{about['home']}/.ssh/id", about["mark"]),
+    "read a key in the home folder": lambda about: any(
+        _readable(f"{about['home']}/{name}", about["mark"]) for name in (".ssh/id", ".pgpass", ".agent/login", "notes")
+    ),
+    "read a key in a keyring": _read_keyring,
+    "find what an earlier call has left behind": _found_what_was_left,
     "read the run's folder": lambda about: _readable(f"{about['run']}/journal.jsonl", about["mark"]),
     "change the run's folder": lambda about: _writable(f"{about['run']}/journal.jsonl"),
     "read the run's folder through a symbolic link": _linked,
@@ -176,8 +208,33 @@ def forge() -> str:
 
 def daemonise() -> str:
     """Leave something behind in a session of its own."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "left-behind"], start_new_session=True)
+    mark = left_behind(os.environ["HOME"])
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", mark], start_new_session=True)
     return "done"
+
+
+def hoard() -> str:
+    """Write 1.5 GB to a file in memory that is not mapped, after asking to be spared when memory runs out."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("0")
+    file = os.memfd_create("hoard")
+    for _ in range(1500):
+        os.write(file, b"x" * (1 << 20))
+    time.sleep(60)
+    return "reached"
+
+
+def share() -> str:
+    """Fill shared memory that nobody is attached to, which outlives this process."""
+    LIBC.shmat.restype = ctypes.c_void_p
+    for _ in range(3):
+        number = LIBC.shmget(0, 400 << 20, 0o1600)
+        if number < 0:
+            return f"refused: {os.strerror(ctypes.get_errno())}"
+        address = LIBC.shmat(number, None, 0)
+        ctypes.memset(address, 1, 400 << 20)
+        LIBC.shmdt(ctypes.c_void_p(address))
+    return "reached"
 
 
 def eat() -> str:
@@ -195,6 +252,8 @@ COSTS: dict[str, Callable[[], str]] = {
     "forge a message of 4 GiB": forge,
     "fork for ever": bomb,
     "eat all memory, with its limit lifted": eat,
+    "fill a file in memory": hoard,
+    "fill shared memory": share,
     "leave a process behind": daemonise,
     "kill all it can": lambda: str(os.kill(-1, signal.SIGKILL)),
     "hang": lambda: str(time.sleep(600)),

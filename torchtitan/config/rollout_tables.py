@@ -138,6 +138,9 @@ class Rewards:
     network: bool = False
     """Isolated functions have this machine's network, which judges need"""
 
+    readable: list[str] = field(default_factory=list)
+    """Files and folders of the home folder that isolated functions can read as well (docs/reliability.md)"""
+
     variables: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions get; others that look like keys are taken away"""
 
@@ -288,13 +291,17 @@ class Environment:
     """Deadline of one turn's step, or of all its tool calls"""
 
     memory_limit_mb: Annotated[int, Range(16)] = 2048
-    """Address space, in MiB, that an environment worker may use beyond what it starts with"""
+    """Address space, in MiB, that an environment worker may use beyond what it starts with; memory that each agent,
+    with all that it starts, may use"""
 
     isolate: Literal["auto", True, False] = "auto"
     """Run environments, tools and agents as rewards.isolate runs functions; agents reach the gateway all the same"""
 
     network: bool = False
     """Isolated programs have this machine's network"""
+
+    readable: list[str] = field(default_factory=list)
+    """Files and folders of the home folder that isolated programs can read as well"""
 
     variables: list[str] = field(default_factory=list)
     """Environment variables with keys that the programs get; others that look like keys are taken away"""

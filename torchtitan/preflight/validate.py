@@ -377,6 +377,8 @@ def _check_isolation(check: Check, name: str, table: Rewards | Environment) -> N
             check.refuse(f"{name}.isolate", True, str(error))
         missing = [one for one in table.variables if one not in os.environ]
         check.refuse(f"{name}.variables", missing, f"there is no environment variable {', '.join(missing)}")
+        absent = [path for path in table.readable if not Path(path).expanduser().exists()]
+        check.refuse(f"{name}.readable", absent, f"there is no file or folder {', '.join(absent)}")
 
 
 def _check_judge(check: Check) -> None:

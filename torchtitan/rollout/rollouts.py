@@ -48,6 +48,8 @@ from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
 
+# What code that is not isolated can do, for the event that says so.
+UNISOLATED = "this code can read the run's keys and change all files of this user; isolate = false accepts that"
 START_TIMEOUT_S = 240.0
 CLOSE_TIMEOUT_S = 30.0
 # The loop answers immediately; this allows for a very busy machine.
@@ -154,6 +156,7 @@ class Rollouts:
             for number, task in enumerate(self.tasks)
         ]
         self.flow = RolloutFlow(config, sources, mix, journal, events)
+        self._events = events
 
     def __enter__(self) -> Rollouts:
         self.loop = BackgroundLoop("rollouts")
@@ -173,6 +176,13 @@ class Rollouts:
         await self.rewards.start()
         for environments in self._shared("environments"):
             await environments.start()
+        if self._events is not None:
+            pools = [("rewards", self.rewards), *(("environment", pool) for pool in self._shared("environments"))]
+            for what, pool in pools:
+                if reason := pool.missing_isolation:
+                    self._events.write(
+                        "isolation_missing", level=logging.WARNING, table=what, reason=reason, meaning=UNISOLATED
+                    )
         for task in dict.fromkeys([*self.tasks, *self.sets]):
             await task.start()
         await self.pool.start()

@@ -11,12 +11,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
 def echo(completions: list[str], **kwargs: Any) -> list[float]:
     print("this must not end up between the replies")
     return [float(text) for text in completions]
+
+
+def reads(completions: list[str], **kwargs: Any) -> list[float]:
+    """The size of the file that each completion names."""
+    return [float(len(Path(text).read_bytes())) for text in completions]
 
 
 async def slow_echo(completions: list[str], **kwargs: Any) -> list[float]:

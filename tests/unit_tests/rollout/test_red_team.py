@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import torchtitan
+from tests import red_team
 from tests.patience import PATIENCE_S
 from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
@@ -30,6 +31,8 @@ from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog
 
 MARK = "the-key-of-the-run"
+# A system call of x86-64.
+ADD_KEY = 248
 
 
 @pytest.fixture
@@ -37,10 +40,14 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     """What the red team looks for: a run with a key, a home, and sockets that listen."""
     folder = Path(tempfile.mkdtemp(dir="/var/tmp"))  # /tmp would be hidden as a whole
     run, home = folder / "run", folder / "home"
-    (home / ".ssh").mkdir(parents=True)
     run.mkdir()
-    for file in (run / "journal.jsonl", home / ".ssh" / "id"):
+    for file in (run / "journal.jsonl", *(home / name for name in (".ssh/id", ".pgpass", ".agent/login", "notes"))):
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(MARK)
+    keyring = f"red-team-{os.getpid()}"
+    if os.uname().machine == "x86_64":
+        red_team.LIBC.syscall(red_team.KEYCTL, 1, None)  # a session keyring of our own
+        red_team.LIBC.syscall(ADD_KEY, b"user", keyring.encode(), MARK.encode(), len(MARK), red_team.SESSION_KEYRING)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("SOME_API_KEY", MARK)
     monkeypatch.setenv("PROXY", f"http://me:{MARK}@proxy")
@@ -54,8 +61,8 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
             listener.bind(address)
             listener.listen()
         yield {
-            "pid": os.getpid(), "mark": MARK, "run": str(run), "home": str(home), "abstract": abstract, "socket": path,
-            "command": Path("/proc/self/cmdline").read_text(),
+            "pid": os.getpid(), "mark": MARK, "run": str(run), "home": str(home), "keyring": keyring,
+            "abstract": abstract, "socket": path, "command": Path("/proc/self/cmdline").read_text(),
             "code": str(Path(torchtitan.__file__).parent), "port": server.getsockname()[1],
         }  # fmt: skip
     shutil.rmtree(folder)
@@ -138,6 +145,7 @@ def test_without_isolation_it_is_reached(about: dict[str, Any]) -> None:
         ("fill /tmp", "No space left"), ("fill /dev/shm", "No space left"), ("print 1 GB", "done"),
         ("return 80 MB", "what it returned has"), ("forge a message of 4 GiB", "it sent 4294967295 bytes at once"),
         ("fork for ever", "more than 100 processes"), ("eat all memory, with its limit lifted", "MiB of memory"),
+        ("fill a file in memory", "MiB of memory"), ("fill shared memory", "refused"),
         ("leave a process behind", "done"), ("kill all it can", ""), ("hang", "no answer within"),
     ],
 )  # fmt: skip
@@ -154,4 +162,5 @@ def test_what_it_costs_is_bounded(
     assert word in said[0] and said[1] == "[]", said
     log_file = run.parent / "rewards.log"
     assert not log_file.exists() or log_file.stat().st_size <= LOGGED_BYTES
-    assert not any("left-behind" in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+    mark = red_team.left_behind(about["home"])
+    assert not any(mark in (running.info["cmdline"] or ()) for running in psutil.process_iter(["cmdline"]))

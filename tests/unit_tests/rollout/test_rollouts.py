@@ -77,6 +77,7 @@ class FakeRewards:
     def __init__(self) -> None:
         self.statistics = {"failures": 0}
         self.last_failure = "it was lost"
+        self.missing_isolation = ""
         self.equal: Callable[[Prompt], bool] = lambda prompt: False
         self.lost: Callable[[Prompt, int], bool] = lambda prompt, i: False
 
@@ -459,3 +460,12 @@ def test_a_run_without_any_reward_says_what_it_samples(tmp_path: Path, first_rew
             left, right = shown["prompt"].rstrip("=").split("+")
             # The task's sums are written from right to left.
             assert int(shown["answer"][::-1]) == int(left) + int(right) and shown["completion"]
+
+
+def test_code_that_runs_without_isolation_is_an_event(tmp_path: Path) -> None:
+    rewards, events = FakeRewards(), EventLog(tmp_path / "events.jsonl")
+    rewards.missing_isolation = "not isolated: there are no namespaces"
+    with running(make_config(), FakeActors(), rewards, events=events):
+        (event,) = read_json_lines(events.path)
+    assert (event["kind"], event["table"]) == ("isolation_missing", "rewards")
+    assert event["reason"] == rewards.missing_isolation and "keys" in event["meaning"]

@@ -27,6 +27,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,7 @@ from typing import Any
 
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.environments.worker import allow_for_a_thread, read_number
+from torchtitan.rollout.workers import usage
 from torchtitan.rollout.workers.inside import QUOTES, run, without_stop_iteration
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
@@ -45,8 +47,10 @@ MAX_THREADS = 4096
 TAIL_BYTES = 1 << 16
 # The end of its standard error that its failure quotes, for which it waits so long after the command's end.
 QUOTED_CHARACTERS, QUOTED_WITHIN_S = 500, 1.0
-# The interval between checks whether a command has ended.
-POLL_S = 0.05
+# The intervals between checks whether a command has ended, and of the memory that it uses.
+POLL_S, MEASURE_S = 0.05, 0.5
+# Of a command and what it has started, the memory of this many processes is measured.
+MEASURED_PROCESSES = 4096
 
 Play = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Plays the episode of a message"""
@@ -78,11 +82,12 @@ class Agents:
             task.cancel()
 
 
-def find_agent(agent: str) -> Play:
-    """Return a Play for a function or command. Raises UserError if it cannot be loaded."""
+def find_agent(agent: str, memory_limit_mb: int) -> Play:
+    """Return a Play for a function, or for a command that may use so much memory. Raises UserError if it cannot be
+    loaded."""
     if not FUNCTION.fullmatch(agent):
         words = shlex.split(agent)
-        return lambda message: run_command(words, message)
+        return lambda message: run_command(words, message, memory_limit_mb)
     function = load_object(agent, "agent")
     names = set(inspect.signature(function).parameters)
     if unknown := names - {"base_url", "key", "row"}:
@@ -104,8 +109,13 @@ def find_agent(agent: str) -> Play:
     return play
 
 
-async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, Any]:
-    """Play an episode with a command. Raises RuntimeError if it fails, ValueError if its last line is not a reward."""
+async def run_command(words: list[str], message: dict[str, Any], memory_limit_mb: int) -> dict[str, Any]:
+    """Play an episode with a command.
+
+    Raises:
+        RuntimeError: it fails, or it and what it has started use more than `memory_limit_mb`.
+        ValueError: its last line is not a reward.
+    """
     url, key = message["base_url"], message["key"]
     environment = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     # Anthropic's libraries append /v1 themselves.
@@ -114,10 +124,12 @@ async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, An
         environment["TMPDIR"] = scratch
         if environment.get("HOME") == tempfile.gettempdir():  # as below
             environment["HOME"] = scratch
-        return await _run_in(environment, words, message)
+        return await _run_in(environment, words, message, memory_limit_mb)
 
 
-async def _run_in(environment: dict[str, str], words: list[str], message: dict[str, Any]) -> dict[str, Any]:
+async def _run_in(
+    environment: dict[str, str], words: list[str], message: dict[str, Any], memory_limit_mb: int
+) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
         *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment,
         # It gets its own process group, to be killed with its children. It stays in our session, to end with us.
@@ -135,11 +147,23 @@ async def _run_in(environment: dict[str, str], words: list[str], message: dict[s
             await process.stdin.drain()
             process.stdin.close()
         # Not process.wait(), which also waits for the pipes: children that remain may hold the output open.
-        while process.returncode is None:  # noqa: ASYNC110
+        measured, used_too_much = time.monotonic(), False
+        while process.returncode is None and not used_too_much:
             await asyncio.sleep(POLL_S)
+            if time.monotonic() - measured >= MEASURE_S:
+                measured = time.monotonic()
+                command = usage.descendants(process.pid, MEASURED_PROCESSES)
+                if used_too_much := usage.exceeds(command, memory_limit_mb << 20):
+                    usage.kill(command)  # those that have left the group as well
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+    if used_too_much:
+        await asyncio.wait([reading, reading_errors], timeout=QUOTED_WITHIN_S)
+        raise RuntimeError(
+            f"{words[0]} was stopped: it, or what it has started, used more than {memory_limit_mb} MiB of memory "
+            "(environment.memory_limit_mb)"
+        )
     await reading
     await asyncio.wait([reading_errors], timeout=QUOTED_WITHIN_S)
     if code := process.returncode:
@@ -208,8 +232,15 @@ class Taskset:
         return {"reward": float(trace.reward)}
 
 
+def load(setup: dict[str, Any]) -> tuple[Agents, dict[str, Any]]:
+    """Return the episodes that a set-up describes. Raises UserError if its agent cannot be loaded."""
+    if "taskset" in setup:
+        return Agents(Taskset(setup).play), {}
+    return Agents(find_agent(setup["agent"], setup["memory_limit_mb"])), {}
+
+
 if __name__ == "__main__":
     if not os.access(Path.home(), os.W_OK):  # we are isolated, and programs keep files of their own there
         os.environ.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))  # can be read, not written
         os.environ["HOME"] = tempfile.gettempdir()
-    run(lambda setup: (Agents(Taskset(setup).play if "taskset" in setup else find_agent(setup["agent"])), {}))
+    run(load)

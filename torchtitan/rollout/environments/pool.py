@@ -200,9 +200,11 @@ class AgentPool(EnvironmentPool):
         super().__init__(config, events, log_file, run_dir=run_dir)
         environment, settings = config.environment, self._settings
         settings.needs_gateway = True
+        # Agents' programs reserve far more memory than they use: not what they reserve is limited, but what they use.
         settings.setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
+        settings.memory_per_user_mb = environment.memory_limit_mb
         # The files of a command line, and verifiers' tokenizer.
-        settings.visible = [*shlex.split(environment.agent), config.model.hf_assets_path]
+        settings.visible += [*shlex.split(environment.agent), config.model.hf_assets_path]
         if environment.verifiers:
             settings.python = find_python("verifiers", environment.verifiers_python, "environment.verifiers_python")
             settings.setup |= {

@@ -15,6 +15,7 @@ from typing import Any
 from torchtitan.config.derived import environment_name, reward_weights
 from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.workers.pool import WorkerPool
 from torchtitan.rollout.workers.process import CallFailed
@@ -87,6 +88,11 @@ class RewardPool:
         if self._async:
             self._shared = self._new_pool(self._async, True)
             await self._shared.start()
+
+    @property
+    def missing_isolation(self) -> str:
+        """As of WorkerPool; empty where all functions are part of this package."""
+        return "" if set(self._all_functions) <= set(BUILTIN) else self._alone.missing_isolation
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in (self._alone, self._shared) if pool is not None))

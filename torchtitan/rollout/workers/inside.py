@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from torchtitan.errors import UserError
 from torchtitan.rollout.workers.port_forward import hand_over
+from torchtitan.rollout.workers.restrictions import restrict
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
@@ -124,14 +125,18 @@ def set_up(
 ) -> Loaded | None:
     """Read the set-up, import the user's code with `load`, and limit the memory. Return None if the worker must end.
 
-    The set-up has `path` (folders to import from), `memory_limit_mb`, and `forward` where the process is isolated (a
-    descriptor, see port_forward.py). `load` turns it into what is returned here and a dictionary that is sent to the
-    parent.
+    The set-up has `path` (folders to import from), `shared_memory_bytes` where the process gives up keyrings and system
+    calls (restrictions.py), `address_space_mb` where the memory that it reserves is limited, and `forward` where it has
+    no network (a descriptor, see port_forward.py). `load` turns it into what is returned here and a dictionary that is
+    sent to the parent, which also learns in `unrestricted` why something could not be given up.
     """
     setup = read_message(incoming)
     if setup is None:
         return None
     sys.path.extend(folder for folder in setup["path"] if folder not in sys.path)
+    unrestricted = ""
+    if "shared_memory_bytes" in setup:
+        unrestricted = restrict(setup["shared_memory_bytes"])
     try:
         loaded, about = load(setup)
     except Exception as error:  # raised by user code
@@ -140,8 +145,9 @@ def set_up(
         return None
     if "forward" in setup:
         about = {**about, "port": hand_over(setup["forward"])}
-    limit_memory(setup["memory_limit_mb"])
-    write_message(outgoing, {"ready": True, **about})
+    if "address_space_mb" in setup:
+        limit_address_space(setup["address_space_mb"])
+    write_message(outgoing, {"ready": True, "unrestricted": unrestricted, **about})
     return loaded
 
 
@@ -172,8 +178,12 @@ async def serve(
             task.add_done_callback(working.discard)
 
 
-def limit_memory(megabytes: int) -> None:
-    """Limit this process to map at most `megabytes` more than it maps now (Linux)."""
+def limit_address_space(megabytes: int) -> None:
+    """Limit this process to map at most `megabytes` more than it maps now (Linux).
+
+    This fails at once where a function asks for too much. Programs that reserve far more than they use, such as Node
+    and Bun, cannot run under it.
+    """
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()

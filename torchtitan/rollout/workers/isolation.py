@@ -2,7 +2,7 @@
 
 An isolated process sees no other process and no network but a loopback of its own. It can write to /tmp and /dev/shm
 alone, which are in memory, bounded, and end with it. Everything else is read-only, and some of it is empty: the run's
-folder, credentials in the home folder, and /run with the sockets of system servers.
+folder, most of the home folder (seen_files.py), and /run with the sockets of system servers.
 
 bubblewrap does all of it. Without bubblewrap, unshare from util-linux creates the namespaces, and this file runs inside
 them to do the rest; therefore it must not import our other modules at the top.
@@ -27,16 +27,8 @@ from pathlib import Path
 
 SCRATCH = ("/tmp", "/dev/shm")
 SCRATCH_BYTES = 1 << 30
+MESSAGE_QUEUES = 16
 PROBE_TIMEOUT_S = 20.0
-# Where programs keep credentials, in the home folder.
-CREDENTIALS = (
-    ".aws", ".azure", ".cache/huggingface/stored_tokens", ".cache/huggingface/token", ".cargo/credentials.toml",
-    ".config/gcloud", ".config/gh", ".config/git/credentials", ".config/pip", ".config/rclone", ".docker",
-    ".git-credentials", ".gnupg", ".huggingface", ".kaggle", ".kube", ".modal.toml", ".netrc", ".npmrc", ".pypirc",
-    ".ssh",
-)  # fmt: skip
-# Variables that name a file with credentials, or with several.
-CREDENTIAL_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "KUBECONFIG", "NETRC")
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 NAMES = {"bwrap": "bubblewrap", "unshare": "user namespaces"}
 # From linux/fcntl.h, linux/mount.h and linux/sockios.h; the number of the system call is the same on all machines.
@@ -64,9 +56,11 @@ class Isolation:
 
         visible: what it may read even if it lies in /tmp or in a hidden folder; hidden: folders that look empty.
         """
+        from torchtitan.rollout.workers.seen_files import mounts_over
+
         # What the resolver of names reads may lie in /run.
         resolver = [os.path.realpath("/etc/resolv.conf")] if self.network else []
-        mounts = _mounts([*visible, *resolver], hidden)
+        mounts = mounts_over([*visible, *resolver], hidden)
         if self.tool == "unshare":
             net = [] if self.network else ["--net"]
             own = [sys.executable, "-IS", str(Path(__file__).resolve()), json.dumps([bool(net), SCRATCH_BYTES, mounts])]
@@ -82,36 +76,6 @@ class Isolation:
             words += ["--remount-ro", target]
         network = ["--share-net"] if self.network else []
         return [*words, "--unshare-all", *network, "--die-with-parent", "--cap-drop", "ALL", "--"]
-
-
-def _mounts(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[Mount]:
-    """Return what is mounted over the read-only files, outer folders first."""
-    home, hub = os.path.expanduser("~"), os.environ.get("HF_HOME", "")
-    secret = [os.path.join(home, name) for name in CREDENTIALS]
-    secret += [os.path.join(hub, name) for name in ("token", "stored_tokens") if hub]
-    secret += [one for name in CREDENTIAL_FILES for one in os.environ.get(name, "").split(os.pathsep) if one]
-    empty = [Path("/run"), *(Path(os.path.realpath(str(path))) for path in (*hidden, *secret))]
-    covered = [Path(one) for one in SCRATCH] + empty
-    # For the kernel, root of a user namespace may be root: then all but the folders of processes could be written to.
-    of_kernel = [one for one in Path("/proc").iterdir() if not one.name.isdigit() and not one.is_symlink()]
-    of_kernel = [one for one in of_kernel if one.is_dir() or one.stat().st_mode & 0o222]
-    mounts: list[Mount] = [("show", str(one), str(one)) for one in of_kernel]
-    mounts += [("scratch", "", one) for one in SCRATCH]
-    # Unlike Path's, these functions take a path that may not be looked at, or is none at all, for a missing one.
-    mounts += [("null", "/dev/null", str(one)) for one in empty if os.path.isfile(one)]
-    mounts += [("empty", "", str(one)) for one in empty if os.path.isdir(one)]
-    shown = {
-        Path(target): os.path.realpath(path)
-        for path in {os.path.abspath(os.path.expanduser(str(one))) for one in visible if str(one)}
-        for target in (path, os.path.realpath(path))
-        if os.path.exists(path)
-    }
-    for target, source in shown.items():
-        # What lies in a folder that is shown is there already, and nothing can be mounted into that one.
-        over = [one for one in target.parents if one in covered or one in shown]
-        if over and over[0] in covered:
-            mounts.append(("show", source, str(target)))
-    return sorted(mounts, key=lambda one: (len(Path(one[2]).parts), one))
 
 
 @functools.cache
@@ -177,6 +141,11 @@ def main() -> None:
     mounts = [("empty", "", "/dev"), *devices, *mounts]
     opened = [os.open(source, os.O_PATH) if source else None for _, source, _ in mounts]
     mount("proc", "/proc", b"proc", 0)
+    # Shared memory and message queues of System V outlive their makers, and no limit of a process counts them. Where
+    # these cannot be written, the worker refuses shared memory to itself (restrictions.py).
+    for name, value in (("shmall", scratch_bytes // os.sysconf("SC_PAGESIZE")), ("msgmni", MESSAGE_QUEUES)):
+        with contextlib.suppress(OSError), open(f"/proc/sys/kernel/{name}", "w", encoding="ascii") as file:
+            file.write(str(value))
     limit = f"size={scratch_bytes},mode=0755".encode()
     for (_, _, target), source in zip(mounts, opened, strict=True):
         if source is None:

@@ -42,9 +42,11 @@ class WorkerPool:
         """
         isolation, self._shut_in = find_isolation(table.isolate, table.network)
         self._settings = WorkerSettings(
-            what, module, {**setup, "memory_limit_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
-            list(visible), [*table.variables, *secrets], isolation, type(table).__name__.lower(),
+            what, module, {**setup, "address_space_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
+            [*visible, *table.readable], [*table.variables, *secrets], isolation, type(table).__name__.lower(),
         )  # fmt: skip
+        self._settings.restricted = table.isolate is not False
+        self._shall_be_isolated = isolation is None and table.isolate == "auto"
         self._count, self._replaced = table.num_workers, replaced
         self._workers: list[WorkerProcess] = []
         self._retired: set[WorkerProcess] = set()
@@ -59,7 +61,17 @@ class WorkerPool:
         for outcome in await asyncio.gather(*(one.start() for one in self._workers), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-        logger.info("%s is %s", self._settings.what, self._shut_in)
+        beyond = [self._shut_in]
+        if self._settings.restricted and (problem := self.about["unrestricted"]):
+            beyond.append(f"not restricted: {problem}")
+        beyond.append(self._workers[0].bounds)
+        logger.info("%s is %s", self._settings.what, "; ".join(beyond))
+
+    @property
+    def missing_isolation(self) -> str:
+        """Why the workers run other people's code without isolation, although isolate = "auto" asks for it where it
+        can be had; empty if they are isolated, or were told not to be."""
+        return self._shut_in if self._shall_be_isolated else ""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -89,6 +101,8 @@ class WorkerPool:
 
     async def give_back(self, worker: WorkerProcess) -> None:
         worker.users -= 1
+        if not worker.users:
+            worker.end_leftovers()
         await self._stop_unused(worker)
 
     @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import os
-import resource
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.rollout.workers import isolation, usage
+from torchtitan.rollout.workers.control_group import ControlGroup, make_control_group
 from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, QUOTES, written
 from torchtitan.rollout.workers.isolation import SCRATCH, Isolation
 from torchtitan.rollout.workers.port_forward import PortForward
+from torchtitan.rollout.workers.seen_files import is_withheld
 from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
 from torchtitan.utils.machine import host_memory
 
@@ -36,6 +39,12 @@ MAX_PROCESSES = 512
 PROCESSES_PER_CALL = 64
 MEMORY_SHARE = 0.5
 WATCH_INTERVAL_S = 0.5
+# What a worker of agents has before an agent runs.
+START_MEMORY_MB = 1024
+# The number of times, and the seconds between them, that the removal of a control group is tried.
+REMOVAL_ATTEMPTS, REMOVAL_INTERVAL_S = 20, 0.05
+# A path in an error.
+PATH_IN_TEXT = re.compile(r"/[^\s'\":;,]+")
 # What errors say that come from the isolation, and the key that helps.
 CAUSES = {
     "isolate = false": ("Read-only file system", "No space left on device", "docker.sock", "NVIDIA driver", "CUDA",
@@ -80,6 +89,11 @@ class WorkerSettings:
     python: str = sys.executable
     needs_gateway: bool = False
     """Those without a network get a way to the gateway"""
+    memory_per_user_mb: int | None = None
+    """How much memory a process and what it starts may take for each call in flight, beyond what it starts with; None
+    where the process limits what it reserves itself"""
+    restricted: bool = True
+    """They give up keyrings and some system calls (restrictions.py)"""
 
 
 class WorkerProcess:
@@ -116,6 +130,10 @@ class WorkerProcess:
         self.broken = False
         """Whether a call hangs in it, or it has ended"""
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._memory_limit = int(MEMORY_SHARE * host_memory().limit)
+        self._group: ControlGroup | None = None
+        self._started_with: set[int] = set()
+        """Its processes when it was ready: they may stay between its calls"""
         self._withheld: list[str] = []
         self.about: dict[str, Any] = {}
         """Its reply to the set-up"""
@@ -123,6 +141,13 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         return self._process.alive
+
+    @property
+    def bounds(self) -> str:
+        """What bounds its memory and its processes, for messages."""
+        if self._group is not None:
+            return "bounded by a control group"
+        return f"watched every {WATCH_INTERVAL_S:g} s, as no control group can be had here"
 
     async def start(self) -> None:
         """(Re)start the process. Raises UserError after MAX_START_ATTEMPTS, or if it cannot load its code."""
@@ -136,11 +161,15 @@ class WorkerProcess:
             environment["TMPDIR"] = self._new_scratch()
             with contextlib.ExitStack() as files:
                 setup, inherited = {"path": sys.path, **self._settings.setup}, []
+                if self._settings.restricted:
+                    setup["shared_memory_bytes"] = isolation.SCRATCH_BYTES
                 if self.forward is not None:
                     theirs = files.enter_context(self.forward.new())
                     setup["forward"] = theirs.fileno()
                     inherited.append(theirs.fileno())
-                await self._process.launch(self._command, environment, pipes=True, files=inherited)
+                self._group = make_control_group(self._memory_limit)
+                command = self._command if self._group is None else [*self._group.command(), *self._command]
+                await self._process.launch(command, environment, pipes=True, files=inherited)
             self._tasks = [asyncio.create_task(self._read_output())]
             try:
                 reply = await asyncio.wait_for(self._introduce(setup), START_TIMEOUT_S)
@@ -159,6 +188,7 @@ class WorkerProcess:
                     await self.stop()
                     raise UserError(f"{self._what} could not load its code: {self.explained(reply['error'])}")
                 self.about = reply
+                self._started_with = set(self._processes())
                 self._tasks += [asyncio.create_task(self._read_replies()), asyncio.create_task(self._watch())]
                 return
         where = f", see {self._settings.log_file}" if self._settings.log_file else ""
@@ -195,6 +225,9 @@ class WorkerProcess:
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.cleanup)
             self._scratch = None
+        if self._group is not None:
+            await self._remove_group(self._group)
+            self._group = None
         if self.forward is not None:
             await self.forward.close()
         for task in self._tasks:
@@ -238,21 +271,46 @@ class WorkerProcess:
             self._fail_calls(self._describe_end())
 
     async def _watch(self) -> None:
-        """Kill the process once it and what it has started take too much of the machine."""
-        limit = int(MEMORY_SHARE * host_memory().limit)
+        """Kill the process once it and what it has started take too much of the machine, and keep them from taking the
+        processors from the trainer."""
+        own_limit = self._memory_limit
         while self.alive and self._process.pid is not None:
-            processes = _processes(self._process.pid)
-            allowed = MAX_PROCESSES + PROCESSES_PER_CALL * max(0, self.users - 1)
-            excess = f"more than {allowed} processes" if len(processes) > allowed else ""
-            # Counting what is shared once takes longer.
-            if sum(map(_own_bytes, processes)) > limit and sum(map(_proportional_bytes, processes)) > limit:
+            processes = self._processes()
+            calls = max(1, self.users)
+            allowed = MAX_PROCESSES + PROCESSES_PER_CALL * (calls - 1)
+            limit = own_limit
+            if self._settings.memory_per_user_mb is not None:
+                limit = min(own_limit, (START_MEMORY_MB + calls * self._settings.memory_per_user_mb) << 20)
+            excess = ""
+            if len(processes) > allowed:
+                excess = f"more than {allowed} processes"
+            elif usage.exceeds(processes, limit):
                 excess = f"more than {limit >> 20} MiB of memory"
             if excess:
                 more = f"; {self._settings.table}.num_workers spreads calls over more workers" if self.users > 1 else ""
                 self._reason = f"{self._what} was stopped: its processes were, or had, {excess}{more}"
                 await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
                 return
+            usage.put_behind(processes, allowed=1 + calls)
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _processes(self) -> list[int]:
+        return [] if self._process.pid is None else usage.descendants(self._process.pid, MAX_PROCESSES)
+
+    def end_leftovers(self) -> None:
+        """Kill what calls that are over have left behind in sessions of its own, as daemons are; what was there when
+        the process was ready stays."""
+        if self.alive and self._process.pid is not None:
+            session = usage.session_of(self._process.pid)
+            left = [pid for pid in self._processes() if pid not in self._started_with]
+            usage.kill(pid for pid in left if usage.session_of(pid) not in (session, None))
+
+    async def _remove_group(self, group: ControlGroup) -> None:
+        for _ in range(REMOVAL_ATTEMPTS):
+            if group.remove():
+                return
+            await asyncio.sleep(REMOVAL_INTERVAL_S)
+        logger.warning("the control group of %s still has processes and stays", self._what)
 
     def _fail_calls(self, reason: str) -> None:
         for future in self._calls.values():
@@ -261,6 +319,10 @@ class WorkerProcess:
                 future.set_exception(CallFailed("crash", reason))
 
     def _describe_end(self) -> str:
+        if not self._reason and self._group is not None and self._group.killed_for_memory:
+            self._reason = (
+                f"{self._what} was stopped: its processes had more than {self._memory_limit >> 20} MiB of memory"
+            )
         return self._reason or self._process.describe_end(wrapped=self._settings.isolation is not None)
 
     def _new_scratch(self) -> str:
@@ -281,6 +343,9 @@ class WorkerProcess:
         own = error.partition(QUOTES)[0]
         if str(Path.cwd()) in SCRATCH and any(cause in own for cause in ("No module named", "No such file")):
             return f"{error} (it is isolated and cannot see the working folder {Path.cwd()}: start in another one)"
+        if withheld := [path for path in PATH_IN_TEXT.findall(own) if is_withheld(path)]:
+            key = f"{table}.readable = {json.dumps(withheld[:1])}"
+            return f"{error} (it is isolated and sees little of the home folder: {key} would show it that)"
         for setting, causes in CAUSES.items():
             if any(cause in own for cause in causes) and not (isolation.network and "network" in setting):
                 return f"{error} (it is isolated: {table}.{setting} would change that)"
@@ -299,32 +364,3 @@ class WorkerProcess:
             if left > 0 >= left - len(data):
                 self._settings.flooded()
             left = max(0, left - len(data))
-
-
-def _processes(pid: int) -> list[str]:
-    """Return a process and those that descend from it (Linux); not much more than MAX_PROCESSES of them."""
-    found = [str(pid)]
-    for one in found:  # it grows
-        with contextlib.suppress(OSError):  # one has ended, or there is no /proc
-            for thread in os.listdir(f"/proc/{one}/task"):
-                found += Path(f"/proc/{one}/task/{thread}/children").read_text(encoding="ascii").split()
-        if len(found) > MAX_PROCESSES:
-            break
-    return found
-
-
-def _own_bytes(pid: str) -> int:
-    """Return the memory of a process that is of no file."""
-    with contextlib.suppress(OSError):
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split())
-        return (resident - shared) * resource.getpagesize()
-    return 0
-
-
-def _proportional_bytes(pid: str) -> int:
-    """Return the same, where what several processes have in common counts as a part for each."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0
