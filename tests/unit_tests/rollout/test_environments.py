@@ -17,7 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
 from torchtitan.rollout.gateway.process import SessionAccess
-from torchtitan.rollout.workers import isolation
+from torchtitan.rollout.workers import isolation, seen_files
 from torchtitan.rollout.workers.inside import QUOTES
 from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog, read_json_lines
@@ -293,7 +293,7 @@ def test_a_failed_command_is_reported_with_its_last_words(tmp_path: Path) -> Non
 def test_code_in_a_working_folder_that_isolation_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if all(isolation.problem_of(tool) for tool in isolation.NAMES):
         pytest.skip("nothing isolates processes here")
-    monkeypatch.chdir(isolation.SCRATCH[0])
+    monkeypatch.chdir(seen_files.SCRATCH[0])
     config = JobConfig()
     config.environment.agent = "lies_there:agent"
     pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"))

@@ -25,7 +25,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-SCRATCH = ("/tmp", "/dev/shm")
 SCRATCH_BYTES = 1 << 30
 MESSAGE_QUEUES = 16
 PROBE_TIMEOUT_S = 20.0
@@ -34,10 +33,6 @@ NAMES = {"bwrap": "bubblewrap", "unshare": "user namespaces"}
 # From linux/fcntl.h, linux/mount.h and linux/sockios.h; the number of the system call is the same on all machines.
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MS_REMOUNT, MS_RDONLY, MS_BIND, MS_REC = -100, 0x8000, 1, 32, 1, 4096, 16384
 SYS_MOUNT_SETATTR, SIOCSIFFLAGS, IFF_UP = 442, 0x8914, 1
-
-Mount = tuple[str, str, str]
-"""(kind, source, target): "scratch" is an empty folder that can be written to, "empty" one that cannot, "null" an empty
-file, and "show" has a file or folder as it is."""
 
 
 @dataclass(frozen=True)

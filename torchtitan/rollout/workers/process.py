@@ -20,9 +20,9 @@ from torchtitan.errors import UserError
 from torchtitan.rollout.workers import isolation, usage
 from torchtitan.rollout.workers.control_group import ControlGroup, make_control_group
 from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, QUOTES, written
-from torchtitan.rollout.workers.isolation import SCRATCH, Isolation
+from torchtitan.rollout.workers.isolation import Isolation
 from torchtitan.rollout.workers.port_forward import PortForward
-from torchtitan.rollout.workers.seen_files import is_withheld
+from torchtitan.rollout.workers.seen_files import SCRATCH, is_withheld
 from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
 from torchtitan.utils.machine import host_memory
 

@@ -12,8 +12,8 @@ import pwd
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torchtitan.rollout.workers.isolation import SCRATCH, Mount
-
+# The folders that an isolated process can write to.
+SCRATCH = ("/tmp", "/dev/shm")
 # Where programs are installed and data is cached in a home folder. No program keeps a key in one of these.
 PROGRAMS_AND_CACHES = (
     ".bun/bin", ".bun/install", ".cache/huggingface/assets", ".cache/huggingface/datasets", ".cache/huggingface/hub",
@@ -25,6 +25,10 @@ PROGRAMS_AND_CACHES = (
 # Tokens that Hugging Face's library keeps in HF_HOME, and variables that name a file with keys, or several.
 TOKENS = ("token", "stored_tokens")
 KEY_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "KUBECONFIG", "NETRC")
+
+Mount = tuple[str, str, str]
+"""(kind, source, target): "scratch" is an empty folder that can be written to, "empty" one that cannot, "null" an empty
+file, and "show" has a file or folder as it is."""
 
 
 def homes() -> list[Path]:
