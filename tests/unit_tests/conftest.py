@@ -40,6 +40,14 @@ max_completion_tokens = 32
 """
 
 
+def write_stubs(directory: Path) -> None:
+    """Write the smallest tokenizer and the smallest file of weights that can be read."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
 WriteConfig = Callable[..., list[str]]
 
 
@@ -51,8 +59,7 @@ def write_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(json.dumps(SHAPE.to_hf_config()))
-    (checkpoint / "tokenizer.json").write_text("{}")
-    (checkpoint / "model.safetensors").write_bytes(b"")
+    write_stubs(checkpoint)
 
     def write(text: str = GOOD, more: str = "") -> list[str]:
         (tmp_path / "job.toml").write_text(text + more, encoding="utf-8")

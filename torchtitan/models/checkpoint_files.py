@@ -46,13 +46,13 @@ def pointer_problem(path: Path) -> str | None:
         return None  # who reads it says why that fails
     if not is_pointer:
         return None
-    return "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository, or download it again"
+    return "it is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository, or download it again"
 
 
 def refuse_pointer(path: Path) -> None:
     """Raise UserError for a file that only names its content in Git LFS."""
     if problem := pointer_problem(path):
-        raise UserError(f"{path} {problem}")
+        raise UserError(f"{path}: {problem}")
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

@@ -395,16 +395,23 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
     scaling = None
     if kind in ("yarn", "llama3"):
         # transformers prefers the outer value, as in Phi-3.
-        length = config.get(LENGTH) or parameters.get(LENGTH) or config["max_position_embeddings"]
-        parameters = {**parameters, LENGTH: length}
+        outer = config.get(LENGTH) or parameters.get(LENGTH) or config.get("max_position_embeddings")
+        parameters = parameters | {LENGTH: outer}
+    check_scaling(kind, parameters)
     if kind == "yarn":
-        given = {name: parameters[name] for name in SCALINGS[kind] if parameters.get(name) is not None}
-        given |= {"attention_factor": _attention_factor(parameters)}
-        given.pop("mscale", None)
+        fields = [name for name in SCALINGS[kind] if name != "mscale" and parameters.get(name) is not None]
+        given = {name: parameters[name] for name in fields} | {"attention_factor": _attention_factor(parameters)}
         scaling = Scaling(kind, **given)
     elif kind != "default":
         scaling = Scaling(kind, **{name: parameters[name] for name in SCALINGS[kind]})
     return Rope(parameters.get("rope_theta") or theta, scaling)
+
+
+def check_scaling(kind: str, parameters: dict[str, Any]) -> None:
+    """Raise UserError if rotary parameters lack what their kind computes with; the rest of yarn's have defaults."""
+    needed = SCALINGS[kind] if kind != "yarn" else ("factor", LENGTH)
+    if lacking := ", ".join(name for name in needed if parameters.get(name) is None):
+        raise UserError(f"rope_scaling of rope_type {kind} in config.json lacks {lacking}: take the published file")
 
 
 def _attention_factor(parameters: dict[str, Any]) -> float:

@@ -359,6 +359,8 @@ def read_model_args(directory: str | Path) -> ModelArgs:
         args = ModelArgs.from_hf_config(config)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
+    except KeyError as error:
+        raise UserError(f"{directory}: config.json lacks {error.args[0]}") from error
     generation = directory / "generation_config.json"
     if generation.is_file():
         config = read_json(generation)

@@ -21,7 +21,16 @@ from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import open_tensors, read_json, tensor_files
 from torchtitan.models.exports import aside_text
-from torchtitan.models.families import FAMILIES, Family, Scaling, check_types, read_windows
+from torchtitan.models.families import (
+    FAMILIES,
+    LENGTH,
+    SCALINGS,
+    Family,
+    Scaling,
+    check_scaling,
+    check_types,
+    read_windows,
+)
 from torchtitan.models.mixture_args import COUNT_KEYS, ExpertArgs
 from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_model_args
 
@@ -216,6 +225,9 @@ def check_layers(config: dict[str, Any]) -> None:
     each = [one for one in ropes.values() if isinstance(one, dict)] or [ropes]
     strange = sorted({*(config.get("layer_types") or ())} - FOREIGN_ATTENTION)
     strange += sorted({one.get("rope_type") or one.get("type") or "default" for one in each} - FOREIGN_ROPES)
+    for one in each:
+        if (kind := one.get("rope_type") or one.get("type") or "default") in SCALINGS:
+            check_scaling(kind, {LENGTH: config.get("max_position_embeddings"), **one})
     strange += ["quantization_config"] * bool(config.get("quantization_config"))
     if strange:
         raise UserError(f"{', '.join(strange)} in config.json: not trained here, whatever computes it")

@@ -33,6 +33,7 @@ from torchtitan.models.costs import (
 )
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
+from torchtitan.preflight.checkpoint import unusual_tokens
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import size_text, tight_memory
 from torchtitan.preflight.roofline import training_roofline
@@ -134,7 +135,8 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     batch, each = global_batch_size(config, ranks), group_size(config)
     tokens, generated = batch * config.training.seq_len, batch * longest_completion(config)
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
-    warnings = (without_masters(config), differing_nccl(config, engine_python(config)), tight_memory(config, ranks))
+    warnings = [without_masters(config), differing_nccl(config, engine_python(config)), tight_memory(config, ranks)]
+    warnings.append(unusual_tokens(config))
     lines = [
         *(f"WARNING: {said}" for said in warnings if said),
         f"device: {_device(config)}",

@@ -44,6 +44,7 @@ from torchtitan.models.compute_type import choose_types
 from torchtitan.models.exports import newest_export, without_links
 from torchtitan.models.shape import is_missing_debug_checkpoint
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
+from torchtitan.preflight.checkpoint import check_checkpoint, unusual_tokens
 from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
@@ -135,7 +136,11 @@ def ready(draft: Draft) -> JobConfig:
             raise UserError(f"the debug checkpoint {path} could not be made: {said}") from error
     config = validated(draft)
     if from_torchrun("LOCAL_RANK", "0") == 0:
-        for kind, said in (("auto", draft.chosen), ("warning", tight_memory(config, world_size()))):
+        for kind, said in (
+            ("auto", draft.chosen),
+            ("warning", tight_memory(config, world_size())),
+            ("warning", unusual_tokens(config)),
+        ):
             print(*[f"{kind}: {said}\n"] * bool(said), end="", file=sys.stderr, flush=True)
     return config
 
@@ -148,6 +153,7 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     """
     check = Check(config, world_size(), planning, wrong)
     check_sources(check)
+    check_checkpoint(check)
     found = [(name, _validate_source(own, planning, wrong)) for name, own in sources_of(config)]
     # What all sources share is said once, and without their names.
     common = set[str].intersection(*({problem.text for problem in problems} for _, problems in found))

@@ -22,7 +22,7 @@ from torchtitan.rollout.prompt_stream import PromptStream, load_streams
 from torchtitan.rollout.prompts import PromptMaker, first_held_out, load_datasets
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
-from torchtitan.rollout.unknown_text import check_unknown_text
+from torchtitan.rollout.unknown_text import check_unknown_text, refuse_surplus_tokens, vocabulary_of
 from torchtitan.rollout.unwritten import AnswerCheck
 
 
@@ -86,6 +86,10 @@ class DemonstrationMaker(PromptMaker):
     def fits(self, prompt: Prompt) -> bool:
         assert isinstance(prompt, Demonstration)
         return all(len(branch) <= self.longest for branch in prompt.branches)
+
+    def tokens(self, prompt: Prompt) -> set[int]:
+        assert isinstance(prompt, Demonstration)
+        return {token for branch in prompt.branches for token in branch.token_ids}
 
     def length(self, prompt: Prompt) -> int:
         assert isinstance(prompt, Demonstration)
@@ -158,6 +162,7 @@ class Demonstrations:
             check_unknown_text(rows, own, tokenizer)
             for index, row in enumerate([*rows, *held_out]):
                 maker.check(row, index)
+            refuse_surplus_tokens([*rows, *held_out], maker, vocabulary_of(own))
             seed, shuffle = config.training.seed, own.rollout.shuffle
             self._streams[name] = PromptStream(rows, maker, seed, shuffle)
             self._held_out += first_held_out(held_out, maker, config.eval.num_prompts)

@@ -22,6 +22,7 @@ from torchtitan.config.derived import (
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, blaming, load_object
+from torchtitan.models.checkpoint_files import pointer_problem
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.messages import plain_message, plain_tools, read_chat
@@ -123,7 +124,7 @@ def file_problem(dataset: str) -> str | None:
     if os.path.isdir(path):
         return "it is a folder, not a file"
     if os.path.exists(path):
-        return None if os.path.isfile(path) else "it is not a regular file"
+        return pointer_problem(path) if os.path.isfile(path) else "it is not a regular file"
     return "it is a link to nothing, or to itself" if os.path.islink(path) else None
 
 
@@ -415,6 +416,10 @@ class PromptMaker:
 
     def fits(self, prompt: Prompt) -> bool:
         return bool(prompt.token_ids) and self.length(prompt) <= self.longest
+
+    def tokens(self, prompt: Prompt) -> set[int]:
+        """Return all tokens that the model reads of it."""
+        return {*prompt.token_ids, *(prompt.hint_ids or ())}
 
     def length(self, prompt: Prompt) -> int:
         """Return the number of tokens for which there must be room."""

@@ -43,7 +43,7 @@ from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.source_flow import SourceFlow
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
-from torchtitan.rollout.unknown_text import check_unknown_text
+from torchtitan.rollout.unknown_text import check_unknown_text, refuse_surplus_tokens, vocabulary_of
 from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ class Task:
         self.rows, self._held_out = load_datasets(config, None if is_sft else self.maker.renderer)
         if not is_sft:
             check_unknown_text(self.rows, config, tokenizer)
+            if not plays_through_gateway(config):  # an agent writes the prompts itself
+                refuse_surplus_tokens([*self.rows, *self._held_out], self.maker, vocabulary_of(config))
         episodes: Player | None = None
         if isinstance(stage.environments, AgentPool) and stage.gateway is not None:
             episodes = AgentPlayer(config, stage.gateway, stage.environments, tokenizer)

@@ -83,6 +83,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         added = self._tokenizer.get_added_tokens_decoder().items()
+        self.added_tokens = {str(one.content): token for token, one in added}
         special = {token: str(one.content) for token, one in added if one.special or CONTROL.fullmatch(one.content)}
         self.special_token_ids = frozenset(special)
         """Tokens that no text from outside may contain"""

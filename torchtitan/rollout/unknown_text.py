@@ -1,4 +1,5 @@
-"""Text of a dataset that the policy's tokenizer cannot represent: it becomes <unk>, from which nothing is learned."""
+"""Text of a dataset that the policy's tokenizer cannot represent: it becomes <unk>, from which nothing is learned; and
+tokens of it that the model does not have."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 from torchtitan.config.derived import plays_through_gateway
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.models.shape import read_shape
+from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.rewards import NEEDS_ANSWER
 from torchtitan.rollout.tokenizer import Tokenizer
 
@@ -54,3 +57,29 @@ def _texts(row: dict[str, Any], config: JobConfig) -> Iterator[tuple[str, str]]:
         said = row.get(column)
         parts = [one.get("content") for one in said] if isinstance(said, list) else [said]
         yield from ((column, part) for part in parts if isinstance(part, str) and part.strip())
+
+
+def vocabulary_of(config: JobConfig) -> int | None:
+    """Return the number of the model's tokens; None if that cannot be read, for which another check says why."""
+    try:
+        args = read_shape(config)
+    except UserError:
+        return None
+    return None if args is None else args.vocab_size
+
+
+def refuse_surplus_tokens(rows: Sequence[dict[str, Any]], maker: PromptMaker, vocabulary: int | None) -> None:
+    """Raise UserError for a row with a token that the model does not have, though its tokenizer does.
+
+    vocabulary: the number of the model's tokens. Nothing is tokenised where the model has all of the tokenizer's.
+    """
+    tokenizer = maker.renderer.tokenizer
+    if vocabulary is None or tokenizer.vocab_size <= vocabulary:
+        return
+    for index, row in enumerate(rows):
+        if (token := max(maker.tokens(maker.make(row, index)), default=0)) >= vocabulary:
+            raise UserError(
+                f"row {index + 1} of the dataset holds the token {tokenizer.decode([token], skip_special=False)!r}, "
+                f"number {token}, or the chat template writes it there: the model in {tokenizer.directory} has only "
+                f"{vocabulary} tokens. Take the row out, or a checkpoint whose model has all tokens of its tokenizer"
+            )

@@ -14,6 +14,7 @@ import pytest
 
 from scripts.check_environment import read_requirements
 from tests.patience import PATIENCE_S
+from tests.unit_tests.conftest import write_stubs
 from torchtitan.config.reading import read_command_line
 from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.validate import validated
@@ -48,8 +49,7 @@ def test_pods_find_each_other_and_the_run_is_valid(tmp_path: Path, monkeypatch: 
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(find_flavor("llama3", "3.1-8B").to_hf_config()))
-    for name in ("tokenizer.json", "model.safetensors"):
-        (model / name).write_text("{}")
+    write_stubs(model)
     words = [f"--model.hf_assets_path={model}" if "hf_assets_path" in word else word for word in arguments]
     monkeypatch.setenv("WORLD_SIZE", str(gpus * job["completions"]))
     monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "x")

@@ -14,6 +14,7 @@ import pytest
 
 from scripts.judge_runs import main as judge
 from tests.patience import PATIENCE_S
+from tests.unit_tests.conftest import write_stubs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape import find_flavor
@@ -41,8 +42,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(find_flavor("qwen3", "debug").to_hf_config()))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
+    write_stubs(folder)
     return folder
 
 

@@ -1,0 +1,123 @@
+"""Checks of the files in checkpoint directories, before anything is loaded: that they are whole, that something ends a
+completion, and that the model has the tokens that its tokenizer writes. No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from torchtitan.config.derived import has_environment, plays_through_gateway, sources_of
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.values import show
+from torchtitan.errors import UserError
+from torchtitan.models.checkpoint_files import pointer_problem, tensor_files
+from torchtitan.models.shape import is_missing_debug_checkpoint
+from torchtitan.preflight.check import Check
+from torchtitan.rollout.demonstrations import DemonstrationMaker
+from torchtitan.rollout.prompts import BUILT_IN, PromptMaker, load_datasets
+from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.unknown_text import refuse_surplus_tokens, vocabulary_of
+
+KEY = "model.hf_assets_path"
+# Endings of what is read.
+READ = (".json", ".jinja", ".model", ".safetensors")
+
+
+def check_checkpoint(check: Check) -> None:
+    """Check the directories of model.hf_assets_path, of teachers and of adapters, as far as they exist."""
+    config = check.config
+    given = [(KEY, config.model.hf_assets_path), ("lora.adapter_path", config.lora.adapter_path)]
+    teachers = {config.distill.teacher, *(one.teacher or "" for one in config.source)}
+    given += [("distill.teacher", path) for path in sorted(teachers)]
+    for key, path in given:
+        if path and (problem := _broken(Path(path))):
+            check.say(key, f"{key} = {show(path)}: {problem}")
+    vocabulary = vocabulary_of(config)
+    if vocabulary and not check.problems and (Path(config.model.hf_assets_path) / "tokenizer.json").is_file():
+        try:
+            _check_tokens(check, vocabulary)
+        except UserError as error:
+            check.say(KEY, f"{KEY} = {show(config.model.hf_assets_path)}: {error}")
+
+
+def _broken(directory: Path) -> str:
+    """Return which file of a directory is not what its name says; empty if there is none, or no directory."""
+    if not directory.is_dir():
+        return ""
+    # Who reads the shape names config.json.
+    paths = sorted(path for path in directory.iterdir() if path.suffix in READ and path.name != "config.json")
+    if pointers := [path.name for path in paths if pointer_problem(path)]:
+        others = f" (and {len(pointers) - 1} others)" if len(pointers) > 1 else ""
+        return f"{pointers[0]}{others}: {pointer_problem(directory / pointers[0])}"
+    try:
+        if any(path.suffix == ".safetensors" for path in paths):
+            tensor_files(directory)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _check_tokens(check: Check, vocabulary: int) -> None:
+    config = check.config
+    tokenizer = read_tokenizer(config)
+    if not _ends(config, tokenizer) and (named := tokenizer.special_tokens.get("eos_token")):
+        check.say(
+            KEY,
+            f"{KEY} = {show(config.model.hf_assets_path)}: the tokenizer's eos_token {named!r} is not in its "
+            "vocabulary, and no other token ends a completion: correct tokenizer_config.json or set "
+            "rollout.stop_token_ids",
+        )
+    if tokenizer.vocab_size <= vocabulary:
+        return
+    have = f"the model of {config.model.hf_assets_path} has {vocabulary} tokens, and its tokenizer"
+    if outside := [token for token in tokenizer.eos_token_ids if token >= vocabulary]:
+        text = tokenizer.decode(outside[:1], skip_special=False)
+        check.say(KEY, f"{KEY}: {have} ends completions with number {outside[0]} ({text!r}): take files of one model")
+    for _, own in sources_of(config):
+        if own.rollout.chat_template or plays_through_gateway(own):
+            added = tokenizer.added_tokens.items()
+            written = [text for text, token in added if token >= vocabulary and text in tokenizer.template_source]
+            if written:
+                check.say(KEY, f"{KEY}: {have}'s chat template writes {written[0]!r}, which is none of them")
+        # A start reads the data itself.
+        local = own.rollout.dataset in BUILT_IN or Path(own.rollout.dataset).expanduser().is_file()
+        if check.planning and local and not check.problems and not has_environment(own):
+            maker = (DemonstrationMaker if own.job.stage == "sft" else PromptMaker)(own, tokenizer)
+            refuse_surplus_tokens(load_datasets(own)[0], maker, vocabulary)
+
+
+def unusual_tokens(config: JobConfig) -> str:
+    """Return what to say of a tokenizer with more tokens than the model, or with none that ends a completion; empty for
+    others."""
+    directory = Path(config.model.hf_assets_path)
+    if is_missing_debug_checkpoint(config) or not (directory / "tokenizer.json").is_file():
+        return ""
+    tokenizer, vocabulary = read_tokenizer(config), vocabulary_of(config)
+    if not _ends(config, tokenizer):
+        return (
+            f"the files of {directory} name no token that ends a completion, so every one goes on to "
+            "rollout.max_completion_tokens: set rollout.stop_token_ids if that is not meant"
+        )
+    if vocabulary is not None and tokenizer.vocab_size > vocabulary:
+        return (
+            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, of which the model has the first "
+            f"{vocabulary}: rows with others are refused"
+        )
+    return ""
+
+
+def _ends(config: JobConfig, tokenizer: Tokenizer) -> list[int]:
+    stops = [token for _, own in sources_of(config) for token in own.rollout.stop_token_ids]
+    return [*tokenizer.eos_token_ids, *stops]
+
+
+def read_tokenizer(config: JobConfig) -> Tokenizer:
+    """Return the tokenizer of model.hf_assets_path, which is read once. Raises UserError."""
+    path = Path(config.model.hf_assets_path)
+    return _read_tokenizer(path, (path / "tokenizer.json").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_tokenizer(directory: Path, _changed: int) -> Tokenizer:
+    return Tokenizer(directory)
