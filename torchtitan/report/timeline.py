@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan.report.deliveries import Attempt, Delivery, Incident, Publication
 from torchtitan.report.metrics import run_folder
-from torchtitan.report.sync_metrics import Attempt, Delivery, Incident, Publication, read_journal
+from torchtitan.report.sync_metrics import read_journal
 from torchtitan.utils.json_lines import TIMELINE, read_json_lines, write_whole
 
 TRAINER, SYNC = "trainer", "weight sync"

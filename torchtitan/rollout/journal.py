@@ -165,7 +165,8 @@ class Journal:
         self._append({"record": "batch", "version": batch.version, "zlib": data})
 
     def append_decision(self, version: int, published: bool) -> None:
-        """Record whether a snapshot of `version` was taken for publication, or the version was skipped."""
+        """Record whether a snapshot of `version` was taken for publication, or the version was skipped. A later record
+        of the same version takes its place: it was published after all, or a newer one has overtaken it."""
         self._append({"record": "decision", "version": version, "published": published})
 
     def append_restart(self, version: int, fields: Mapping[str, Any]) -> None:

@@ -307,7 +307,7 @@ class Controller:
 
     def published(self, version: int, published: bool) -> None:
         """Record the decision on a version; in blocking mode, wait until the live actors have it, and are awake."""
-        self.journal.append_decision(version, published)
+        self._decide(version, published)
         self._newest = version if published else self._newest
         if published and self.sync is not None and not self.config.grpo.async_weight_update:
             outcome = self.sync.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
@@ -320,8 +320,13 @@ class Controller:
 
     def published_late(self, version: int) -> None:
         """Record that a skipped version was sent after all."""
-        self.journal.append_decision(version, published=True)
+        self._decide(version, published=True)
         self._newest = version
+
+    def _decide(self, version: int, published: bool) -> None:
+        for overtaken in [] if self.sync is None else self.sync.take_overtaken():
+            self.journal.append_decision(overtaken, published=False)
+        self.journal.append_decision(version, published)
 
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
         """Make the actors' log-probs of the probe be compared with the trainer's under `version`."""

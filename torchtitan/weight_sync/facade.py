@@ -220,6 +220,10 @@ class WeightSync:
         else:
             self.shard_server = servers.ShardServerProcess(self.publisher, transport, token, folder, where, facts)
         self._snapshot_s = self._stall_s = 0.0
+        self._taken: dict[int, int] = {}
+        """Version -> serial of its snapshot, on rank 0, until it is known what became of it"""
+        self._published_count = 0
+        self._overtaken: list[int] = []
 
     # Step boundary (every rank)
 
@@ -244,20 +248,23 @@ class WeightSync:
 
         A skipped version is pending. Raises UserError if a process of the synchronisation has died too often.
         """
-        return "published" if self._snapshot(lambda: self.boundary.commit(version, votes_against)) else "skipped"
+        taken = self._snapshot(version, lambda: self.boundary.commit(version, votes_against))
+        return "published" if taken else "skipped"
 
     def snapshot_pending(self, version: int) -> bool:
         """On every rank, at the controller's command: snapshot the pending version while there is no data.
 
         If a rank has no free slot, all ranks drop the version and it stays pending. Returns whether this rank had one.
         """
-        return self._snapshot(lambda: self.boundary.snapshot_pending(version))
+        return self._snapshot(version, lambda: self.boundary.snapshot_pending(version))
 
-    def _snapshot(self, take: Callable[[], bool]) -> bool:
+    def _snapshot(self, version: int, take: Callable[[], bool]) -> bool:
         self._check_alive()
         begun = time.perf_counter()
         snapshotted, seconds = take(), time.perf_counter() - begun
         self._snapshot_s += seconds if snapshotted else 0.0
+        if snapshotted and self.watcher is not None:
+            self._taken[version] = self.boundary.serial
         self._stall_s += seconds
         return snapshotted
 
@@ -274,6 +281,19 @@ class WeightSync:
             return self.boundary.pending_version(None, ())
         status = self.watcher.status()
         return self.boundary.pending_version(status["newest"], status["dropped"])
+
+    def take_overtaken(self) -> list[int]:
+        """Return the versions of which a snapshot was taken, and which a newer one has overtaken before they could be
+        published, since the last call: servers were away meanwhile. Rank 0 only."""
+        self._settle()
+        found, self._overtaken = self._overtaken, []
+        return found
+
+    def _settle(self) -> None:
+        if self.published is not None and self.watcher is not None:
+            published, overtaken = self.published.settle(self._taken, self.watcher.status()["dropped"])
+            self._published_count += len(published)
+            self._overtaken += overtaken
 
     # Actors (rank 0)
 
@@ -334,9 +354,11 @@ class WeightSync:
 
     def statistics(self) -> dict[str, float]:
         """Return figures for metrics.jsonl. The two times are seconds of the trainer thread since the last call; their
-        sum is all that it spent on the synchronisation."""
+        sum is all that it spent on the synchronisation. The last versions, of which nobody knows yet what will become
+        of them, count as published."""
+        self._settle()
         figures: dict[str, float] = {
-            "weight_sync/versions_published": self.boundary.published,
+            "weight_sync/versions_published": self._published_count + len(self._taken),
             "weight_sync/versions_skipped": self.boundary.skipped,
             "time/snapshot_s": self._snapshot_s,
             "time/sync_stall_s": self._stall_s - self._snapshot_s,

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.report.sync_metrics import DeliveryBook, Incident, SyncMetrics, sums_by_actor
+from torchtitan.report.deliveries import DeliveryBook, Incident
+from torchtitan.report.sync_metrics import SyncMetrics, sums_by_actor
 from torchtitan.utils.json_lines import StepRecorder, read_json_lines
 
 Row = dict[str, Any]
@@ -192,6 +193,42 @@ def test_the_trainers_own_figures_and_skipped_versions(tmp_path: Path) -> None:
     assert rows == rows_of(tmp_path)
     assert rows[1, "a"]["snapshot_s"] == 0.5 and rows[1, "a"]["sync_stall_s"] == 0.012
     assert rows[2, None]["outcome"] == "skipped" and (3, None) not in rows
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_every_version_has_a_row_also_one_that_a_newer_one_has_overtaken(tmp_path: Path, resumed: bool) -> None:
+    journal = Journal(tmp_path)
+    metrics = SyncMetrics(tmp_path)
+    journal.start("e1", "a")
+    rows: list[Row] = []
+
+    def step(version: int, skipped: int = 0) -> None:
+        rows.append({"policy_version": version, "weight_sync/versions_skipped": skipped})
+        metrics.step(rows[-1])
+
+    step(1)
+    journal.publish(1)
+    # The servers are away while 2 and 3 are made. Of 3 a rank says in time that it lacks it; 4 is skipped.
+    step(2)
+    step(3)
+    journal.start("e1", "a")
+    journal.write("drop", version=3, serial=4, reason="rank 1 did not snapshot it in time")
+    step(4, skipped=1)
+    assert {key for key in rows_of(tmp_path) if key[1] is None} == {(3, None), (4, None)}
+    journal.publish(5)
+    step(5, skipped=1)
+    step(6, skipped=1)
+    journal.publish(7)
+    # The journal may be ahead of the trainer's rows.
+    step(7, skipped=1)
+    journal.publish(8)
+    metrics.close()
+    if resumed:
+        metrics = SyncMetrics(tmp_path, rows)
+        metrics.close()
+    outcomes = {version: row["outcome"] for (version, actor), row in rows_of(tmp_path).items() if actor is None}
+    assert outcomes == {2: "overtaken", 3: "dropped", 4: "skipped", 6: "overtaken"}
+    assert rows_of(tmp_path).keys() - {(version, None) for version in outcomes} == {(v, "a") for v in (1, 5, 7, 8)}
 
 
 def test_a_thread_computes_the_same_while_the_trainer_goes_on(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from deterministic.parts import REGISTRY, TOKEN
 from tests.hostile import VALUES, message
 from tests.unit_tests.weight_sync.job import Job, Parts
 from tests.unit_tests.weight_sync.runs import JOIN_SECONDS, draw_shape, finish
-from torchtitan.report.sync_metrics import DeliveryBook, Sums
+from torchtitan.report.deliveries import DeliveryBook
+from torchtitan.report.sync_metrics import Sums
 from torchtitan.weight_sync.wire.handshake import ACTOR, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 

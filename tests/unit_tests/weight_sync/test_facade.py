@@ -11,6 +11,7 @@ import pytest
 
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.facade import SyncOutcome, WeightSync
+from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import Boundary
 from torchtitan.weight_sync.registry.state import MAX_FAILURES, tally
 from torchtitan.weight_sync.servers import listen
@@ -47,7 +48,8 @@ def sync_of(registry: Registry, failure: str = "") -> WeightSync:
     sync.watcher, sync.registry = registry, None
     sync.publisher, sync.shard_server = SimpleNamespace(failure=failure), SimpleNamespace(failure="")
     sync._stall_s = sync._snapshot_s = 0.0
-    sync.boundary = SimpleNamespace(published=5, skipped=1)
+    sync.boundary = SimpleNamespace(skipped=1)
+    sync._taken, sync._published_count, sync._overtaken = {4: 5}, 4, []
     made: WeightSync = sync
     return made
 
@@ -94,6 +96,34 @@ def test_what_is_told_of_actors() -> None:
     assert sync.statistics() == {**told, **counted, "time/snapshot_s": 0.0, "time/sync_stall_s": 0.0}
     with pytest.raises(UserError, match="the registry is gone"):
         sync_of(Registry(3, {}), failure="the registry is gone").wait_until_applied(3, 1.0)
+
+
+def test_version_that_a_newer_one_overtakes_is_not_counted_as_published() -> None:
+    sync, known = sync_of(Registry(None, {})), PublishedVersions()
+    sync.registry = SimpleNamespace(published=known, failure="")  # type: ignore[assignment]
+    sync._taken, sync._published_count = {}, 0
+    told: list[list[int]] = []
+    sync.watcher.failure = ""  # type: ignore[union-attr,misc]
+    sync.watcher.status = lambda: {"dropped": told, "evictions": 0, "actors": {}, "failure": ""}  # type: ignore[union-attr,method-assign]
+
+    def counted() -> int:
+        return int(sync.statistics()["weight_sync/versions_published"])
+
+    for version in range(4):
+        sync.boundary.serial = version + 1
+        sync._snapshot(version, lambda: True)
+    assert counted() == 4, "nothing is known of them yet"
+    known.add(0, "00" * 16)
+    known.add(2, "00" * 16)
+    assert counted() == 3 and sync.take_overtaken() == [1] and not sync.take_overtaken()
+    # One that is dropped is pending, and counts again once it has been taken again.
+    told.append([4, 3])
+    assert counted() == 2
+    sync.boundary.serial = 5
+    sync._snapshot(3, lambda: True)
+    assert counted() == 3
+    known.add(3, "00" * 16)
+    assert counted() == 3 and sync.take_overtaken() == [] and not sync._taken
 
 
 def test_ports_are_listened_at_where_they_are_free() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Collection, Sequence
 
 from torchtitan.weight_sync.memory.slots import anonymous_file
 
@@ -48,6 +49,21 @@ class PublishedVersions:
         is_forgotten)."""
         found, digest = _RECORD.unpack_from(self._bytes, self._place(version))
         return digest.hex() if found == version + 1 and version >= 0 else None
+
+    def settle(self, taken: dict[int, int], dropped: Collection[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """Take the versions whose fate is known out of `taken` (version -> serial of its snapshot); dropped: (serial,
+        version) of snapshots that were. Returns the published ones, and those that a newer one has overtaken: nobody is
+        told of them any more."""
+        published, overtaken, newest = [], [], self.newest
+        for version, serial in list(taken.items()):
+            if version in self:
+                published.append(version)
+            elif version < newest:
+                overtaken.append(version)
+            elif not any(tuple(pair) == (serial, version) for pair in dropped):
+                continue
+            del taken[version]
+        return published, overtaken
 
     def is_forgotten(self, version: int) -> bool:
         """Return whether `version` is so old that nobody can say any more whether it was published."""
