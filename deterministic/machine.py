@@ -399,6 +399,7 @@ class SimChannel(Channel):
     def _begin_payload(self, message: Message, payload: memoryview, on_sent: Callback | None) -> None:
         half = len(payload) // 2
         self.machine.check_read(self, message, payload)
+        self.moved += half
         self._to_peer(partial(self.peer._begin_arrival, message, bytes(payload[:half])))
 
         def end() -> None:
@@ -407,6 +408,7 @@ class SimChannel(Channel):
             self._carrying = None
             self.machine.check_read(self, message, payload)
             second = bytes(payload[half:])
+            self.moved += len(second)
             if self.machine.corruption and self.machine.random.random() < self.machine.corruption:
                 self.machine.corrupted += 1
                 second = second[:-1] + bytes([second[-1] ^ 1])

@@ -174,6 +174,7 @@ class Job:
         shape = self.shape
         settings = Settings(shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s)
         settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
+        settings = replace(settings, sees_bytes=not shape.by_reference)
         runtime = self.registry_process.runtime
         self.registry = self.parts.registry(
             runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat, published=self.shared

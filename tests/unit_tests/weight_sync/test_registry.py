@@ -113,7 +113,8 @@ def test_another_process_of_a_name_has_lost_no_snapshot() -> None:
         world.publish(ranks, 2 * number, number)
         actor.say("pulling", serial=2 * number, version=number)
         world.publish(ranks, 2 * number + 1, number)
-        world.run(1.0)
+        # It rests for ten times as long as it had its snapshot.
+        world.run(9.0)
         assert not actor.over
     half = list(range(1, MAX_LOST_SNAPSHOTS))
     assert [lost["times"] for lost in world.events("lost_lane")] == half + half

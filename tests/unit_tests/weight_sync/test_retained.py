@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from torchtitan.weight_sync.memory.slots import LiveSlots, SlotState, SlotView, SlotWriter
-from torchtitan.weight_sync.registry.state import Settings, Snapshots
+from torchtitan.weight_sync.registry.snapshots import Snapshots
+from torchtitan.weight_sync.registry.state import Settings
 
 
 def snapshots_with(*pulls: str, limit: int = 1) -> Snapshots:
@@ -47,20 +51,97 @@ def test_retained_snapshot_has_an_absolute_life_however_its_pulls_get_on() -> No
     snapshots = snapshots_with("slow")
     snapshots.publish(2, 1.0)
     for second in range(2, 11):
-        snapshots.progress("slow", second, float(second))
+        snapshots.moved("slow", 1, 1, float(second))
         assert snapshots.expire(float(second)) == []
-    snapshots.progress("slow", 99, 11.0)
+    snapshots.moved("slow", 1, 99, 11.0)
     assert snapshots.expire(11.1) == ["slow"] and not snapshots.retained and snapshots.lost == {"slow": 1}
 
 
 def test_pull_without_progress_does_not_keep_its_snapshot() -> None:
     snapshots = snapshots_with("frozen", "slow")
-    snapshots.progress("frozen", 5, 0.5)
+    snapshots.moved("frozen", 1, 5, 0.5)
     snapshots.publish(2, 1.0)
-    snapshots.progress("slow", 5, 3.0)
-    # That it says again and again how far it is moves nothing.
-    snapshots.progress("frozen", 5, 4.0)
+    snapshots.moved("slow", 1, 5, 3.0)
+    # That it says how far it is moves nothing, nor that it begins again, nor bytes of another snapshot.
+    snapshots.progress("frozen", 10**9, 4.0)
+    snapshots.begin("frozen", 1, 4.0)
+    snapshots.moved("frozen", 2, 5, 4.0)
     assert snapshots.expire(4.5) == ["frozen"] and list(snapshots.retained) == [1]
+
+
+Trick = Callable[[Snapshots, int, float], object]
+TRICKS: dict[str, Trick] = {
+    "says that it has all": lambda snapshots, _serial, _now: snapshots.finished("liar"),
+    "says that it has ended": lambda snapshots, _serial, _now: snapshots.end("liar"),
+    "begins with the newest": lambda snapshots, serial, now: snapshots.begin("liar", serial + 1, now),
+    "leaves": lambda snapshots, _serial, _now: snapshots.leave("liar"),
+    "comes as another process": lambda snapshots, _serial, _now: snapshots.forget("liar"),
+    "says how far it is": lambda snapshots, _serial, now: snapshots.progress("liar", int(1000 * now), now),
+    "begins again": lambda snapshots, serial, now: snapshots.begin("liar", serial, now),
+    "comes back": lambda snapshots, serial, now: (snapshots.leave("liar"), snapshots.begin("liar", serial, now)),
+    "takes little": lambda snapshots, serial, now: snapshots.moved("liar", serial, 1, now),
+    "takes another one": lambda snapshots, serial, now: snapshots.moved("liar", serial + 1, 500, now),
+}
+
+
+@pytest.mark.parametrize("after_s", [0.0, 2.5])
+@pytest.mark.parametrize("trick", TRICKS)
+def test_whoever_holds_a_snapshot_in_vain_retains_none_for_a_while(trick: str, after_s: float) -> None:
+    """Versions of 1,000 bytes, one a second, for 200 s: a liar begins each, and tries a trick on what is retained for
+    it, at once or when it has held that for a while."""
+    snapshots = snapshots_with("liar")
+    snapshots.version_bytes = 1000
+    held = times = 0
+    for fifth in range(5, 1000):
+        now = fifth / 5
+        if fifth % 5 == 0:
+            before = set(snapshots.retained)
+            snapshots.publish(fifth // 5 + 1, now)
+            times += bool(set(snapshots.retained) - before)
+        for serial, since in list(snapshots.retained.items()):
+            if now - since >= after_s:
+                TRICKS[trick](snapshots, serial, now)
+        held += bool(snapshots.retained)
+        snapshots.expire(now)
+        if fifth % 5 == 4 and "liar" not in snapshots.pulls:
+            snapshots.begin("liar", fifth // 5 + 1, now)
+    assert times > 0 and held / 5 < 0.15 * 200
+
+
+@pytest.mark.parametrize("sees_bytes", [True, False])
+def test_whoever_takes_the_whole_version_retains_the_next_one_too(sees_bytes: bool) -> None:
+    """Also if the shard servers count its last bytes after it has said so, and if it was disconnected. Where they
+    see no bytes, its word has to do."""
+    snapshots = snapshots_with("slow", "other")
+    snapshots.settings, snapshots.version_bytes = replace(snapshots.settings, sees_bytes=sees_bytes), 900
+
+    def takes(serial: int, count: int, now: float) -> None:
+        snapshots.moved("slow", serial, count, now) if sees_bytes else snapshots.progress("slow", 10**6 + count, now)
+
+    snapshots.publish(2, 1.0)
+    takes(1, 300, 2.0)
+    snapshots.leave("slow")
+    snapshots.begin("slow", 1, 2.5)
+    takes(1, 300, 4.0)
+    assert snapshots.expire(4.2) == ["other"]
+    snapshots.finished("slow")
+    snapshots.begin("slow", 2, 4.3)
+    assert snapshots.expire(4.4) == []
+    takes(1, 300, 4.5)
+    snapshots.expire(5.8)
+    snapshots.publish(3, 6.0)
+    assert list(snapshots.retained) == [2] and set(snapshots.resting) == {"other"}
+
+
+def test_pull_from_another_actor_retains_nothing_before_it_comes_to_a_shard_server() -> None:
+    snapshots = snapshots_with()
+    snapshots.begin("child", 1, 0.0, relayed=True)
+    snapshots.publish(2, 1.0)
+    assert not snapshots.retained
+    snapshots.begin("child", 2, 1.0, relayed=True)
+    snapshots.moved("child", 2, 5, 1.5)
+    snapshots.publish(3, 2.0)
+    assert list(snapshots.retained) == [2]
 
 
 def test_newest_has_no_deadline() -> None:

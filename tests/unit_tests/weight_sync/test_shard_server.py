@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,34 @@ def test_actor_gets_the_buckets_that_it_asks_for() -> None:
     assert sent_buckets(actor, 1) == [0, 1, 2, 3, 2]
     actor.say("open", pull=2, serial=serial, buckets=[[0, 1], [3, 4]])
     assert sent_buckets(actor, 2) == [0, 3]
+
+
+def test_registry_hears_who_has_got_how_much_of_which_snapshot() -> None:
+    """Whole buckets, also those of a connection that has closed, and what a delta stands for."""
+    world = World()
+    first, second = world.fill(0), world.fill(1)
+    half, whole = world.actor("half", rate=2 * BUCKET_BYTES), world.actor("whole")
+    half.say("open", pull=1, serial=first, buckets=[[0, BUCKETS]])
+    whole.say("open", pull=1, serial=second, buckets=[[0, BUCKETS]])
+    world.live(second, (first,))
+    world.rank.server.live.base = first
+    for base in (first, None):
+        more = {} if base is None else {"base": base}
+        whole.say("open", pull=2, serial=second, buckets=[[0, BUCKETS]], **more)
+        world.run(0.3)
+    assert half.channel is not None
+    half.channel.close("it leaves")
+    world.run(0.5)
+    got: Counter[tuple[str, int]] = Counter()
+    for message in world.told_of("moved"):
+        for name, serial, count in message["moved"]:
+            got[name, serial] += count
+    assert set(got) == {("half", first), ("whole", second)}
+    assert 0 < got["half", first] < BUCKETS * BUCKET_BYTES
+    assert got["whole", second] == 3 * BUCKETS * BUCKET_BYTES
+    count = len(world.told)
+    world.run(1.0)
+    assert len(world.told) == count, "nothing moves"
 
 
 def test_next_pull_ends_what_was_asked_for_before() -> None:

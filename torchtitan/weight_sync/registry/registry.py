@@ -15,7 +15,8 @@ from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.registry import state
 from torchtitan.weight_sync.registry.guests import PONG, Guests
-from torchtitan.weight_sync.registry.state import ActorRecord, IncompleteVersion, Peer, Settings, Snapshots
+from torchtitan.weight_sync.registry.snapshots import Snapshots
+from torchtitan.weight_sync.registry.state import ActorRecord, IncompleteVersion, Peer, Settings
 from torchtitan.weight_sync.registry.trainer_view import TrainerView
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
@@ -179,6 +180,9 @@ class Registry:
             self._on_layout(rank, message["layout"])
         elif kind == "snapped":
             self._on_snapped(rank, message)
+        elif kind == "moved":
+            for name, serial, count in message["moved"]:
+                self.snapshots.moved(name, serial, count, self._runtime.now())
         elif kind == "failed":
             why = str(message.get("reason") or "no free slot")
             self._drop(message["serial"], message["version"], f"rank {rank}: {why}")
@@ -197,6 +201,7 @@ class Registry:
             logger.error("%s", self._failure)
             self._changed()
             return
+        self.snapshots.version_bytes = whole.total_bytes
         about: Message = {"layout_id": whole.layout_id(), "layout": whole.to_json()}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
         about |= {"servers": servers, "progress_s": self.settings.progress_timeout_s}
@@ -377,7 +382,7 @@ class Registry:
             if self._versions.get(message["serial"], message["version"]) != message["version"]:
                 snapshot = f"snapshot {message['serial']}, which is not version {message['version']}"
                 raise ProtocolError(f"{name} pulls {snapshot}")
-            self.snapshots.begin(name, message["serial"], now)
+            self.snapshots.begin(name, message["serial"], now, relayed=bool(actor.source))
             actor.state = "PULLING" if actor.state != "POISONED" else actor.state
             self._write("pulling", {"actor": name, "version": message["version"]})
         elif kind == "ended":

@@ -1,4 +1,4 @@
-"""The registry's settings and state: ranks, actors, incomplete versions, and which published snapshots live. No I/O."""
+"""The registry's settings and state: ranks, actors and incomplete versions. No I/O."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class Settings:
     """A pull that moves no byte for this long no longer retains its snapshot"""
     apply_timeout_s: float = 10.0
     snapshot_timeout_s: float = 60.0
+    sees_bytes: bool = True
+    """Whether shard servers see how many bytes an actor has taken. Otherwise its word has to do"""
     delta: bool = False
     """Whether to keep a snapshot as the base of deltas, which takes one more slot"""
     guests: Message = field(default_factory=dict)
@@ -84,6 +86,7 @@ class Settings:
             relay_fanout=config.relay_fanout if config.relay else 0,
             progress_timeout_s=config.progress_timeout_s,
             apply_timeout_s=apply_timeout(config, version_bytes, drain_s),
+            sees_bytes=TRANSPORTS[config.transport].sends,
             delta=config.delta and TRANSPORTS[config.transport].over_channel,
         )
 
@@ -220,110 +223,3 @@ def relay_sources(
                 key = role_key(role_key(token, ACTOR, parent), PEER, child)
                 found[child] = {"name": parent, "address": actors[parent].address, "key": key}
     return found
-
-
-@dataclass
-class Pull:
-    """The snapshot that one actor is pulling."""
-
-    serial: int
-    moved_at: float
-    """When it last reported progress"""
-    bytes: int = 0
-
-
-@dataclass
-class Snapshots:
-    """Which published snapshots live, who pulls them, and which one is the base of deltas."""
-
-    settings: Settings
-    newest: int | None = None
-    retained: dict[int, float] = field(default_factory=dict)
-    """Serial -> when it ceased to be the newest"""
-    pulls: dict[str, Pull] = field(default_factory=dict)
-    base: int | None = None
-    holds: dict[str, int] = field(default_factory=dict)
-    """Actor -> the last snapshot that it held completely"""
-    lost: dict[str, int] = field(default_factory=dict)
-    """Actor -> retained snapshots in a row that ended before it had finished"""
-
-    @property
-    def room(self) -> bool:
-        """Return whether another snapshot may be retained."""
-        return len(self.retained) < self.settings.retained
-
-    def lives(self, serial: int) -> bool:
-        """Return whether this snapshot may be read."""
-        return serial == self.newest or serial in self.retained
-
-    def publish(self, serial: int, now: float) -> None:
-        """Make `serial` the newest snapshot."""
-        old, self.newest = self.newest, serial
-        if old is not None and self.room and any(pull.serial == old for pull in self.pulls.values()):
-            self.retained[old] = now
-        self._choose_base((old, self.base, *self.retained))
-        self.pulls = {actor: pull for actor, pull in self.pulls.items() if self.lives(pull.serial)}
-
-    def begin(self, actor: str, serial: int, now: float) -> None:
-        """Record that an actor pulls this snapshot. If the snapshot no longer lives, the actor will find it gone."""
-        self.end(actor)
-        # A restarted registry hears of pulls before it has published anything.
-        if self.newest is None or self.lives(serial):
-            self.pulls[actor] = Pull(serial, now)
-
-    def progress(self, actor: str, count: int, now: float) -> None:
-        """Record that `count` bytes of its pull have arrived in total."""
-        pull = self.pulls.get(actor)
-        if pull is not None and count > pull.bytes:
-            pull.bytes, pull.moved_at = count, now
-
-    def end(self, actor: str) -> None:
-        """Record that the actor pulls nothing (any more). A snapshot that nobody pulls is not retained."""
-        pull = self.pulls.pop(actor, None)
-        if pull is not None and (pull.serial in self.retained or self.settings.delta):
-            self._sweep()
-
-    def finished(self, actor: str) -> None:
-        """Record that the actor has a complete version."""
-        self.lost.pop(actor, None)
-        if actor in self.pulls:
-            self.holds[actor] = self.pulls[actor].serial
-        self.end(actor)
-
-    def expire(self, now: float) -> list[str]:
-        """End retained snapshots that are too old, and stalled pulls. Returns the actors that have lost theirs."""
-        late = []
-        for actor, pull in list(self.pulls.items()):
-            since = self.retained.get(pull.serial)
-            if since is None:
-                continue
-            is_stalled = now - max(since, pull.moved_at) > self.settings.progress_timeout_s
-            if is_stalled or now - since > self.settings.lease_s:
-                late.append(actor)
-                del self.pulls[actor]
-                self.lost[actor] = self.lost.get(actor, 0) + 1
-        self._sweep()
-        return late
-
-    def leave(self, actor: str) -> None:
-        """Record that the actor is disconnected."""
-        self.holds.pop(actor, None)
-        self.pulls.pop(actor, None)
-        self._sweep()
-
-    def forget(self, actor: str) -> None:
-        """Reset what is known of a name that a new process now uses."""
-        self.leave(actor)
-        self.lost.pop(actor, None)
-
-    def _sweep(self) -> None:
-        self._choose_base((self.base, *self.retained))
-        pulled = {pull.serial for pull in self.pulls.values()}
-        self.retained = {serial: since for serial, since in self.retained.items() if serial in pulled}
-
-    def _choose_base(self, there: Iterable[int | None]) -> None:
-        """Choose the snapshot in `there` that most actors hold; the newest if there is a tie."""
-        if self.settings.delta:
-            held = Counter(self.holds.values())
-            known = [serial for serial in there if serial is not None and serial != self.newest and held[serial]]
-            self.base = max(known, key=lambda serial: (held[serial], serial), default=None)

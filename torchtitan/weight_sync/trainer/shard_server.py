@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ class ShardServer(BucketServer):
         self._reported_failure = 0
         self._without_reference = -1
         """The snapshot of which this has been said last"""
+        self._moved_before: Counter[tuple[str, int]] = Counter()
+        """(actor, serial) -> bytes that went to it over connections that have closed since the registry was told"""
         fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_registry_message)
 
@@ -100,7 +103,23 @@ class ShardServer(BucketServer):
         self.live.expire(self._runtime.now(), self._lease_s)
         self.close_stale_readers()
         super().tick()
+        self._tell_moved()
         self.look()
+
+    def _tell_moved(self) -> None:
+        """Tell the registry who has got how much of which snapshot: it does not take an actor's word for that."""
+        moved: Counter[tuple[str, int]] = Counter()
+        for reader in self.channels.values():
+            moved[reader.actor, reader.serial if reader.sending is None else reader.sending] += reader.take_moved()
+        rows = [[actor, serial, count] for (actor, serial), count in (moved + self._moved_before).items() if count > 0]
+        self._moved_before.clear()
+        if rows:
+            self.registry.tell({"type": "moved", "moved": rows})
+
+    def _on_lost(self, channel: Channel, reason: str) -> None:
+        reader = self.channels[channel]
+        self._moved_before[reader.actor, reader.serial] += reader.take_moved()
+        super()._on_lost(channel, reason)
 
     def _works(self) -> bool:
         """Return whether all threads progress. Otherwise there is no beat, and the parent restarts this server."""
@@ -222,7 +241,11 @@ class ShardServer(BucketServer):
         if (reference := self._reference(serial, index, bucket, again)) is not None:
             return {"reference": reference}, None
         delta = None if base is None else self.deltas.get(serial, base, bucket)
-        return ({}, self._bucket(serial, bucket)) if delta is None else ({"base": base}, delta)
+        whole = self._bucket(serial, bucket)
+        if delta is None:
+            return {}, whole
+        reader.credit += len(whole) - len(delta)
+        return {"base": base}, delta
 
     def _reference(self, serial: int, slot: int, bucket: int, again: bool) -> Message | None:
         """Return where a bucket is; None if its bytes are sent: if it is asked for again, or the transport raises."""
@@ -248,7 +271,9 @@ class ShardServer(BucketServer):
 
         def sent() -> None:
             self.live.let_go(serial)
+            reader.credit += len(data)
             self.sent(reader)
 
         self.live.hold(serial)
-        return link.send(self._bucket(serial, bucket), sent)
+        data = self._bucket(serial, bucket)
+        return link.send(data, sent)

@@ -53,6 +53,14 @@ class Reader:
     sending: int | None = None
     """Serial of the snapshot that the socket or link is currently reading"""
     link: SendingLink | None = None
+    credit: int = 0
+    """Bytes of buckets that have gone another way than over the channel, or that a delta has saved, less those that
+    have been counted"""
+
+    def take_moved(self) -> int:
+        """Return how many bytes of buckets the reader has got since the last call."""
+        moved, self.credit = self.channel.moved + self.credit, -self.channel.moved
+        return moved
 
 
 class BucketServer:

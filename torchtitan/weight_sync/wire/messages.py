@@ -156,10 +156,12 @@ SCHEMA: dict[str, Fields] = {
     "ping": {"bytes?": integer},
     "pong": {},
     # Shard server -> registry. sheet: what the snapshot's sheet of checksums hashes to; file: the one that holds it;
-    # failed may say why there is none
+    # failed may say why there is none; moved: of each actor [name, serial, bytes of this snapshot that it has got since
+    # the last such message]
     "layout": {"layout": anything},
     "snapped": {"serial": integer, "version": integer, "sheet": name, "file?": anything},
     "failed": {"serial": integer, "version": integer, "reason?": prose},
+    "moved": {"moved": listed},
     # Registry -> shard servers and actors
     "live": _LIVE,
     # Registry -> actor. servers: one address per rank; progress_s: [weight_sync] progress_timeout_s; staging: of a

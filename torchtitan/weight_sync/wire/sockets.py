@@ -144,6 +144,7 @@ class SocketChannel(Channel):
             sent = self._socket.send(data[:allowance] if is_payload else data, flags)
             if is_payload:
                 allowance -= sent
+                self.moved += sent
             else:
                 self._unsent_bytes -= sent
             if sent < len(data):
