@@ -27,8 +27,6 @@ from torchtitan.config.values import (
     Weights,
 )
 
-TOOL_FORMATS = ("auto", "hermes", "qwen3_coder", "glm", "deepseek", "mistral", "harmony")
-
 
 @dataclass(config=TABLE)
 class Rollout:
@@ -269,7 +267,7 @@ class Environment:
     episode_timeout_s: Positive = 600.0
     """Deadline of a whole episode of an agent"""
 
-    tool_parser: Annotated[str, Names(TOOL_FORMATS, own_function=True)] = "auto"
+    tool_parser: str = "auto"
     """How tool calls are written in a turn: as the chat template shows it (auto); hermes (JSON in <tool_call> tags, or
     as Llama 3 writes it), qwen3_coder, glm, deepseek, mistral or harmony (gpt-oss); or, for tools and a factory, your
     own function from text to [(name, arguments)]"""

@@ -37,7 +37,7 @@ from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
-from torchtitan.config.rollout_tables import TOOL_FORMATS, Environment, Rewards
+from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.config.values import show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.compute_type import choose_types
@@ -49,6 +49,7 @@ from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.preflight.sources import check_sources
+from torchtitan.rollout.data.tool_formats.registry import AUTO, FORMATS
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.rewards import BUILTIN
@@ -411,7 +412,10 @@ def _check_environment(check: Check) -> None:
     elsewhere = environment.verifiers and environment.verifiers_runtime != "subprocess"
     text = f"must be false: verifiers_runtime = {show(environment.verifiers_runtime)} needs its server and its keys"
     check.refuse("environment.isolate", elsewhere and environment.isolate is not False, text)
-    named = [("factory", "environment", environment.factory), ("tool_parser", "tool parser", environment.tool_parser)]
+    parser, known_parsers = environment.tool_parser, (AUTO, *FORMATS)
+    named = [("factory", "environment", environment.factory)]
+    if problem := name_problem(parser, "tool parser", known_parsers):
+        check.say("environment.tool_parser", f"environment.tool_parser: {problem}")
     if FUNCTION.fullmatch(environment.agent):
         named.append(("agent", "agent", environment.agent))
     elif environment.agent:
@@ -427,7 +431,7 @@ def _check_environment(check: Check) -> None:
         alone = "cannot be combined with environment.factory, environment.tools or another kind of environment"
         check.refuse(f"environment.{kind}", others or len(kinds) > 1, alone)
     for key, what, name in (*named, *(("tools", "tool", name) for name in environment.tools)):
-        if name not in ("", *TOOL_FORMATS) and (problem := name_problem(name, what)):
+        if name and (problem := name_problem(name, what)):
             check.say(f"environment.{key}", f"environment.{key}: {problem}")
     text = "each function may be named only once"
     check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
@@ -436,8 +440,7 @@ def _check_environment(check: Check) -> None:
     check.refuse("environment.gateway_url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
     text = "says not where programs reach the gateway: set environment.gateway_url, or one address of this machine"
     check.refuse("environment.gateway_host", host in ("", "0.0.0.0", "::") and not url, text)
-    parser = environment.tool_parser
-    without = (parser != "auto" and not has_environment(check.config)) or (kinds and parser not in TOOL_FORMATS)
+    without = (parser != AUTO and not has_environment(check.config)) or (kinds and parser not in known_parsers)
     check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
 
 

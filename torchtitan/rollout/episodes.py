@@ -13,6 +13,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Branch, GenerateRequest, add_turn, sampled_segments, stream_seed
+from torchtitan.rollout.data.thoughts import Turn
+from torchtitan.rollout.data.turns import TurnReader, reader_of
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode
 from torchtitan.rollout.gateway.process import Gateway, GatewayLost
 from torchtitan.rollout.gateway.session import COUNTS
@@ -104,6 +106,7 @@ class EpisodePlayer(Player):
         super().__init__(config, environments)
         self._engines, self._environments = engines, environments
         self._maker, self._tokenizer = maker, tokenizer
+        self._turns = TurnReader(tokenizer, environments.tool_format)
 
     async def play_one(
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int
@@ -130,6 +133,7 @@ class EpisodePlayer(Player):
             (completion,) = await self._engines.generate(request, min_version, shares=group)
             self.statistics["turns"] += 1
             add_turn(branches, tokens, completion)
+            opened, marked = self._turns.opened(tokens), self._turns.marked(completion.token_ids)
             tokens = tokens + completion.token_ids
             text = self._tokenizer.decode(completion.token_ids)
             messages.append({"role": "assistant", "content": text})
@@ -137,9 +141,9 @@ class EpisodePlayer(Player):
             if completion.finish_reason == "length":
                 # A truncated turn may mean something else than the whole one, so the environment does not get it.
                 break
-            if self._maker.tools:  # the special tokens that mark their calls
-                text = self._tokenizer.spoken(completion.token_ids, self._environments.tool_format)
-            reply = await episode.act(text)
+            if not self._maker.tools:
+                text = self._turns.read_marked(opened, marked).shown(self._turns.hidden)
+            reply = await episode.act(text, opened + marked)
             rewards[-1] = reply.reward
             if reply.calls:
                 messages[-1]["tool_calls"] = [
@@ -171,7 +175,10 @@ class EpisodePlayer(Player):
         # get_reward may return something other than the sum of the steps' rewards.
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
         by_turn = rewards if adds_up and any(rewards) else []
-        return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn)
+        last = self._turns.read_marked(opened, marked, self._maker.tools)
+        return Trajectory(
+            branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn, turn=last
+        )
 
     def _overflows(self, messages: list[dict[str, Any]], room: int) -> bool:
         """Return whether messages have more than `room` tokens already at their beginning. To encode all of an
@@ -215,7 +222,13 @@ class AgentPlayer(Player):
         if not record.branches:
             raise CallFailed("exception", "the agent has not asked the policy anything")
         said = self._said(prompt, record.branches)
-        return Trajectory(record.branches, "length" if record.cut else "stop", said, reward)
+        turn = self._last_turn(record.branches[-1])
+        return Trajectory(record.branches, "length" if record.cut else "stop", said, reward, turn=turn)
+
+    def _last_turn(self, branch: Branch) -> Turn:
+        *before, last = branch.segments
+        prompt_ids = [token for segment in before for token in segment.token_ids]
+        return reader_of(self._tokenizer).read(prompt_ids, last.token_ids)
 
     def _said(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
         """Return the policy's turns in the branch that ended last, for reward functions."""

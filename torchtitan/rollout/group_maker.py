@@ -15,6 +15,7 @@ from torchtitan.inference.answers import Top
 from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, TokenRefused
 from torchtitan.inference.teacher import ask_teacher
 from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters, add_turn, stream_seed
+from torchtitan.rollout.data.turns import TurnReader
 from torchtitan.rollout.episodes import Engines, Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class GroupMaker:
         self._config = config
         self.pool = pool
         self.rewards = rewards
-        self._tokenizer = tokenizer
+        self._tokenizer, self._turns = tokenizer, TurnReader(tokenizer)
         self._epoch = epoch
         self.episodes = episodes
         self.single_turn = episodes is None
@@ -110,7 +111,8 @@ class GroupMaker:
         add_turn(branches, prompt.token_ids, completion)
         text = self._tokenizer.decode(completion.token_ids)
         said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
-        return Trajectory(branches, completion.finish_reason, said)
+        turn = self._turns.read(prompt.token_ids, completion.token_ids)
+        return Trajectory(branches, completion.finish_reason, said, turn=turn)
 
     async def teach(self, trajectories: Sequence[Trajectory]) -> None:
         """Get the log-probs of a teacher server, if one is configured. Raises UserError if it does not answer."""

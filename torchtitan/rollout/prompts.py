@@ -23,6 +23,8 @@ from torchtitan.config.derived import (
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.models.checkpoint_files import pointer_problem
+from torchtitan.rollout.data.marks import plain
+from torchtitan.rollout.data.turns import reader_of
 from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.messages import plain_message, plain_tools, read_chat
@@ -348,9 +350,6 @@ def _prompt_problem(prompt: Any) -> str | None:
     return f"a prompt must be text or a list of chat messages, found {type(prompt).__name__}"
 
 
-# The beginning of the answer that templates of reasoning models write: an open or an empty thought.
-PREFILL = re.compile(r"<think>\s*(?:</think>\s*)?$")
-PREFILL_TOKENS = 32
 # The address in the default repr of an object, such as an image, which differs in every process.
 ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
@@ -432,8 +431,7 @@ class PromptMaker:
         return columns
 
     def _prefill(self, token_ids: list[int]) -> str:
-        found = PREFILL.search(self._tokenizer.decode(token_ids[-PREFILL_TOKENS:], skip_special=False))
-        return found[0] if found else ""
+        return plain(reader_of(self._tokenizer).opened(token_ids))
 
     def _tools_of(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the environment's tools; without an environment, those in the row's `tools` column, as in TRL."""

@@ -19,14 +19,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import read_json
 from torchtitan.rollout.chat_templates import ChatTemplates
+from torchtitan.rollout.data.marks import SHIELDS, any_of, shield
 from torchtitan.rollout.messages import Messages
-from torchtitan.rollout.tool_calls import SPECIAL
 
 logger = logging.getLogger(__name__)
 
-# These surround text that is spelled like a special token. No text contains them: they are Unicode noncharacters.
-SHIELD = ("\U0010fffe", "\U0010ffff")
-SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Mistral's templates accept only ids of nine characters.
 CALL_ID = "0" * 9
@@ -87,8 +84,10 @@ class Tokenizer:
         special = {token: str(one.content) for token, one in added if one.special or CONTROL.fullmatch(one.content)}
         self.special_token_ids = frozenset(special)
         """Tokens that no text from outside may contain"""
-        spelled = "|".join(map(re.escape, sorted(special.values(), key=len, reverse=True)))
-        self._special = re.compile(spelled) if spelled else None
+        self._special = any_of(special.values())
+        self.added_tokens = {token: str(one.content) for token, one in added}
+        self.unseen_texts = frozenset(str(one.content) for _, one in added if one.special)
+        """Of added tokens that `decode` leaves out"""
         # The same tokenizer without the tokens that were added to its model.
         own = _read_json(path)
         self._without_added = FastTokenizer.from_str(json.dumps(own | {"added_tokens": []}))
@@ -129,13 +128,6 @@ class Tokenizer:
         others."""
         return self.templates.choose(tools=True).source if self.templates else ""
 
-    def spoken(self, ids: Sequence[int], form: str) -> str:
-        """Return the text of a turn in which tool calls have a format of tool_calls.py: with the special tokens that
-        mark them, if any do, but without the one that ends the turn."""
-        if form not in SPECIAL:
-            return self.decode(ids)
-        return self.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids, skip_special=False)
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""
         return _ids(self._tokenizer, text)
@@ -149,8 +141,7 @@ class Tokenizer:
     def shield(self, text: str) -> str:
         """Mark text so that encode_shielded encodes spelled-out special tokens (`<|im_end|>`) as plain text. Such
         tokens may come only from a template, never from a tool's output. Other added tokens (`<think>`) stay tokens."""
-        plain = text.replace(SHIELD[0], "\ufffd").replace(SHIELD[1], "\ufffd")
-        return self._special.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", plain) if self._special else plain
+        return shield(text, self._special)
 
     def encode_shielded(self, text: str) -> list[int]:
         """Return the token ids of a text with shielded parts."""

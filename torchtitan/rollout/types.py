@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.inference.types import Branch, VersionSpan, joined_spans, sampled_segments
+from torchtitan.rollout.data.thoughts import Turn
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Trajectory:
     """The part of `reward` from each turn; empty if it is not known"""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values that reward functions logged with log_extra, by column"""
+    turn: Turn | None = None
+    """The policy's last turn, read from its tokens; None if only its text is known"""
 
     @property
     def completion_ids(self) -> list[int]:

@@ -155,6 +155,7 @@ def seen(**kwargs: Any) -> list[float]:
     expected = {
         "prompts": [[{"role": "user", "content": "hello"}]] * 2,
         "completions": [[{"role": "assistant", "content": text}] for text in ("a", "b")],
+        "thoughts": [None, None], "final_texts": ["a", "b"],
         "completion_ids": [[0, 7], [1, 7]], "finish_reasons": ["stop", "stop"], "max_completion_tokens": 16,
         "prefill": "", "level": [3, 3], "answer": ["x", "x"],
     }  # fmt: skip

@@ -56,9 +56,8 @@ class Engine:
         elif generator.random() < 0.8:
             arguments = {"at": noise(generator).replace("</tool_call>", "")}
             called = json.dumps({"name": "look", "arguments": arguments}, ensure_ascii=generator.random() < 0.5)
-            ids = tokenizer.encode(
-                f"{noise(generator, 3)}<tool_call>\n{called}\n</tool_call>" * generator.choice((2, 4, 8))
-            )
+            before = noise(generator, 3).replace("<think>", "")  # a call in a thought is none
+            ids = tokenizer.encode(f"{before}<tool_call>\n{called}\n</tool_call>" * generator.choice((2, 4, 8)))
         else:
             ids = [generator.randrange(tokenizer.vocab_size) for _ in range(generator.randint(1, 12))]
         ends = request["sampling"]["stop_token_ids"]

@@ -35,6 +35,8 @@ class Characters:
     eos_token_ids = [1]
     unknown_id = None
     has_chat_template = True
+    added_tokens: dict[int, str] = {}
+    unseen_texts: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
@@ -43,7 +45,7 @@ class Characters:
         return [2, *self.encode(text)]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return "".join(chr(i) for i in ids if not (skip_special and i < 32))
+        return "".join(chr(i) for i in ids if not (skip_special and i < 9))
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.chat_families import FAMILIES, Family
-from torchtitan.config.rollout_tables import TOOL_FORMATS
 from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.rollout.data.tool_formats.format import ToolCall
+from torchtitan.rollout.data.tool_formats.registry import find_format, parse_tool_calls
 from torchtitan.rollout.gateway.calls import Call, make_choice
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
-from torchtitan.rollout.tool_calls import FORMATS, ToolCall, find_format, parse_tool_calls
 
 # As these families' templates write calls; the rest of a template does not matter here.
 FRAME = """
@@ -127,7 +127,3 @@ def whole(ids: list[int]) -> Completion:
 def test_broken_calls_are_told_to_the_policy(form: str, text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_tool_calls(text, form)
-
-
-def test_every_format_has_a_name_in_the_configuration() -> None:
-    assert ("auto", *FORMATS) == TOOL_FORMATS

@@ -75,7 +75,7 @@ class Environments:
     async def reset(self, row: dict[str, Any]) -> str:
         return ""
 
-    async def act(self, text: str) -> Reply:
+    async def act(self, text: str, marked: str) -> Reply:
         message = next(self._messages)
         return Reply([message] if message else [], 0.0, message is None, [], 0)
 
@@ -225,7 +225,7 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
             None,
             "now",
             1,
-            {"": Stage(Quiet(tools=TOOLS, statistics={}))},  # type: ignore[arg-type]
+            {"": Stage(Quiet(tools=TOOLS, statistics={}, tool_format="hermes"))},  # type: ignore[arg-type]
         )
         asyncio.run(rollouts._start())
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import find_python
+from torchtitan.rollout.data.tool_formats.registry import find_format
 from torchtitan.rollout.gateway.process import SessionAccess
-from torchtitan.rollout.tool_calls import find_format
 from torchtitan.rollout.workers.pool import WorkerPool
 from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
 from torchtitan.utils.json_lines import EventLog
@@ -161,9 +161,14 @@ class Episode:
         reply = await self._call(self._pool.start_timeout_s, do="reset", row=row)
         return str(reply["text"])
 
-    async def act(self, text: str) -> Reply:
-        """Give the environment a turn of the policy, and return its reply."""
-        reply = Reply(**await self._call(self._pool.step_timeout_s, do="act", text=text))
+    async def act(self, text: str, marked: str | None = None) -> Reply:
+        """Give the environment a turn of the policy, and return its reply.
+
+        text: what a program sees of the turn (Turn.shown); marked: the whole turn as marked text, in which calls are
+        looked for, with what its prompt had already; if it is left out, `text`.
+        """
+        turn = {"text": text, "marked": text if marked is None else marked}
+        reply = Reply(**await self._call(self._pool.step_timeout_s, do="act", **turn))
         self._pool.statistics["tool_calls"] += len(reply.calls)
         self._pool.statistics["tool_errors"] += reply.errors
         if reply.errors:

@@ -4,7 +4,7 @@ The set-up has {"factory", "tools", "parser", "longest"}; its reply has {"tools"
 Messages have {"episode": number, "do": …} with
 
     reset   {"row"}     {"text": added to the prompt}
-    act     {"text"}    {"messages", "reward", "done", "calls", "errors"}
+    act     {"text", "marked"}    {"messages", "reward", "done", "calls", "errors"}
     finish              {"reward", "attributes"}
     drop    (no reply)  the episode is over
     close               {}: all instances are closed, as no more messages will follow
@@ -33,7 +33,9 @@ from typing import Any
 import pydantic
 
 from torchtitan.errors import UserError, load_object
-from torchtitan.rollout.tool_calls import FORMATS, ToolCall, parse_tool_calls
+from torchtitan.rollout.data.thoughts import read_turn
+from torchtitan.rollout.data.tool_formats.format import ToolCall
+from torchtitan.rollout.data.tool_formats.registry import FORMATS, parse_tool_calls
 from torchtitan.rollout.workers.inside import run, without_stop_iteration
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
@@ -143,7 +145,8 @@ class Program:
 
         schemas = [tool.schema for tool in self.tools.values()]
         named = functools.partial(_calls, form=parser, tools=schemas)
-        self.parse: Callable[[str], Any] = named if parser in FORMATS else load_object(parser, "tool parser")
+        self.has_own_parser = parser not in FORMATS
+        self.parse: Callable[[str], Any] = load_object(parser, "tool parser") if self.has_own_parser else named
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self.tools:
@@ -184,10 +187,10 @@ class Instance:
         result = result[0] if isinstance(result, tuple) else getattr(result, "observation", result)
         return self._text(result, "reset")
 
-    async def act(self, text: str) -> dict[str, Any]:
+    async def act(self, text: str, marked: str) -> dict[str, Any]:
         """Process a turn and return {"messages": for the policy, "reward", "done", "calls", "errors"}.
 
-        A turn is either a step or text with tool calls; without any call, it ends the episode.
+        A turn is either a step, or text (as in Episode.act) with tool calls; without any call, it ends the episode.
         """
         if self._program.steps:
             observation, reward, done = _read_step(await self._run(self._object.step, text))
@@ -195,7 +198,8 @@ class Instance:
             message = {"role": "user", "content": self._text(observation, "step")}
             return {"messages": [message], "reward": reward, "done": done, "calls": [], "errors": 0}
         try:
-            calls = [(str(name), arguments) for name, arguments in await self._run(self._program.parse, text)]
+            read = read_turn(marked).beside_thoughts if self._program.has_own_parser else marked
+            calls = [(str(name), arguments) for name, arguments in await self._run(self._program.parse, read)]
         except (ValueError, RecursionError) as error:
             results = [("", *self._error(error))]
             calls = []
@@ -273,8 +277,8 @@ class Instance:
         return value[: self._longest].encode("utf-8", "replace").decode()
 
 
-def _calls(text: str, form: str, tools: list[dict[str, Any]]) -> list[ToolCall]:
-    return parse_tool_calls(text, form, tools)[1]
+def _calls(marked: str, form: str, tools: list[dict[str, Any]]) -> list[ToolCall]:
+    return parse_tool_calls(marked, form, tools)[1]
 
 
 def _read_step(result: Any) -> tuple[Any, float, bool]:
@@ -343,7 +347,7 @@ class Host:
                 return {"text": await self._episodes[episode].reset(message["row"])}
             instance = self._episodes[episode]
             if do == "act":
-                return await instance.act(message["text"])
+                return await instance.act(message["text"], message["marked"])
             result = await instance.finish()
             self._idle.append(self._episodes.pop(episode))
             return result

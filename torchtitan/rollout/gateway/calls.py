@@ -17,9 +17,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from torchtitan.inference.types import Body, Completion
+from torchtitan.rollout.data.tool_formats.format import ToolCall
+from torchtitan.rollout.data.tool_formats.registry import DEFAULT
+from torchtitan.rollout.data.turns import reader_of
 from torchtitan.rollout.messages import plain_message
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.tool_calls import SPECIAL, parse_tool_calls
 
 # Options that would change the answer but are not supported; a call with any value other than these is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -270,32 +272,39 @@ def cut_at_stop(completion: Completion, stops: Sequence[str], tokenizer: Tokeniz
 
 
 def make_choice(
-    completion: Completion, call: Call, tokenizer: Tokenizer, name: str, tool_format: str = "hermes"
+    completion: Completion,
+    call: Call,
+    tokenizer: Tokenizer,
+    name: str,
+    tool_format: str = DEFAULT,
+    prompt_ids: Sequence[int] = (),
 ) -> Choice:
-    """Return the policy's answer, without the program's stop text or token. A truncated answer has no tool calls."""
+    """Return the policy's answer to a prompt, without the program's stop text or token.
+
+    Its text is what `Turn.shown` says. Calls are those outside of thoughts that can be read; others stay text. A
+    truncated answer has no calls.
+    """
     ids = completion.token_ids
     ended = completion.finish_reason == "stop"
-    dropped = ended and ids[-1] in call.stop_token_ids
-    text = tokenizer.decode(ids[:-1] if dropped else ids)
+    if ended and ids[-1] in call.stop_token_ids:
+        ids = ids[:-1]
+    # Without tools, and where the answer was cut off, nothing is a call.
+    turns = reader_of(tokenizer, tool_format if ended and call.tools else "")
+    marked, text = turns.marked(ids), tokenizer.decode(ids)
     stopped_by = min((stop for stop in call.stop if stop in text), key=text.find, default=None)
     if stopped_by is not None:
-        text = text[: text.find(stopped_by)]
-    calls: list[dict[str, Any]] = []
-    if ended and (call.tools or tool_format in SPECIAL):
-        spoken = text if stopped_by or tool_format not in SPECIAL else tokenizer.spoken(ids, tool_format)
-        try:
-            text, parsed = parse_tool_calls(spoken, tool_format, call.tools)
-        except ValueError:
-            parsed = []  # treat all of it as text
-        calls = [
-            {
-                # Mistral's templates accept only ids of nine characters.
-                "id": hashlib.blake2b(f"{name}-{number}".encode()).hexdigest()[:9],
-                "type": "function",
-                "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
-            }
-            for number, one in enumerate(parsed if call.tools else [])
-        ]
+        marked = marked.partition(stopped_by)[0]
+    turn = turns.read_marked(turns.opened(prompt_ids), marked, call.tools)
+    calls = [
+        {
+            # Mistral's templates accept only ids of nine characters.
+            "id": hashlib.blake2b(f"{name}-{number}".encode()).hexdigest()[:9],
+            "type": "function",
+            "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
+        }
+        for number, one in enumerate(one for one in turn.calls if isinstance(one, ToolCall))
+    ]
+    text = turn.shown(turns.hidden)
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     message |= {"tool_calls": calls} if calls else {}
     log_probs = log_prob_entries(completion, tokenizer) if call.log_probs else None

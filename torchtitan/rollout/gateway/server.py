@@ -21,6 +21,7 @@ from aiohttp import web
 from torchtitan.errors import UserError
 from torchtitan.inference.engine_server import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
+from torchtitan.rollout.data.tool_formats.registry import find_format
 from torchtitan.rollout.gateway.calls import (
     Answer,
     Call,
@@ -38,7 +39,6 @@ from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, P
 from torchtitan.rollout.gateway.responses import OpenAIResponses
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
-from torchtitan.rollout.tool_calls import find_format
 from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import HttpSite, has_token, raise_descriptor_limit
 from torchtitan.utils.logs import log_to
@@ -260,9 +260,8 @@ class GatewayServer:
             name, completions = await self._sample(session, prompt_ids, call, call.n)
             choices = []
             for index, completion in enumerate(completions):
-                choice = make_choice(
-                    completion, call, self._tokenizer, f"{name}-{index}" if index else name, self._tool_format
-                )
+                named = f"{name}-{index}" if index else name
+                choice = make_choice(completion, call, self._tokenizer, named, self._tool_format, prompt_ids)
                 session.remember(name, call, prompt_ids, choice)
                 choices.append(choice)
             answer = Answer(name, self._settings.name, int(time.time()), len(prompt_ids), choices)

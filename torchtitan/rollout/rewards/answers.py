@@ -45,9 +45,8 @@ CONTINUES = re.compile(r"[-+*/^\\]|\d+/\d")  # an operand: 2 1/2, 3 \pi
 
 
 def final_answer(text: str, in_words: bool = False) -> str | None:
-    """Return a completion's answer, tidied: the last boxed expression, or else what is marked or announced as the
-    answer, or else the last formula or number; with `in_words`, or else the last words."""
-    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    """Return the answer in a completion's text without its thoughts, tidied: the last boxed expression, or else what is
+    marked or announced as the answer, or else the last formula or number; with `in_words`, or else the last words."""
     boxed = last_boxed(text)
     if boxed is not None:
         return tidy(boxed)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from torchtitan.rollout.data.thoughts import last_text, read_turn
 from torchtitan.rollout.rewards.answers import final_answer, gold_answer, reference_text
 from torchtitan.rollout.rewards.comparison import compare, is_text
 from torchtitan.rollout.rewards.mathematics import same_mathematics
 
 PARTIAL_CREDIT = 0.5
-THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
 REPETITION_NGRAM = 4
 
 Completion = str | list[dict[str, Any]]
@@ -21,19 +20,26 @@ Completion = str | list[dict[str, Any]]
 
 def texts(completions: Sequence[Completion], prefill: str = "") -> list[str]:
     """Return the text of every completion, after the `prefill` in its prompt. For a chat, this is the policy's last
-    message: a truncated conversation may end with a tool's result, which is not an answer."""
-    return [prefill + (one if isinstance(one, str) else _said_last(one)) for one in completions]
+    message."""
+    return [prefill + last_text(one) for one in completions]
 
 
-def _said_last(messages: Sequence[dict[str, Any]]) -> str:
-    return next((one["content"] for one in reversed(messages) if one["role"] == "assistant"), "")
+def answer_texts(
+    completions: Sequence[Completion], prefill: str = "", final_texts: Sequence[str] | None = None, **_: Any
+) -> list[str]:
+    """Return the answer of every completion, without its thoughts (data/thoughts.py). A run hands it over as
+    `final_texts`, read from the tokens; without them, it is read from the text."""
+    if final_texts is not None:
+        return list(final_texts)
+    return [read_turn(last_text(one), prefill).final_text for one in completions]
 
 
 def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """Return 1 if the completion is the answer, ignoring white space around both, else 0; None without an answer."""
+    """Return 1 if the completion's answer is the reference, ignoring white space around both, else 0; None without a
+    reference."""
     return [
         None if (wanted := reference_text(gold)) is None else float(text.strip() == wanted.strip())
-        for text, gold in zip(texts(completions), answer, strict=True)
+        for text, gold in zip(answer_texts(completions, **kwargs), answer, strict=True)
     ]
 
 
@@ -41,10 +47,10 @@ def arithmetic(
     *, completions: Sequence[Completion], answer: Sequence[Any], finish_reasons: Sequence[str], **kwargs: Any
 ) -> list[float | None]:
     """Return 1 for the exact answer, else half the fraction of correct digits; 0 if the length is wrong or the
-    completion was truncated; None without an answer."""
+    completion was truncated; None without a reference."""
     return [
         None if (wanted := reference_text(gold)) is None else _digits_right(text, wanted) if reason == "stop" else 0.0
-        for text, gold, reason in zip(texts(completions), answer, finish_reasons, strict=True)
+        for text, gold, reason in zip(answer_texts(completions, **kwargs), answer, finish_reasons, strict=True)
     ]
 
 
@@ -56,16 +62,18 @@ def _digits_right(text: str, gold: str) -> float:
     return PARTIAL_CREDIT * sum(a == b for a, b in zip(text, gold, strict=True)) / len(gold)
 
 
-def format(*, completions: Sequence[Completion], prefill: str = "", **kwargs: Any) -> list[float | None]:
-    """Return 1 if the completion is one `<think>…</think>` and then an answer, else 0. `<think>` may end the prompt."""
-    return [float(_thinks_then_answers(text)) for text in texts(completions, prefill)]
-
-
-def _thinks_then_answers(text: str) -> bool:
-    match = THINK_THEN_ANSWER.fullmatch(text)
-    if match is None or text.count("<think>") != 1 or text.count("</think>") != 1:
-        return False
-    return bool(match["answer"].strip())
+def format(
+    *,
+    completions: Sequence[Completion],
+    prefill: str = "",
+    well_formed: Sequence[bool] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return 1 if the completion is one thought and then an answer, else 0: `<think>…</think>` and text behind it, or
+    what the checkpoint's own marks say (data/thoughts.py). The prompt may have opened the thought."""
+    if well_formed is None:
+        well_formed = [read_turn(last_text(one), prefill).well_formed for one in completions]
+    return [float(one) for one in well_formed]
 
 
 def repetition(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
@@ -78,19 +86,17 @@ def _repeated_share(ids: Sequence[Hashable]) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def accuracy(
-    *, completions: Sequence[Completion], answer: Sequence[Any], prefill: str = "", **kwargs: Any
-) -> list[float | None]:
+def accuracy(*, completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
     """Return 1 if the completion's final answer equals the reference, else 0; None if the reference cannot be parsed.
 
-    The final answer is the last \\boxed{…} outside <think>…</think>; without one, what follows "answer is" or "answer:"
+    The final answer is the last \\boxed{…} outside of thoughts; without one, what follows "answer is" or "answer:"
     up to the end of the sentence, or else the last formula or number; an unclosed thought has none. References may be
     plain, boxed, LaTeX, or GSM8K's worked solutions that end in `#### 72`. An answer that takes too long to compare is
     wrong.
     """
     rewards: list[float | None] = []
     unclear: dict[int, tuple[str, str | None]] = {}
-    for number, (text, gold) in enumerate(zip(texts(completions, prefill), answer, strict=True)):
+    for number, (text, gold) in enumerate(zip(answer_texts(completions, **kwargs), answer, strict=True)):
         wanted = gold_answer(gold)
         given = final_answer(text, in_words=wanted is not None and is_text(wanted))
         rewards.append(None if wanted is None else compare(wanted, given))

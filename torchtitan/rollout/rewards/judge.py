@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from torchtitan.config.rollout_tables import Judge as Settings
-from torchtitan.rollout.rewards.builtin import Completion, texts
+from torchtitan.rollout.rewards.builtin import Completion, answer_texts
 
 FORMS = {
     "score": "End with one line `SCORE: n`, where n is a number from 0 (worst) to 10 (best).",
@@ -178,13 +178,13 @@ async def judge(
     prompts: Sequence[Any],
     completions: Sequence[Completion],
     log_metric: Callable[[str, float], None],
-    prefill: str = "",
     answer: Sequence[Any] = (),
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return for each completion of a group the judge's score ÷ 10, or its place in the ranking from 1 (best) to 0."""
+    """Return for each answer of a group, without its thoughts, the judge's score ÷ 10, or its place in the ranking from
+    1 (best) to 0."""
     question = prompts[0]
     if not isinstance(question, str):
         question = "\n\n".join(f"{message['role']}: {message['content']}" for message in question)
-    answers = texts(completions, prefill)
+    answers = answer_texts(completions, **kwargs)
     return await _judges["judge"].rewards(question, answers, next(iter(answer), None), log_metric)

@@ -15,6 +15,7 @@ from typing import Any
 from torchtitan.config.derived import environment_name, reward_weights
 from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.rollout.data.thoughts import last_text, read_turn
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.workers.pool import WorkerPool
@@ -197,6 +198,7 @@ class RewardPool:
     async def _call(
         self, pool: WorkerPool, name: str, prompt: Prompt, completions: Sequence[Trajectory], timeout_s: float
     ) -> dict[str, Any]:
+        turns = [one.turn or read_turn(last_text(one.completion), prompt.prefill) for one in completions]
         message = {
             "function": name,
             "state": self._state,
@@ -205,6 +207,9 @@ class RewardPool:
                 "prompt": prompt.text,
                 "columns": prompt.columns,
                 "completions": [one.completion for one in completions],
+                "thoughts": [turn.thought for turn in turns],
+                "final_texts": [turn.final_text for turn in turns],
+                "well_formed": [turn.well_formed for turn in turns],
                 "completion_ids": [one.completion_ids for one in completions],
                 "finish_reasons": [one.finish_reason for one in completions],
                 "environments": [one.environment for one in completions],

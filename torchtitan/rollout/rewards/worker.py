@@ -25,6 +25,8 @@ from typing import Any
 from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward
 from torchtitan.rollout.workers.inside import protect, read_message, serve, set_up, write_message
 
+# Arguments with one entry per completion.
+PER_SAMPLE = ("completions", "completion_ids", "finish_reasons", "thoughts", "final_texts")
 # Characters of a value in a column of completions.jsonl.
 MAX_EXTRA_CHARACTERS = 4000
 
@@ -62,8 +64,8 @@ def _plain(value: Any) -> Any:
 def begin(function: Callable[..., Any], message: dict[str, Any]) -> tuple[Any, Log]:
     """Call a reward function with TRL's convention, and return its result and log.
 
-    message["samples"] has completions, completion_ids, finish_reasons and environments (one entry per completion), and
-    prompt, columns, prefill and max_completion_tokens (one for all).
+    message["samples"] has the lists of PER_SAMPLE, environments and well_formed (one entry per completion), and prompt,
+    columns, prefill and max_completion_tokens (one for all).
     """
     samples = message["samples"]
     count = len(samples["completions"])
@@ -71,8 +73,10 @@ def begin(function: Callable[..., Any], message: dict[str, Any]) -> tuple[Any, L
     arguments: dict[str, Any] = {name: [value] * count for name, value in samples["columns"].items()}
     arguments |= {"prompts": [samples["prompt"]] * count, "trainer_state": SimpleNamespace(**message["state"])}
     arguments |= {"log_extra": log.extra, "log_metric": log.metric}
-    for name in ("completions", "completion_ids", "finish_reasons", "max_completion_tokens", "prefill"):
+    for name in (*PER_SAMPLE, "max_completion_tokens", "prefill"):
         arguments[name] = samples[name]
+    if "well_formed" in inspect.signature(function).parameters:  # the built-in format
+        arguments["well_formed"] = samples["well_formed"]
     if any(samples["environments"]):
         arguments["environments"] = [SimpleNamespace(**attributes) for attributes in samples["environments"]]
     return function(**arguments), log
