@@ -177,3 +177,10 @@ not_a_function = 3
 def share_of_digits(completions: list[str], **kwargs: Any) -> list[float]:
     """Something that random weights get right now and then."""
     return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+
+def parts_of_a_turn(thoughts: list[str | None], final_texts: list[str], log_extra: Any, **_: Any) -> list[None]:
+    """Shows what it gets, and has no opinion."""
+    log_extra("thought", thoughts)
+    log_extra("final", final_texts)
+    return [None] * len(thoughts)

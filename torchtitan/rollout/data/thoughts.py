@@ -132,11 +132,11 @@ class Turn:
         seen = [part for part in self.parts if not self._leaves_out(part, hidden)]
         text = ("\n" if self.channels else "").join(part.written for part in seen if part.written)
         text = bare(*map(re.escape, sorted(hidden))).sub("", text) if hidden else text
-        return plain(text) if len(seen) == len(self.parts) else plain(text).strip()
+        return plain(text) if self.channels or len(seen) == len(self.parts) else plain(text).strip()
 
     def _leaves_out(self, part: Part, hidden: Collection[str]) -> bool:
         if part.kind == "thought":
-            return self.channels or part.tag in hidden
+            return self.channels or part.tag.startswith(tuple(hidden))
         return part.kind == "call" and not any(isinstance(call, Exception) for call in part.calls)
 
 
@@ -183,14 +183,16 @@ def _part_of(message: Message, reader: CallReader | None) -> Part:
         return Part("other", content, "")
     kind = KIND_OF_CHANNEL.get(message.channel, "other")
     if not message.recipient:
-        return Part(kind, content, content)
+        return Part(kind, content, content if kind != "other" or message.channel == "commentary" else "")
     calls = reader.read_message(message) if reader is not None else ()
     return Part("thought" if kind == "thought" else "call", content, content, calls=calls)
 
 
 def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Part]:
     """Return the parts of a turn whose thoughts stand between tags. begin: where the policy's own text begins."""
-    pattern = bare(*TAG_PATTERNS) if reader is None else bare(*TAG_PATTERNS, f"(?P<call>{reader.opening.pattern})")
+    pattern = tags = bare(*TAG_PATTERNS)
+    if reader is not None:
+        pattern = bare(*TAG_PATTERNS, f"(?P<call>{reader.opening.pattern})")
     parts: list[Part] = []
     place, stray, unopened = 0, 0, ""
 
@@ -204,6 +206,9 @@ def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Pa
         add(found.start(), "answer", whole[place : found.start()])
         if reader is not None and found["call"] is not None:
             calls, end = reader.read_call(whole, found)
+            if any(isinstance(call, Exception) for call in calls):  # whose text may end a thought
+                tag = tags.search(whole, found.end(), end)
+                end = tag.start() if tag else end
             add(end, "call", whole[place:end], calls=calls)
         elif (closing := CLOSINGS.get(found[0])) is not None:
             closed = closing.search(whole, found.end())

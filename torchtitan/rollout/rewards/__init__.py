@@ -31,7 +31,7 @@ NEEDS_ANSWER = frozenset({"accuracy", "arithmetic", "cosine_length", "exact_matc
 ARGUMENTS = frozenset(
     {
         "prompts", "completions", "completion_ids", "finish_reasons", "max_completion_tokens", "prefill",
-        "environments", "trainer_state", "log_extra", "log_metric",
+        "thoughts", "final_texts", "environments", "trainer_state", "log_extra", "log_metric",
     }
 )  # fmt: skip
 """What a function gets beside the dataset's columns, which therefore have other names"""
