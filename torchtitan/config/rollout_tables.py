@@ -114,7 +114,8 @@ class Rewards:
     """One weight per function; empty means 1 each"""
 
     answer_column: Column = "answer"
-    """Column that holds the reference answer; the functions get it under this name and as `answer`"""
+    """Column that holds the reference answer; the functions get it under this name and as `answer`, even if there is
+    another column of that name"""
 
     num_workers: Count = 1
     """Reward worker processes; async functions have one more"""

@@ -24,7 +24,9 @@ Decide = Callable[[str, str | None], float | None]
 """Returns 1 or 0 for (reference, answer), or None if it cannot tell"""
 
 DIMENSIONS = {"", *(dimension for dimension, _ in UNITS.values())}
-CHOICE = re.compile(r"\(?(?P<letter>[A-Z])(?:\)\s*(?P<rest>\S.*)|\)?)", re.DOTALL)
+CHOICE = re.compile(
+    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?\(?(?P<letter>[A-Z])(?:(?:\)\s*|[.:]\s+)(?P<rest>\S.*)|[).]?)", re.DOTALL
+)
 # Several choices: BD, B and D, (B), (D).
 CHOICES = re.compile(r"\(?[A-J]\)?(?:(?:\s|[,;&]|\b(?:and|or)\b)*\(?[A-J]\)?)*")
 JOINED_BY = re.compile(r"and|or|[^A-J]")
@@ -60,6 +62,9 @@ STRUCTURE = re.compile(
     r"\\(?:[lr]brac[ek]|[lr]angle)\b|\\.|[()\[\]{}]|(?P<digits>(?<=\d),(?=\d{3}(?!\d)))"
     r"|(?P<separator>[,;]?\s*\b(?:and|or)\b|[,;，；、])", re.DOTALL
 )  # fmt: skip
+FULL_STOP = re.compile(r"(?<!\.)\.\s*$")
+# The name of a value: x =, x_1 =, f(x) =.
+NAMED = re.compile(r"^\s*\\?[a-zA-Z]+(?:_\w|_\{\w+\})?(?:\([a-z]\))?\s*=\s*")
 THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
@@ -98,8 +103,17 @@ def compare(expected: str, answer: str | None, decide: Decide = undecided) -> fl
             return verdict
     if (verdict := _sequences(expected, answer, decide)) is not None:
         return verdict
-    verdict = _texts(expected, answer)
-    return decide(expected, answer) if verdict is None else verdict
+    if (verdict := _texts(expected, answer)) is not None:
+        return verdict
+    if (
+        DOTS.search(expected) and elements(expected) is None
+    ):  # a sum with dots is compared as text, since nothing can tell what they stand for
+        return float(_without_spaces(expected) == _without_spaces(answer or ""))
+    return decide(expected, answer)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(DOTS.sub("…", SPACES.sub(" ", text)).split())
 
 
 def is_text(expected: str) -> bool:
@@ -168,8 +182,12 @@ def words(text: str) -> str | None:
     bare = TEXT_MACRO.sub(r" \1 ", bare)
     if NO_WORDS.search(bare):
         return None
-    tokens = TOKENS.findall(unicodedata.normalize("NFKC", bare).casefold())
-    runs = [token for token in tokens if not token.isdecimal()]
+    bare = unicodedata.normalize("NFKC", bare).casefold()
+    if bare.isascii():
+        tokens = TOKENS.findall(bare)
+    else:  # marks are vowels in some scripts
+        tokens = "".join(one if unicodedata.category(one)[0] in "LMN" else " " for one in bare).split()
+    runs = [token for token in tokens if not token.isdigit()]
     most = MAX_WORDS if len(runs) == len(tokens) else NUMBERED_WORDS
     spelled = any(_is_word(run) for run in runs) or (len(tokens) == 1 and len(tokens[0]) == 2)
     if not (spelled or any(len(part.strip()) > 1 for part in inside)):
@@ -225,7 +243,7 @@ def _sequences(expected: str, answer: str | None, decide: Decide) -> float | Non
 
 def _name_variables(sequence: Elements) -> bool:
     """Whether the elements are values of different variables, as in x = 1, y = 2."""
-    names = {match[0] for element in sequence.elements if (match := ASSIGNED.match(element))}
+    names = {match[0] for element in sequence.elements if (match := NAMED.match(element))}
     return len(names) > 1
 
 
@@ -249,8 +267,8 @@ def _all_equal(wanted: Sequence[str], given: Sequence[str], ordered: bool, decid
 def _element_equal(wanted: str, given: str, decide: Decide) -> float | None:
     if DOTS.fullmatch(wanted) or DOTS.fullmatch(given):
         return float(bool(DOTS.fullmatch(wanted) and DOTS.fullmatch(given)))
-    if bool(ASSIGNED.match(wanted)) != bool(ASSIGNED.match(given)):
-        wanted, given = ASSIGNED.sub("", wanted), ASSIGNED.sub("", given)
+    if bool(NAMED.match(wanted)) != bool(NAMED.match(given)):
+        wanted, given = NAMED.sub("", wanted), NAMED.sub("", given)
     return compare(wanted, given, decide)
 
 
@@ -260,7 +278,7 @@ def elements(text: str) -> Elements | None:
     if not any(mark in text for mark in (",", ";", "and", "or", "，", "；", "、")) or len(text) > MAX_ANSWER_CHARACTERS:
         return None
     text = CONJUNCTION.sub(r" \1 ", SIZES.sub("", text.replace("$", " ")))
-    text = MEMBER.sub("", text, count=1).strip().removesuffix(".").strip()
+    text = FULL_STOP.sub("", MEMBER.sub("", text, count=1)).strip()
     wrapped = _wrapping(text)
     kind, inside = ("", text) if wrapped is None else wrapped
     parts = [part for part in map(str.strip, _split(inside)) if SPACES.sub(" ", part).strip()]

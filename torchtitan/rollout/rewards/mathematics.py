@@ -6,6 +6,7 @@ process.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -17,12 +18,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan.rollout.rewards.comparison import compare
-from torchtitan.rollout.rewards.quantities import MAX_ANSWER_CHARACTERS
+from torchtitan.rollout.rewards.quantities import MAX_ANSWER_CHARACTERS, UNITS
 
 # Prose: two plain words in a row. math-verify would read them as a product of letters.
 PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 SCIENTIFIC = re.compile(r"(?<=\d)[eE]([-+]?\d{1,3})(?!\w)")
+# Of functions that are written without a backslash, it would multiply the letters.
+FUNCTION = re.compile(r"(?<![\\a-zA-Z{])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp)(?=[\s(\d^])")
+_LONG = [name for name in UNITS if len(name) > 1 and name.isascii()]
+_NAMES = "|".join(sorted(["degree", "unit", *_LONG], reverse=True))
+UNIT_AT_END = re.compile(
+    r"(?<=[\w)}\]])(?:\s|\\[ ,;])*(?:\\(?:text|textrm|mathrm|mbox)\s*\{[^{}]*\}"
+    rf"|(?<=[\s\d}})])(?:(?:square|sq|cubic|cu)\.?\s+)?(?:{_NAMES})s?)(?:\^[23]|\^\{{[23]\}})?\s*$"
+)
 # Seconds of a processor for one answer; where a call has already had so many slow ones, for each further one, which is
 # still more than ordinary answers take.
 ANSWER_SECONDS = 1.0
@@ -104,16 +113,19 @@ def checker() -> Callable[[str, str | None], bytes]:
     # It compares to 15 places after the decimal point, for which 2^{-60} and 2^{-70} are the same.
     grader.sympy_numeric_eq = numerically_equal
     # Of the whole text alone: otherwise it takes the last number of what it cannot parse.
-    whole = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    # And it drops letters at the end that may be a unit, such as t.
+    form = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
+    whole = [LatexExtractionConfig(False, boxed_match_priority=0, normalization_config=form)]
 
     @functools.lru_cache(16)
     def read(text: str) -> list[Any]:
-        text = SCIENTIFIC.sub(r"\\cdot 10^{\1}", text)
+        text = FUNCTION.sub(r"\\\1 ", SCIENTIFIC.sub(r"\\cdot 10^{\1}", text))
+        text = UNIT_AT_END.sub("", text, count=1)
         readings = parse(f"\\boxed{{{text}}}", whole, parsing_timeout=None)
         return [_with_unit(one) if isinstance(one, (sympy.Basic, sympy.MatrixBase)) else one for one in readings]
 
     def decide(expected: str, answer: str | None) -> float | None:
-        prose = PROSE.search(LATEX_TEXT.sub(" ", expected))
+        prose = PROSE.search(LATEX_TEXT.sub(" ", UNIT_AT_END.sub("", expected)))
         gold = parse(expected, parsing_timeout=None) if prose else read(expected)
         if all(isinstance(reading, str) for reading in gold):  # it could not parse the text
             return None

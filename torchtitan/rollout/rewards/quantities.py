@@ -16,8 +16,15 @@ CHARACTERS = str.maketrans(
     {"−": "-", "–": "-", "—": " ", "×": r"\times ", "÷": "/", "²": "^2", "³": "^3"}
     | {"°": r"^\circ ", "√": r"\sqrt", "π": r"\pi "}
     | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3"}
+    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in "}
+    | {"±": r"\pm ", "·": r"\cdot ", "⋅": r"\cdot ", "∅": r"\emptyset ", "…": r"\ldots ", "⋯": r"\cdots "}
     | dict.fromkeys("£€¥₹¢") | dict.fromkeys("\u00a0\u2009\u202f", " ")
+    | {0xFEE0 + ascii_code: chr(ascii_code) for ascii_code in range(0x21, 0x7F)}  # full-width forms
 )  # fmt: skip
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉₋"
+# Exponents and indices, but for ² and ³ alone, which often belong to a unit.
+SCRIPTS = re.compile(rf"(?P<raised>[{_RAISED}]{{2,}}|[⁰¹⁴-⁹])|(?P<lowered>[{_LOWERED}]+)")
+TO_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789-" * 2)
 SHORT_UNIT = r"(?:[kcm]?m|[mk]?g|[mk]?[lL]|lbs?|oz|ft|in|yds?|mi|mph|km/?h|m/s|hrs?|h|mins?|secs?|s|[ap]m)"
 # What all of the following need; most texts have none of it.
 UPRIGHT = "text|textrm|mathrm|mathit|mathbf|operatorname|mathsf"
@@ -49,7 +56,8 @@ NUMBER = re.compile(
     rf"|(?P<decimal>{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE](?P<e>[-+]?\d{{1,3}})(?!\w)"
     rf"|\s*\\times\s*10\^(?:(?P<digit>\d)|\{{(?P<power>[-+]?\d{{1,3}})\}}))?)"
 )
-_LETTER = r"[^\W\d_]"
+# With the marks that are vowels in the scripts of India and Thailand, and the points of Hebrew and Arabic.
+_LETTER = r"(?:(?!\d)(?:[^\W_]|[\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0e7f]))"
 # Words of one or two letters after a number may be variables, unless they are known as units.
 UNIT = re.compile(
     rf"\s*(?:(?P<percent>\\?%|per\s?cent\b)|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)\s*[CF]?"
@@ -106,13 +114,14 @@ DATES = (
     re.compile(
         r"(?P<year>\d{4})(?:(?P<by>[-/])(?P<number>\d\d)(?P=by)(?P<day>\d\d)|年(?P<n>\d\d?)月(?P<d>\d\d?)[日号])"
     ),
+    re.compile(r"(?P<year>(?!))?(?P<n>\d\d?)月(?P<day>\d\d?)[日号]"),
     re.compile(rf"{_MONTH}\s+(?P<day>\d\d?)(?:\s*,\s*|\s+)?(?P<year>\d{{4}})?", re.I),
     re.compile(rf"(?P<day>\d\d?)\s+(?:of\s+)?{_MONTH}(?:\s*,\s*|\s+)?(?P<year>\d{{4}})?", re.I),
 )
 # A leap year, for dates without a year.
 _ANY_YEAR = 4
 
-TEXT_MACRO = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}")
+TEXT_MACRO = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it)|mbox|emph|operatorname)\s*\{([^{}]*)\}")
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))")
 CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)\s*(?:([ap])\.?m\.?)?", re.I)
 IN_BASE = re.compile(r"(\d+)_(?:(\d)|\{(\d{1,2})\})")
@@ -124,6 +133,7 @@ def tidy(text: str) -> str:
     if INTEGER.fullmatch(text) or len(text) > MAX_ANSWER_CHARACTERS:
         return text
     if not text.isascii():
+        text = SCRIPTS.sub(lambda match: f"{'^' if match['raised'] else '_'}{{{match[0].translate(TO_DIGITS)}}}", text)
         text = text.translate(CHARACTERS)
     if UNTIDY.search(text):
         for pattern, replacement in TIDY:
