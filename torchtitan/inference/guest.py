@@ -13,10 +13,10 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import socket
 import threading
-from dataclasses import replace
 from typing import Any
 
 from torchtitan.config.derived import verification
@@ -24,7 +24,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.client import base_url
 from torchtitan.models.checkpoint_files import fingerprint
-from torchtitan.models.shape import read_args
+from torchtitan.models.shape import model_facts, read_args
 from torchtitan.utils.addresses import reachable_host
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -44,8 +44,8 @@ Facts = dict[str, str | float]
 
 def model_digest(directory: str) -> str:
     """Return a digest of all that config.json says of how the model computes. Raises UserError."""
-    args = replace(read_args(directory), source="")
-    return hashlib.blake2b(repr(args).encode(), digest_size=16).hexdigest()
+    facts = json.dumps(model_facts(read_args(directory)), sort_keys=True)
+    return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
 def demands(config: JobConfig) -> Facts:

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,19 @@ def read_args(directory: str | Path, implementation: str = "auto") -> ModelArgs:
         return _read_foreign(Path(directory), config)
     except UserError as error:
         raise UserError(f"{directory}: model_type {config.get('model_type')!r}: {error}") from error
+
+
+# What a config.json says of its file, not of the model.
+OF_THE_FILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures", "use_cache")
+
+
+def model_facts(args: ModelArgs) -> dict[str, Any]:
+    """Return all that decides what a model computes with its weights, as JSON can hold it."""
+    facts = {name: value for name, value in asdict(args).items() if name not in ("source", "shapes")}
+    if isinstance(args, ForeignArgs):
+        # transformers reads further keys.
+        facts |= {key: value for key, value in json.loads(args.source).items() if key not in OF_THE_FILE}
+    return facts
 
 
 def check_layers(config: dict[str, Any]) -> None:

@@ -328,6 +328,14 @@ class Checkpointer:
         lora = getattr(self.policy, "lora", None)
         return {} if lora is None else {"base_bits": lora.base_bits, "alpha": lora.alpha}
 
+    def describe_origins(self) -> None:
+        """Read what a first save has to say of what the run refers to, which takes longer than a save may (collective).
+        Raises UserError."""
+        try:
+            self._on_ranks(lambda: self.origins and bool(self.origins.describe()))
+        except OSError as error:
+            raise UserError(str(error)) from error
+
     def has(self, step: int) -> bool:
         """Whether there still is a whole checkpoint of `step`, as rank 0 sees the folder."""
         return bool(self._on_ranks(lambda: step in whole_steps(self.folder))[0])

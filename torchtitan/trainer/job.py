@@ -408,8 +408,8 @@ class Job:
         served = config.inference.mode == "server"
         self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
         if start.load_step is None:
-            if origins is not None and config.checkpoint.enable:
-                origins.describe()  # now, because the first save may have little time
+            if config.checkpoint.enable:
+                self.checkpointer.describe_origins()
             return Restored(0) if start.lost else None
         restored = self.checkpointer.load(start.load_step)
         self.version = restored.version

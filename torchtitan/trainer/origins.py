@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ from torchtitan.config.derived import frozen_weights, teachers_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.checkpoint_files import fingerprint, read_json
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import ForeignArgs, read_args
+from torchtitan.models.shape import model_facts, read_args
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.trainer.run_dir import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
 MODEL = "model.hf_assets_path"
-# What a config.json says of its file, not of the model.
-_OF_THE_FILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "architectures", "use_cache")
 
 
 class Origins:
@@ -41,9 +38,9 @@ class Origins:
         """args: of the trained policy. tokenizer: where there is one."""
         self._random = f"random, of training.seed = {config.training.seed}"
         self._directories = frozen_weights(config)
-        self._models = {MODEL: _model_facts(args)}
+        self._models = {MODEL: model_facts(args)}
         for key, directory in teachers_of(config).items():
-            self._models[key] = _model_facts(read_args(directory, config.model.implementation))
+            self._models[key] = model_facts(read_args(directory, config.model.implementation))
         self._tokenizer = {} if tokenizer is None else _tokenizer_facts(tokenizer)
         self._weights: dict[str, dict[str, Any]] = {}
         """By directory, once they have been described"""
@@ -107,16 +104,6 @@ def _files_of(directory: str) -> list[list[Any]]:
         # A copy may keep the time of its original, but not the time at which it was made.
         found.append([path.name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns])
     return found
-
-
-def _model_facts(args: ModelArgs) -> dict[str, Any]:
-    """Return all that decides what the model computes with its weights."""
-    facts = {name: value for name, value in asdict(args).items() if name not in ("source", "shapes")}
-    if isinstance(args, ForeignArgs):
-        # transformers reads further keys.
-        config = {key: value for key, value in json.loads(args.source).items() if key not in _OF_THE_FILE}
-        facts["config.json"] = _digest(config)
-    return facts
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
