@@ -124,6 +124,18 @@ def without_masters(config: JobConfig) -> str | None:
     )
 
 
+def long_warmup(config: JobConfig) -> str | None:
+    """What to say of a run that ends before its learning rate has reached its peak; None of others. With sft.epochs,
+    training.steps is known only once the data have been read."""
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if not warmup or warmup < steps:
+        return None
+    return (
+        f"lr_scheduler.warmup_steps = {warmup} is not below training.steps = {steps}: the learning rate rises all the "
+        f"time and never reaches optimizer.lr = {config.optimizer.lr:g}"
+    )
+
+
 def from_torchrun(name: str, default: str = "", least: int = 0) -> int:
     """A number that torchrun sets for every rank; without torchrun `default`. Raises ConfigError."""
     text = os.environ.get(name, default)

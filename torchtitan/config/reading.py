@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from torchtitan.config.derived import ENGINE_ARGS, device_defaults, option_name
 from torchtitan.config.evaluations import EvalSet
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
+from torchtitan.config.other_names import name_here
 from torchtitan.config.reference import help_text
 from torchtitan.config.sources import Source, fields_of
 from torchtitan.config.values import OPTIONS, RULE, read_toml, show, spelled, value_of_words, without_none
@@ -74,15 +75,17 @@ class Draft:
     def add(self, tables: Mapping[str, Any], place: str) -> None:
         """Take the values of a document with TOML tables, or with `table.key` as one name."""
         for table, content in ((str(name), content) for name, content in tables.items()):
+            is_table = isinstance(content, Mapping)
             if "." in table:
                 self.set(table, content, place)
             elif table == SOURCES:
                 self.set_sources(content, place)
             elif table not in table_types():
-                unknown = f"unknown table [{table}]{nearest(table, table_types())}"
+                advice = "".join(name_here(f"{table}.{key}") for key in content) if is_table else ""
+                unknown = f"unknown table [{table}]{advice or nearest(table, table_types())}"
                 outside = f"{table} = {show(content)} stands outside a table{nearest_key(table)}"
-                self.refuse(table, f"{place}: {unknown if isinstance(content, Mapping) else outside}")
-            elif not isinstance(content, Mapping):
+                self.refuse(table, f"{place}: {unknown if is_table else outside}")
+            elif not is_table:
                 self.refuse(table, f"{place}: {table} = {show(content)} must be a table: [{table}]")
             else:
                 for key, value in content.items():
@@ -166,7 +169,7 @@ class Draft:
                 name = inner + key
                 if mistake["type"] == "unexpected_keyword_argument":
                     known = known_keys() if inner else keys
-                    said = f"unknown key {name} = {show(table[key])}{nearest(name, known)}"
+                    said = f"unknown key {name} = {show(table[key])}{name_here(name) or nearest(name, known)}"
                 elif key not in table:
                     said = f"{name} is missing"
                 else:
@@ -187,8 +190,10 @@ class Draft:
 
 
 def nearest_key(name: str) -> str:
-    """Like `nearest` for a whole key `table.key`: a like key of its table, else the same key in another table. A name
-    without a table may be a key of any."""
+    """Like `nearest` for a whole key `table.key`: the key that others call so, else a like key of its table, else the
+    same key in another table. A name without a table may be a key of any."""
+    if here := name_here(name):
+        return here
     table, _, key = name.rpartition(".")
     # Without a table, the key may be of any; the first one counts.
     prefix = f"{table}." if table else ""

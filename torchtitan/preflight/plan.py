@@ -7,6 +7,7 @@ from torchtitan.config.derived import (
     group_size,
     has_engines,
     is_colocated,
+    long_warmup,
     longest_completion,
     shard_degree,
     shares_devices,
@@ -135,8 +136,14 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     batch, each = global_batch_size(config, ranks), group_size(config)
     tokens, generated = batch * config.training.seq_len, batch * longest_completion(config)
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
-    warnings = [without_masters(config), differing_nccl(config, engine_python(config)), tight_memory(config, ranks)]
-    warnings.append(unusual_tokens(config))
+    counts_epochs = config.job.stage == "sft" and config.sft.epochs
+    warnings = (
+        without_masters(config),
+        None if counts_epochs else long_warmup(config),
+        differing_nccl(config, engine_python(config)),
+        tight_memory(config, ranks),
+        unusual_tokens(config),
+    )
     lines = [
         *(f"WARNING: {said}" for said in warnings if said),
         f"device: {_device(config)}",

@@ -21,6 +21,7 @@ import torch
 from torchtitan.config.derived import (
     allocator_settings,
     has_engines,
+    long_warmup,
     sleeps_between_batches,
     stop_tokens,
     trains_on_gpu,
@@ -340,6 +341,8 @@ class Job:
         self._end_token_ids = [] if data is None else [*data.tokenizer.eos_token_ids, *stop_tokens(config)]
         if config.sft.epochs and config.job.stage == "sft":
             config.training.steps = int(broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None))
+        if rank == 0 and (rising := long_warmup(config)) is not None:
+            logger.warning(rising)
         restored = self._build_trainer(start, None if data is None else data.tokenizer)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank, self.version))
         self.replica = self._closing.enter_context(open_replica(config, self.trainer.optimizer, self.run_dir))

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.unit_tests.conftest import GOOD, WriteConfig
 from torchtitan.config.derived import engine_words
 from torchtitan.config.job_config import JobConfig, config_to_toml, free_table, known_keys
-from torchtitan.config.reading import Draft, read_command_line
+from torchtitan.config.other_names import OTHER_NAMES
+from torchtitan.config.reading import Draft, nearest_key, read_command_line
 from torchtitan.config.reference import markdown
 from torchtitan.config.training_tables import LOSS_TYPES
 from torchtitan.config.values import Names, Range
@@ -55,6 +56,14 @@ def test_help_names_the_command_that_was_typed(
     with pytest.raises(SystemExit):
         read_command_line(["--help"])
     assert capsys.readouterr().out.startswith(f"usage: {named} [--dry-run]")
+
+
+def test_every_name_of_others_leads_to_a_key_and_is_none_itself() -> None:
+    ours = {key.rpartition(".")[2] for key in known_keys()}
+    for name, here in OTHER_NAMES.items():
+        assert here.split(" ")[0] in known_keys() and name not in ours, name
+        for written in (name, f"trainer.{name}"):
+            assert nearest_key(written) == f" ({name} is {here} here)"
 
 
 def test_file_then_command_line_then_defaults(write_config: WriteConfig) -> None:

@@ -158,6 +158,23 @@ def test_defaults_are_those_of_the_device_where_no_value_is_given(
     assert "WARNING: training.dtype" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ("--lr_scheduler.warmup_steps 7", True),
+        ("--lr_scheduler.warmup_steps 1000", True),
+        ("--lr_scheduler.warmup_steps 6", False),
+        ("--training.steps 1", False),
+        ("--lr_scheduler.warmup_steps 1000 --job.stage sft --sft.epochs 2", False),  # the steps are not known yet
+    ],
+)
+def test_a_warmup_that_never_ends_is_named(
+    write_config: WriteConfig, capsys: pytest.CaptureFixture[str], words: str, warns: bool
+) -> None:
+    assert main([*write_config(), "--dry-run", *words.split()]) == 0
+    assert ("WARNING: lr_scheduler.warmup_steps = " in capsys.readouterr().out) == warns
+
+
 def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
     monkeypatch.setattr(shutil, "which", lambda program: f"/bin/{program}")

@@ -32,6 +32,14 @@ training.steps 5 | 'training.steps' must begin with two dashes: --training.steps
 --grpo.group_size 8 training.steps=5 | 'training.steps=5' must begin with two dashes
 --job.config_file ~/no-such-folder/x.toml | does not exist | looked in /
 --dry-rum | --dry_rum | nearest: dry_run
+--grpo.beta 0.1 | --grpo.beta is not a known key (beta is grpo.kl_coefficient here)
+--num_generations 8 | --num_generations is not a known key (num_generations is grpo.group_size here)
+--grpo.epsilon 0.2 | --grpo.epsilon is not a known key (nearest: grpo.epsilon_low)
+--optimizer.beta 0.9 | --optimizer.beta is not a known key (nearest: optimizer.beta
+--actor_rollout_ref.rollout.n=8 | (rollout.n is grpo.group_size here)
+--actor_rollout_ref.actor.kl-loss-coef 0.1 | (kl_loss_coef is grpo.kl_coefficient here)
+--data.train_batch_size 8 | (train_batch_size is training.global_batch_size (in completions, over all ranks) here)
+--rollout.generate_max_len 8 | (generate_max_len is rollout.max_completion_tokens here)
 oops | 'oops' does not belong to any
 --training.steps many | training.steps = many | takes an integer
 --model.name qwen4 | model.name = qwen4 | llama3 | nearest: qwen
@@ -177,6 +185,12 @@ oops | 'oops' does not belong to any
 """
 # What stands in the file, at its top where it begins with a key -> what the message must contain.
 IN_THE_FILE: dict[str, list[str]] = {
+    "[data]\nmax_response_length = 3\n": ["unknown table [data] (max_response_length is rollout.max_completion_tokens"],
+    "[inference]\nnum_generations = 3\n": ["inference.num_generations = 3 (num_generations is grpo.group_size here)"],
+    "max_steps = 3\n": ["max_steps = 3 stands outside a table (max_steps is training.steps"],
+    "[[source]]\nname = 'x'\ntrain_files = 'a'\n": [
+        'unknown key train_files = "a" (train_files is rollout.dataset here)'
+    ],
     "[grop]\nx = 1\n": ["unknown table [grop]", "nearest: grpo"],
     "\ufefftraining_steps = 3\n": ["training_steps = 3 stands outside a table (nearest: training.steps)"],
     "[weight_sync]\nnum_slot = 3\n": ["num_slot = 3", "nearest: weight_sync.num_slots"],

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.distributed_launcher import run_distributed
 from tests.tiny_models import make_tiny
+from torchtitan.config.derived import long_warmup
 from torchtitan.config.job_config import Checkpoint, JobConfig, LRScheduler, Optimizer
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
@@ -246,6 +247,14 @@ def test_ranks_put_matrices_together_that_are_stored_by_head(
     layouts = [{}, {"tensor_parallel_degree": 2}]
     for rank in run_distributed(f"{__name__}:after_muon", 4, directory=directory, layouts=layouts):
         assert rank == [alone, alone]
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(w, s) for w in (0, 1, 3, 7) for s in (1, 2, 3, 4, 8)])
+def test_a_rate_that_never_reaches_its_peak_is_named(warmup: int, steps: int) -> None:
+    config = JobConfig()
+    config.lr_scheduler.warmup_steps, config.training.steps = warmup, steps
+    highest = max(lr_factor(batch, config.lr_scheduler, steps) for batch in range(steps))
+    assert (long_warmup(config) is not None) == (highest < 1)
 
 
 @pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])
