@@ -19,7 +19,7 @@ from torchtitan.rollout.environments.pool import AgentPool
 from torchtitan.rollout.episodes import AgentPlayer
 from torchtitan.rollout.journal import ReplaySource
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.types import Prompt, Trajectory
+from torchtitan.rollout.types import Failure, Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
 pytest.importorskip("openai")
@@ -72,19 +72,21 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
         _, played = await play(behind, f"{HERE}:shouts", 2)
         assert len(played) == 2 and behind.events("environment_output_cut")
 
-        for name, reason in (
-            ("raises", "ValueError: no idea"),
-            ("nonsense", "must be a finite number"),
-            ("silent", None),
+        for name, reason, failure in (
+            ("raises", "ValueError: no idea", Failure.OWN_TURN),
+            ("nonsense", "must be a finite number", Failure.OWN_TURN),
+            ("silent", None, Failure.NOT_BEGUN),
         ):
             player, played = await play(behind, f"{HERE}:{name}", 2)
-            assert not played and player.statistics["episodes_lost"] == 2, name
+            assert [one.failure for one in played] == [failure] * 2, name
             if reason:
                 assert any(reason in event["reason"] for event in behind.events("environment_failed")), name
         config.environment.episode_timeout_s = 1.0
-        for name in ("hangs", "hangs_in_a_loop"):
+        for name, failure in (("hangs", Failure.LOST), ("hangs_in_a_loop", Failure.NOT_BEGUN)):
             player, played = await play(behind, f"{HERE}:{name}", 1)
-            assert not played and sum(one.statistics["timeouts"] for one in player.counting) == 2, name
+            assert [one.failure for one in played] == [failure] and sum(
+                one.statistics["timeouts"] for one in player.counting
+            ) == 2, name
 
         # What goes on after its end is refused and told once.
         config.environment.episode_timeout_s = 20.0

@@ -31,7 +31,7 @@ from torchtitan.rollout.group_maker import make_sample
 from torchtitan.rollout.journal import decode_batch, encode_batch
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
+from torchtitan.rollout.types import Batch, Failure, Group, Prompt, Trajectory
 from torchtitan.trainer.packing import micro_batches
 from torchtitan.utils.json_lines import EventLog
 
@@ -255,7 +255,8 @@ def test_an_episode_without_room_is_lost_and_says_why(checkpoint: Path, tmp_path
         await environments.start()
         try:
             request = GenerateRequest("x", [], SamplingParameters(ROOM, 2))
-            assert not await player.play(maker.make({"prompt": "h" * SEQ_LEN}, 0), request, 0)
+            played = await player.play(maker.make({"prompt": "h" * SEQ_LEN}, 0), request, 0)
+            assert [one.failure for one in played] == [Failure.NOT_BEGUN] * 2
         finally:
             await environments.close()
         return player

@@ -278,7 +278,11 @@ class Environment:
     turns)"""
 
     max_retries: CountOrZero = 2
-    """How often an episode is restarted after its environment failed; then its group has one sample less"""
+    """How often an episode is redone that failed, but not by its own turn; then its group has one sample less"""
+
+    on_failure: Literal["zero", "leave_out"] = "zero"
+    """A sample whose own turn made its environment fail has reward 0 in training (zero), as it has not passed in an
+    evaluation, or is left out of its group: then nothing keeps a policy from failing where it would be wrong"""
 
     num_workers: Count = 1
     """Environment worker processes; each hosts many episodes"""

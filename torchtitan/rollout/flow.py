@@ -188,7 +188,8 @@ class RolloutFlow:
         started = time.monotonic()
         try:
             groups = source.groups
-            trajectories = await groups.sample(prompt, groups.request(prompt), min_version)
+            sampled = await groups.sample(prompt, groups.request(prompt), min_version)
+            trajectories = [one for one in sampled if one.branches]
             await groups.teach(trajectories)
             scores = await groups.score(prompt, trajectories)
             samples = []

@@ -19,7 +19,7 @@ from torchtitan.rollout.data.turns import TurnReader
 from torchtitan.rollout.episodes import Engines, Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.types import Prompt, Sample, Trajectory
+from torchtitan.rollout.types import Failure, Prompt, Sample, Trajectory
 from torchtitan.utils.typed_json import WrongForm
 
 # The token of a teacher server, and its retries.
@@ -95,7 +95,7 @@ class GroupMaker:
         return GenerateRequest(name, prompt.token_ids, sampling, single_turn=self.single_turn)
 
     async def sample(self, prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
-        """Return the trajectories of a request: request.sampling.n, or fewer if environments failed.
+        """Return the request.sampling.n trajectories of a request; those of environments may have a `failure`.
 
         Raises UserError if no actor can sample them.
         """
@@ -123,7 +123,13 @@ class GroupMaker:
         self, prompt: Prompt, trajectories: Sequence[Trajectory], functions: Sequence[str] | None = None
     ) -> list[Score]:
         """Return the rewards from `functions` (None: the configured ones), plus each environment's own reward, which
-        counts once."""
+        counts once. A failure has none, but environment.on_failure may say for training that its rewards are 0."""
+        if any(one.failure for one in trajectories):
+            rest = [one for one in trajectories if one.failure is None]
+            found = iter(await self.score(prompt, rest, functions))
+            return [
+                next(found) if one.failure is None else self._score_of_failure(one, functions) for one in trajectories
+            ]
         if not trajectories:
             return []
         own = self._environment
@@ -135,6 +141,14 @@ class GroupMaker:
             score if one.reward is None else ((score[0] or 0.0) + one.reward, {**score[1], own: one.reward})
             for score, one in zip(scores, trajectories, strict=True)
         ]
+
+    def _score_of_failure(self, trajectory: Trajectory, functions: Sequence[str] | None) -> Score:
+        config = self._config
+        if functions is not None or trajectory.failure is not Failure.OWN_TURN:
+            return None, {}
+        if config.environment.on_failure == "leave_out":
+            return None, {}
+        return 0.0, dict.fromkeys(filter(None, [*config.rewards.functions, self._environment]), 0.0)
 
 
 def counters(makers: Sequence[GroupMaker]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,17 @@ class Prompt:
     """Name of its source; empty in a run without [[source]]"""
 
 
+class Failure(enum.Enum):
+    """Why an episode has no outcome."""
+
+    OWN_TURN = "own turn"
+    """One of its own turns made its environment, or the agent, fail"""
+    LOST = "lost"
+    """It missed a deadline, or nobody knows what made it fail; so it was in all attempts"""
+    NOT_BEGUN = "not begun"
+    """The environment could not be reset, the agent asked nothing, or the prompt leaves no room for a turn"""
+
+
 @dataclass
 class Trajectory:
     """A finished conversation with the policy, without rewards from reward functions."""
@@ -51,6 +63,8 @@ class Trajectory:
     """Values that reward functions logged with log_extra, by column"""
     turn: Turn | None = None
     """The policy's last turn, read from its tokens; None if only its text is known"""
+    failure: Failure | None = None
+    """Why it has no outcome. With OWN_TURN, `branches` end with that turn; with the others there are none"""
 
     @property
     def completion_ids(self) -> list[int]:

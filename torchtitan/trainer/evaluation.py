@@ -21,7 +21,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
-from torchtitan.rollout.types import Prompt, Sample, Trajectory
+from torchtitan.rollout.types import Failure, Prompt, Sample, Trajectory
 from torchtitan.trainer.interval import interval
 from torchtitan.utils.json_lines import EventLog
 
@@ -32,7 +32,7 @@ MAX_ROUNDS = 4
 # A sample passes at this reward.
 PASSING_REWARD = 1.0
 # Figures of which several sets have the sum, not the mean.
-COUNTS = ("eval/prompts", "eval/samples", "eval/unscored", "eval/redone")
+COUNTS = ("eval/prompts", "eval/samples", "eval/failed", "eval/lost", "eval/unscored", "eval/redone")
 # Failures of actors and reward workers that end an evaluation; any other exception is a defect of the program.
 # The three timeouts are one class from Python 3.11 on.
 FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
@@ -57,8 +57,10 @@ class Evaluator:
     async def evaluate(self, step: int, version: int, timeout_s: float) -> dict[str, float | int | None] | None:
         """Return the `eval/…` figures of one version, which the actors already serve; None if they are missing.
 
-        Samples that no reward function could judge are left out and counted in eval/unscored. timeout_s is the rest of
-        eval.timeout_s.
+        A sample whose own turn made its environment fail has not passed (counted in eval/failed). Samples whose episode
+        is lost (eval/lost) are left out of the rates, and the interval is wide enough for each outcome of them. Samples
+        that no reward function could judge, or whose environment could not begin, are left out (eval/unscored).
+        timeout_s is the rest of eval.timeout_s.
         """
         started = time.perf_counter()
         try:
@@ -82,26 +84,28 @@ class Evaluator:
         rewards = await self._score(prompts, trajectories, deadline)
         if self.record is not None:
             self.record(step, version, self._samples(trajectories, rewards))
-        sampled, greedy = rewards[: len(self.prompts)], rewards[len(self.prompts) :]
-        judged = [[reward for reward in group if reward is not None] for group in sampled]
-        counts = [(len(group), sum(reward >= PASSING_REWARD for reward in group)) for group in judged]
+        outcomes = [list(map(passes, *group)) for group in zip(trajectories, rewards, strict=True)]
+        sampled, greedy = outcomes[: len(self.prompts)], outcomes[len(self.prompts) :]
+        judged = [[outcome for outcome in group if outcome is not None] for group in sampled]
+        counts = [(len(group), sum(group)) for group in judged]
         if all(n == 0 for n, _ in counts):
-            raise UserError("no sample could be judged by the reward function")
+            raise UserError(f"no sample could be judged by the reward function; {self.groups.last_failure}")
         figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
         for k in sorted({1, *self.config.eval.pass_at_k}):
             figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
-        rates = [passed / n for n, passed in counts if n]
-        low, high = interval(rates, sum(n for n, _ in counts))
+        lost = [_count(group, Failure.LOST) for group in trajectories]
+        low, high = interval_with_lost(counts, lost[: len(self.prompts)])
         figures |= {"eval/interval_low": low, "eval/interval_high": high}
         if self.config.eval.greedy:
-            answers = [reward for group in greedy for reward in group if reward is not None]
-            figures["eval/greedy"] = _mean([float(reward >= PASSING_REWARD) for reward in answers])
-        flat = [trajectory for group in trajectories[: len(self.prompts)] for trajectory in group]
+            figures["eval/greedy"] = _mean([float(one) for group in greedy for one in group if one is not None])
+        flat = [one for group in trajectories[: len(self.prompts)] for one in group if one.branches]
         lengths = [sum(len(turn.token_ids) for turn in sampled_segments(trajectory.branches)) for trajectory in flat]
         return figures | {
             "eval/prompts": len(self.prompts),
             "eval/samples": sum(n for n, _ in counts),
-            "eval/unscored": sum(reward is None for group in rewards for reward in group),
+            "eval/failed": sum(_count(group, Failure.OWN_TURN) for group in trajectories),
+            "eval/lost": sum(lost),
+            "eval/unscored": sum(one is None for group in outcomes for one in group) - sum(lost),
             "eval/length_mean": _mean(lengths),
             "eval/truncated_fraction": _mean([float(trajectory.finish_reason == "length") for trajectory in flat]),
             "eval/redone": redone,
@@ -126,16 +130,11 @@ class Evaluator:
             groups = await _before(deadline, [self.groups.sample(*request, version) for request in batch])
             for index, group in zip(wanted, groups, strict=True):
                 turns = [turn for trajectory in group for turn in sampled_segments(trajectory.branches)]
-                # Samples that an environment lost are left out, because the version is not to blame.
-                if turns and all(is_pinned(turn, self.epoch, version) for turn in turns):
+                # Of a sample that is lost or never began there are no turns, and the version is not to blame.
+                if group and all(is_pinned(turn, self.epoch, version) for turn in turns):
                     results[index] = group
             if len(results) == len(requests):
                 return [results[index] for index in range(len(requests))], redone
-        if lost := sum(not group for group in groups):
-            raise UserError(
-                f"every episode of {lost} of {len(requests)} requests failed, {MAX_ROUNDS} times in a row; "
-                f"{self.groups.last_failure}"
-            )
         raise UserError(
             f"{len(requests) - len(results)} of {len(requests)} requests were answered by other versions than "
             f"{version}, {MAX_ROUNDS} times in a row"
@@ -154,6 +153,8 @@ class Evaluator:
         name = judging_reward(self.config)
         for number, group in enumerate(zip(trajectories, rewards, strict=True)):
             for trajectory, reward in zip(*group, strict=True):
+                if not trajectory.branches:
+                    continue
                 judged = math.nan if reward is None else reward
                 yield make_sample(trajectory, judged, {name: reward}), number >= len(self.prompts)
 
@@ -205,6 +206,23 @@ async def evaluate_all(
     return merged | {"eval/version": version, "policy_version": version, "eval/time_s": time.perf_counter() - begun}
 
 
+def passes(trajectory: Trajectory, reward: float | None) -> bool | None:
+    """Return whether a sample has passed; None if nobody knows."""
+    if trajectory.failure is Failure.OWN_TURN:
+        return False
+    return None if trajectory.failure is not None or reward is None else reward >= PASSING_REWARD
+
+
+def interval_with_lost(counts: Sequence[tuple[int, int]], lost: Sequence[int]) -> tuple[float, float]:
+    """Return the 95 % interval of pass@1 from each prompt's samples, (judged, passed) and lost: its lower bound is that
+    of no lost sample passing, its upper bound that of all."""
+    known = [(n + gone, passed, gone) for (n, passed), gone in zip(counts, lost, strict=True) if n + gone]
+    samples = sum(n for n, _, _ in known)
+    low, _ = interval([passed / n for n, passed, _ in known], samples)
+    _, high = interval([(passed + gone) / n for n, passed, gone in known], samples)
+    return low, high
+
+
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Probability that at least one of k samples, drawn without replacement from n of which `passed` pass, passes (k ≤
     n)."""
@@ -236,6 +254,10 @@ async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _count(group: Sequence[Trajectory], failure: Failure) -> int:
+    return sum(one.failure is failure for one in group)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -177,11 +177,15 @@ class ChildProcess:
             await process.wait()
             self._kill_group(process)
 
-    def describe_end(self, wrapped: bool = False) -> str:
-        """How it has ended. wrapped: another process started it, whose exit code tells the signal that killed it."""
+    def end_code(self, wrapped: bool = False) -> int | None:
+        """Return its exit code, or -n if signal n has killed it; None while it runs. wrapped: another process started
+        it, whose exit code tells the signal that killed it."""
         code = None if self._process is None else self._process.returncode
-        if wrapped and code is not None and code - 128 in set(signal.Signals):
-            code = 128 - code
+        return 128 - code if wrapped and code is not None and code - 128 in set(signal.Signals) else code
+
+    def describe_end(self, wrapped: bool = False) -> str:
+        """Return how it has ended; for `wrapped` see end_code."""
+        code = self.end_code(wrapped)
         if code is not None and code < 0:
             return f"{self._what} was killed by {signal.Signals(-code).name}"
         return f"{self._what} ended with exit code {code}"

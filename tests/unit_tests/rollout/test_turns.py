@@ -69,7 +69,7 @@ class Environments:
     async def _play(self) -> Any:
         yield self
 
-    async def episode(self) -> Any:
+    async def episode(self, alone: bool = False) -> Any:
         return self._play()
 
     async def reset(self, row: dict[str, Any]) -> str:

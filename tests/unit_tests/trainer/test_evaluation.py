@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.types import Prompt, Trajectory
+from torchtitan.rollout.types import Failure, Prompt, Trajectory
 from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, evaluate_all, is_pinned, pass_at_k
 from torchtitan.trainer.interval import interval
 from torchtitan.utils.json_lines import EventLog, read_json_lines
@@ -42,8 +42,6 @@ class Actors:
         self.stale_rounds, self.error, self.delay = stale_rounds, error, delay
         self.rounds: dict[str, list[GenerateRequest]] = {}
         self.cancelled, self.last_failure = 0, "no such move"
-        self.lost: int | None = None
-        """A prompt all of whose episodes fail"""
         self.blind: Callable[[int, int], bool] = lambda prompt, sample: False
 
     @property
@@ -62,8 +60,6 @@ class Actors:
         if self.error is not None:
             raise self.error
         prompt = request.prompt_ids[-1]
-        if prompt == self.lost:
-            return []
         if request.sampling.temperature == 0:
             return [completion([prompt % 2])]
         group = [completion([int(prompt > i), 0]) for i in range(request.sampling.n)]
@@ -144,12 +140,17 @@ def test_missing_is_an_event_and_no_figure(tmp_path: Path, actors: Actors, setti
     assert len(actors.calls) <= MAX_ROUNDS
 
 
-def test_missing_since_its_episodes_failed_says_so(tmp_path: Path) -> None:
-    actors = Actors()
-    actors.lost = 1
-    test_missing_is_an_event_and_no_figure(tmp_path, actors, {}, "every episode of 2 of 6 requests failed, ")
+@pytest.mark.parametrize("failure", [Failure.LOST, Failure.NOT_BEGUN])
+def test_missing_since_all_episodes_failed_says_why(tmp_path: Path, failure: Failure) -> None:
+    evaluator = make(tmp_path, Actors())
+
+    async def sample(prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
+        return [Trajectory([], "stop", "", failure=failure) for _ in range(request.sampling.n)]
+
+    evaluator.groups.sample = sample  # type: ignore[method-assign]
+    assert evaluate(evaluator) is None
     (event,) = read_json_lines(tmp_path / "events.jsonl")
-    assert "no such move" in event["reason"]
+    assert event["kind"] == "evaluation_missing" and event["reason"].endswith("no such move")
 
 
 def test_pass_at_1_is_always_there(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ The set-up has either {"agent"}, which is `package.module:function` or a command
 "renderer", "model", "max_turns"}. In the second case, this process runs in verifiers' own environment and needs none of
 the trainer's packages. Messages have {"episode": number, "do": …} with
 
-    run     {"row", "base_url", "key"}  {"reward"}
+    run     {"row", "base_url", "key"}  {"reward"}, or {"error", "killed"}: a signal has ended its program
     drop    (no reply)                  the episode is over
 
 A function gets those of `base_url`, `key` and `row` that are among its parameters, and returns a reward or None. A
@@ -38,7 +38,7 @@ from typing import Any
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.environments.worker import allow_for_a_thread, read_number
 from torchtitan.rollout.workers import usage
-from torchtitan.rollout.workers.inside import QUOTES, run, without_stop_iteration
+from torchtitan.rollout.workers.inside import OUTSIDE_SIGNALS, QUOTES, run, without_stop_iteration
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 # The number of synchronous functions that run at a time.
@@ -54,6 +54,10 @@ MEASURED_PROCESSES = 4096
 
 Play = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Plays the episode of a message"""
+
+
+class ProgramKilled(RuntimeError):
+    """A program was ended by a signal that somebody else may have sent."""
 
 
 class Agents:
@@ -72,7 +76,7 @@ class Agents:
             return {"error": "the episode was cancelled"}
         except (Exception, SystemExit) as error:  # raised by user code
             traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": f"{type(error).__name__}: {error}", "killed": isinstance(error, ProgramKilled)}
         finally:
             self._episodes.pop(message["episode"], None)
 
@@ -168,7 +172,8 @@ async def _run_in(
     await asyncio.wait([reading_errors], timeout=QUOTED_WITHIN_S)
     if code := process.returncode:
         said = errors.decode(errors="replace").strip()[-QUOTED_CHARACTERS:]
-        raise RuntimeError(f"{words[0]} ended with exit code {code}{said and QUOTES}{said}")
+        kind = ProgramKilled if -code in OUTSIDE_SIGNALS else RuntimeError
+        raise kind(f"{words[0]} ended with exit code {code}{said and QUOTES}{said}")
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:

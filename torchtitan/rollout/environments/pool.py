@@ -103,9 +103,10 @@ class EnvironmentPool(WorkerPool):
         finally:
             await worker.stop()
 
-    async def episode(self) -> Episode:
-        """Return an environment for one episode, on the least loaded worker. Raises UserError if no worker starts."""
-        return Episode(self, await self.take(), next(self._numbers))
+    async def episode(self, alone: bool = False) -> Episode:
+        """Return an environment for one episode, on the least loaded worker, or `alone` on one of its own. Raises
+        UserError if no worker starts."""
+        return Episode(self, await (self.take_alone() if alone else self.take()), next(self._numbers))
 
     async def call(self, worker: WorkerProcess, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Call a worker for an episode. Raises CallFailed, after counting and reporting it."""

@@ -30,6 +30,8 @@ PR_SET_PDEATHSIG = 1
 MAX_MESSAGE_BYTES = 1 << 26
 # The only key of the object that stands for bytes in a message.
 BYTES = "torchtitan.bytes"
+# Signals that people, job systems and the kernel short of memory send.
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # In an error, what follows this is not ours: a program has printed it.
 QUOTES = ", its standard error with: "
 

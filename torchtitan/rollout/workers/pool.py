@@ -16,6 +16,9 @@ from torchtitan.utils.http_site import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
+# Workers, besides the table's number, that may run at a time for those who need one alone.
+ALONE_WORKERS = 4
+
 
 class WorkerPool:
     """Worker processes with the limits and the isolation of one table. All methods belong to one asyncio loop."""
@@ -51,6 +54,9 @@ class WorkerPool:
         self._workers: list[WorkerProcess] = []
         self._retired: set[WorkerProcess] = set()
         self._placing = asyncio.Lock()
+        self._alone: set[WorkerProcess] = set()
+        """Workers with one user each"""
+        self._free_alone = asyncio.Semaphore(ALONE_WORKERS)
 
     async def start(self) -> None:
         """Start all workers. Raises the first one's UserError only once no start is in progress, so that close() may
@@ -80,7 +86,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Stop all workers."""
-        await asyncio.gather(*(self._stop(worker) for worker in [*self._workers, *self._retired]))
+        await asyncio.gather(*(self._stop(worker) for worker in [*self._workers, *self._retired, *self._alone]))
 
     async def _stop(self, worker: WorkerProcess) -> None:
         await worker.stop()
@@ -99,11 +105,28 @@ class WorkerPool:
             worker.users += 1
         return worker
 
+    async def take_alone(self) -> WorkerProcess:
+        """Return a new worker that nobody else gets, before or afterwards. Raises UserError if it does not start."""
+        await self._free_alone.acquire()
+        worker = WorkerProcess(self._settings)
+        worker.users = 1
+        self._alone.add(worker)
+        try:
+            await worker.start()
+        except BaseException:
+            await self.give_back(worker)
+            raise
+        return worker
+
     async def give_back(self, worker: WorkerProcess) -> None:
         worker.users -= 1
         if not worker.users:
             worker.end_leftovers()
         await self._stop_unused(worker)
+        if worker in self._alone:
+            self._alone.discard(worker)
+            self._free_alone.release()
+            await self._stop(worker)
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[WorkerProcess]:

@@ -19,7 +19,7 @@ from typing import Any
 from torchtitan.errors import UserError
 from torchtitan.rollout.workers import isolation, usage
 from torchtitan.rollout.workers.control_group import ControlGroup, make_control_group
-from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, QUOTES, written
+from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, OUTSIDE_SIGNALS, QUOTES, written
 from torchtitan.rollout.workers.isolation import Isolation
 from torchtitan.rollout.workers.port_forward import PortForward
 from torchtitan.rollout.workers.seen_files import SCRATCH, is_withheld
@@ -45,6 +45,8 @@ START_MEMORY_MB = 1024
 REMOVAL_ATTEMPTS, REMOVAL_INTERVAL_S = 20, 0.05
 # A path in an error.
 PATH_IN_TEXT = re.compile(r"/[^\s'\":;,]+")
+# Signs in errors of memory, threads, processes, files or disk that neighbours in the same process may have used up.
+SIGNS_OF_LACK = ("MemoryError", "Errno 11]", "Errno 12]", "Errno 24]", "Errno 28]", "start new thread")
 # What errors say that come from the isolation, and the key that helps.
 CAUSES = {
     "isolate = false": ("Read-only file system", "No space left on device", "docker.sock", "NVIDIA driver", "CUDA",
@@ -57,9 +59,11 @@ CAUSES = {
 class CallFailed(Exception):
     """A call that failed. `kind` is timeout, crash or exception."""
 
-    def __init__(self, kind: str, reason: str):
+    def __init__(self, kind: str, reason: str, in_flight: int = 0, caused: bool = False):
+        """in_flight: calls, this one among them, that a process had when it ended (0: it had ended before). caused:
+        whether nothing but this call can have made the code fail, or the process end."""
         super().__init__(reason)
-        self.kind = kind
+        self.kind, self.in_flight, self.caused = kind, in_flight, caused
 
 
 @dataclass
@@ -211,7 +215,9 @@ class WorkerProcess:
         finally:
             self._calls.pop(number, None)
         if "error" in reply:
-            raise CallFailed("exception", self.explained(reply["error"]))
+            reason = self.explained(reply["error"])
+            others = reply.get("killed", False) or (self.users > 1 and _lacks_what_is_shared(reason))
+            raise CallFailed("exception", reason, caused=not others)
         return reply
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -313,10 +319,14 @@ class WorkerProcess:
         logger.warning("the control group of %s still has processes and stays", self._what)
 
     def _fail_calls(self, reason: str) -> None:
-        for future in self._calls.values():
-            if not future.done():
-                self.broken = True
-                future.set_exception(CallFailed("crash", reason))
+        waiting = [future for future in self._calls.values() if not future.done()]
+        code = self._process.end_code(wrapped=self._settings.isolation is not None)
+        # Where it was stopped for a limit, episodes without a call have had their share in that.
+        others = self.users > 1 if self._reason else code is None or -code in OUTSIDE_SIGNALS
+        for future in waiting:
+            self.broken = True
+            failure = CallFailed("crash", reason, in_flight=len(waiting), caused=len(waiting) == 1 and not others)
+            future.set_exception(failure)
 
     def _describe_end(self) -> str:
         if not self._reason and self._group is not None and self._group.killed_for_memory:
@@ -364,3 +374,8 @@ class WorkerProcess:
             if left > 0 >= left - len(data):
                 self._settings.flooded()
             left = max(0, left - len(data))
+
+
+def _lacks_what_is_shared(error: str) -> bool:
+    """Whether an error says that the process had no more of what all its episodes share."""
+    return any(sign in error for sign in SIGNS_OF_LACK)
