@@ -85,7 +85,6 @@ class Tokenizer:
         self.special_token_ids = frozenset(special)
         """Tokens that no text from outside may contain"""
         self._special = any_of(special.values())
-        self.added_tokens = {token: str(one.content) for token, one in added}
         self.unseen_texts = frozenset(str(one.content) for _, one in added if one.special)
         """Of added tokens that `decode` leaves out"""
         # The same tokenizer without the tokens that were added to its model.

@@ -35,7 +35,7 @@ class Characters:
     eos_token_ids = [1]
     unknown_id = None
     has_chat_template = True
-    added_tokens: dict[int, str] = {}
+    added_tokens: dict[str, int] = {}
     unseen_texts: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> list[int]:

@@ -207,8 +207,8 @@ def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Pa
         if reader is not None and found["call"] is not None:
             calls, end = reader.read_call(whole, found)
             if any(isinstance(call, Exception) for call in calls):  # whose text may end a thought
-                tag = tags.search(whole, found.end(), end)
-                end = tag.start() if tag else end
+                inside = tags.search(whole, found.end(), end)
+                end = inside.start() if inside else end
             add(end, "call", whole[place:end], calls=calls)
         elif (closing := CLOSINGS.get(found[0])) is not None:
             closed = closing.search(whole, found.end())

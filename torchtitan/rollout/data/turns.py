@@ -16,7 +16,7 @@ from torchtitan.rollout.data.tool_formats.registry import FORMATS
 class Vocabulary(Protocol):
     """What is needed of a tokenizer."""
 
-    added_tokens: dict[int, str]
+    added_tokens: dict[str, int]
     unseen_texts: frozenset[str]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
@@ -30,8 +30,8 @@ class TurnReader:
         self._tokenizer, self._form = tokenizer, FORMATS.get(tool_format)
         form = self._form
         thoughts = {mark for group in THOUGHT_MARKS for mark in group}
-        known = known_marks((*THOUGHT_MARKS, *(form.marks if form else ())), set(tokenizer.added_tokens.values()))
-        self._spelled = {token: text for token, text in tokenizer.added_tokens.items() if text in known}
+        known = known_marks((*THOUGHT_MARKS, *(form.marks if form else ())), tokenizer.added_tokens.keys())
+        self._spelled = {tokenizer.added_tokens[mark]: mark for mark in known}
         self._shielded = any_of(only_tokens(known | thoughts))
         self.hidden = frozenset(self._spelled.values()) & tokenizer.unseen_texts
         """The marks that the text of a turn does not show"""
