@@ -262,6 +262,7 @@ class SimRuntime:
                 server, accept = found
                 mine, other = SimChannel(caller, latency), SimChannel(server, latency)
                 mine.peer, other.peer = other, mine
+                mine.peer_host, other.peer_host = server.name, caller.name
 
                 def opened() -> None:
                     if over:

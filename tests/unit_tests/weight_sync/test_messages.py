@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.report.sync_metrics import SyncMetrics
-from torchtitan.weight_sync.registry import state
+from torchtitan.weight_sync.registry import relays
 from torchtitan.weight_sync.wire.messages import FIGURES, MAX_NAME, SCHEMA, parse
 from torchtitan.weight_sync.wire.runtime import Message, ProtocolError
 
@@ -116,7 +116,7 @@ def test_the_newest_version_is_announced_whatever_goes_wrong_with_relaying(monke
     def fail(*_arguments: Any) -> Any:
         raise ValueError("no number")
 
-    monkeypatch.setattr(state, "relay_sources", fail)
+    monkeypatch.setattr(relays, "relay_sources", fail)
     world = World(relay_fanout=1)
     ranks, good = world.ranks(), world.actor("good", address="10.0.0.2:1")
     world.publish(ranks, 1, 0)

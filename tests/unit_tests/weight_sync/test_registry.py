@@ -14,9 +14,9 @@ from torchtitan.weight_sync.memory import published
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.registry import registry as registry_module
 from torchtitan.weight_sync.registry.registry import MAX_LOST_SNAPSHOTS, Registry
-from torchtitan.weight_sync.registry.state import ActorRecord, Settings, relay_sources
+from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.registry.trainer_view import STATUS_ACTORS
-from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, RANK, TRAINER, role_key
+from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
 
 SHEETS = ["aa", "bb"]
@@ -377,30 +377,6 @@ def test_deadline_for_a_version_is_over_all_attempts_and_processes() -> None:
     assert seen() == "READY", "nothing newer is offered"
 
 
-def test_neither_of_two_actors_that_dispute_a_bucket_relays_any_more() -> None:
-    world = World(relay_fanout=1)
-    ranks = world.ranks()
-    actors = {name: world.actor(name, address=f"10.0.0.2:{number}") for number, name in enumerate("abcd", 1)}
-
-    def publish(serial: int) -> dict[str, str]:
-        """Actor -> whom it pulls from."""
-        world.publish(ranks, serial, serial)
-        told = {name: client.last("newest") for name, client in actors.items()}
-        return {name: one["source"]["name"] for name, one in told.items() if "source" in one}
-
-    assert publish(1) == {"b": "a", "c": "b", "d": "c"}
-    # Nobody can say this of an actor that is not its source.
-    actors["d"].say("forged", version=1, source="a")
-    actors["a"].say("forged", version=1, source="")
-    assert publish(2) == {"b": "a", "c": "b", "d": "c"} and not world.events("forged")
-    actors["c"].say("forged", version=2, source="b")
-    assert publish(3) == {"d": "a"}
-    (told,) = world.events("forged")
-    assert (told["actor"], told["version"], told["reason"]) == ("c", 2, "by b")
-    actors["b"] = world.actor("b", instance="b-2", address="10.0.0.2:9")
-    assert publish(4) == {"d": "a"}, "a new process of that name is no better known"
-
-
 def test_pinned_actor_is_not_late() -> None:
     world = World(lease_s=1.0, apply_timeout_s=1.0)
     trainer, ranks, actor = world.trainer(), world.ranks(), world.actor()
@@ -519,48 +495,6 @@ def test_registry_that_ends_closes_everything() -> None:
     world.run(0.1)
     assert all(client.over for client in clients)
     assert "refused" in Client(world.machine, REGISTRY, TRAINER, "0").over
-
-
-def _relaying(seconds: float | None, host: str, away: bool = False, port: int = 1) -> ActorRecord:
-    channel: Any = None if away else object()
-    figures = {} if seconds is None else {"transfer_s": seconds}
-    return ActorRecord(channel, "i", host and f"{host}:{port}", 0.0, figures=figures)
-
-
-def test_who_passes_versions_on() -> None:
-    """The fast ones first, in classes of speed; not who is away, has no address or has lost its snapshot."""
-    seconds = {"new": None, "late": 90.0, "b": 1.1, "a": 1.0, "at once": 0.0}
-    actors = {name: _relaying(took, f"10.0.0.{number}") for number, (name, took) in enumerate(seconds.items())}
-    others = {"gone": _relaying(0.1, "10.0.1.1", True), "mute": _relaying(0.1, ""), "slow": _relaying(0.1, "10.0.1.2")}
-    sources = relay_sources({**actors, **others}, {"slow"}, 2, TOKEN)
-    assert {child: source["name"] for child, source in sources.items()} == {
-        "b": "at once",
-        "late": "at once",
-        "new": "a",
-    }
-    key = role_key(role_key(TOKEN, ACTOR, "a"), PEER, "new")
-    assert sources["new"] == {"name": "a", "address": "10.0.0.3:1", "key": key}
-    assert relay_sources(actors, (), 0, TOKEN) == {}
-
-
-@pytest.mark.parametrize("fanout", [1, 2, 3])
-def test_a_version_reaches_each_host_once(fanout: int) -> None:
-    """Of a host's actors, the fastest alone pulls from elsewhere, and no actor serves too many of either kind."""
-    hosts = [f"10.0.0.{number}" for number in range(7)] + ["[fe80::1]", "[fe80::2]"]
-    host_of = {f"{number}-of-{host}": host for host in hosts for number in range(4)}
-    speeds = {name: 0.1 if name[0] == "2" else 9.0 for name in host_of}
-    actors = {name: _relaying(speeds[name], host, port=1 + int(name[0])) for name, host in host_of.items()}
-    sources = {child: source["name"] for child, source in relay_sources(actors, (), fanout, TOKEN).items()}
-    from_elsewhere = {name for name in actors if name not in sources or host_of[sources[name]] != host_of[name]}
-    assert from_elsewhere == {f"2-of-{host}" for host in hosts}
-    assert len(actors) - len(sources) == fanout
-    for parent in actors:
-        children = [host_of[child] == host_of[parent] for child, source in sources.items() if source == parent]
-        assert max(children.count(True), children.count(False)) <= fanout
-        above = parent
-        for _ in actors:
-            above = sources.get(above, above)
-        assert above not in sources, "every way leads to the trainer"
 
 
 @pytest.mark.parametrize("relay", [False, True])

@@ -87,6 +87,8 @@ class Puller:
         self.corrupted = 0
         self._peer: Message | None = None
         """The actor that relays this transfer; None: the trainer sends it"""
+        self._direct_rate = 0.0
+        """Bytes per second of the last version that came from the trainer alone"""
         self._newest: tuple[int, Manifest, Message | None] | None = None
         """Serial, version, and the actor to pull it from, if any"""
         self._retained: set[int] = set()
@@ -168,20 +170,15 @@ class Puller:
                 if source.rank in pull.missing:
                     source.drop(f"no byte for {self._progress_s:g} s")
                     source.ask()
-        elif self._runtime.now() - pull.moved_at > PEER_SECONDS:
+        elif pull.lags(self._direct_rate, self._runtime.now()) or self._runtime.now() - pull.moved_at > PEER_SECONDS:
             self.leave_peer()
         return {"bytes": pull.received.total()}
 
     def _on_message(self, message: Message) -> None:
-        kind = message["type"]
-        if kind == "model":
-            self._on_model(message)
-        elif kind == "newest":
-            self._on_newest(message)
-        elif kind == "live":
-            self._on_live(message)
-        else:
-            raise ProtocolError(f"a registry does not send {kind!r} to an actor")
+        take = {"model": self._on_model, "newest": self._on_newest, "live": self._on_live}.get(message["type"])
+        if take is None:
+            raise ProtocolError(f"a registry does not send {message['type']!r} to an actor")
+        take(message)
         self._react()
 
     def _on_model(self, message: Message) -> None:
@@ -273,6 +270,8 @@ class Puller:
         now = self._runtime.now()
         there = {rank: {SHEET} for rank in manifest.sheets}
         missing = {rank: left for rank, needs in self._needs.items() if (left := needs - there.get(rank, set()))}
+        # A slow actor needs a snapshot of the trainer's.
+        peer = peer if self._gone_in_a_row < SLOW_AFTER else None
         transfer = Transfer(next(self._numbers), serial, manifest, self._layout, missing, now, moved_at=now)
         if self._relay is not None:
             self._relay.hold(self._layout, transfer)
@@ -444,6 +443,7 @@ class Puller:
     def _finish_transfer(self, pull: Transfer) -> None:
         self.transfer = None
         self._gone_in_a_row = self._pauses = 0
+        self._direct_rate = pull.bytes_per_s or self._direct_rate
         if not self._passes("staged", pull.manifest.version):
             self._react()
             return

@@ -20,6 +20,8 @@ BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 ADDED_UP = (*BYTES, "corrupt_buckets")
 
 
+# After so long, an actor that relays has to have sent this share of what the trainer would have.
+RELAY_SECONDS, RELAY_SHARE = 2.0, 0.25
 # So many threads at most read buckets that references name.
 READERS = 8
 # The number by which a rank's sheet of checksums is asked for, before its buckets.
@@ -106,6 +108,17 @@ class Transfer:
         """Record that `count` bytes have arrived."""
         self.received["bytes_relayed" if self.source else "bytes_delta" if is_delta else "bytes_full"] += count
         self.moved_at = now
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The mean rate until the last byte came; 0 unless the trainer has sent all."""
+        seconds = self.moved_at - self.begun
+        return 0.0 if self.received["bytes_relayed"] or seconds <= 0 else self.received.total() / seconds
+
+    def lags(self, bytes_per_s: float, now: float) -> bool:
+        """Return whether the actor that relays it is much slower than the trainer was, at this rate."""
+        due = (now - self.begun - RELAY_SECONDS) * bytes_per_s * RELAY_SHARE
+        return bool(self.source) and self.received["bytes_relayed"] < due
 
     def plan(self, key: BucketKey, reference: Any, held: int | None) -> tuple[Any, int, bool, str]:
         """Return a bucket's reference with only those parts that have to be read, how many bytes they are, whether all

@@ -15,6 +15,7 @@ from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.registry import state
 from torchtitan.weight_sync.registry.guests import PONG, Guests
+from torchtitan.weight_sync.registry.relays import Relays
 from torchtitan.weight_sync.registry.snapshots import Snapshots
 from torchtitan.weight_sync.registry.state import ActorRecord, IncompleteVersion, Peer, Settings
 from torchtitan.weight_sync.registry.trainer_view import TrainerView
@@ -65,11 +66,11 @@ class Registry:
         self._write, self._beat = write, beat
         roles = frozenset((RANK, ACTOR, TRAINER, *([GUEST] if settings.guests and guest_token else [])))
         self._acceptor = Acceptor(runtime, roles, token, self._admit, self._enter, ACTOR_SHARE, guest_token)
-        self._token = token
         self.snapshots = Snapshots(settings)
         self._ranks: dict[int, Peer] = {}
         self.guests = Guests(runtime, settings, self._guest_changed, self._guest_leaves)
         self.actors: dict[str, ActorRecord] = {}
+        self._relays = Relays(self.actors, self.snapshots, settings.relay_fanout, token, write)
         self._trainer = TrainerView(runtime, self.status, self.actors)
         self._layouts: dict[int, Message] = {}
         self._model: Message = {}
@@ -181,8 +182,7 @@ class Registry:
         elif kind == "snapped":
             self._on_snapped(rank, message)
         elif kind == "moved":
-            for name, serial, count in message["moved"]:
-                self.snapshots.moved(name, serial, count, self._runtime.now())
+            self._relays.moved(message["moved"], self._runtime.now())
         elif kind == "failed":
             why = str(message.get("reason") or "no free slot")
             self._drop(message["serial"], message["version"], f"rank {rank}: {why}")
@@ -246,18 +246,12 @@ class Registry:
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # One message for both: the version that an actor is pulling may be retained.
         self._announced = live = self._live()
-        try:
-            sources = state.relay_sources(self.actors, self.snapshots.lost, self.settings.relay_fanout, self._token)
-        except Exception:
-            # Whatever is wrong with an actor: the newest version is announced to all.
-            logger.exception("no actor relays version %d", gathered.version)
-            sources = {}
+        sources = self._relays.announce(serial, self._runtime.now())
         newest = Shared({**live, **self._newest_message})
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.offer(gathered.version, self._runtime.now())
                 source = sources.get(name)
-                actor.source = "" if source is None else source["name"]
                 actor.channel.send(newest if source is None else {**newest, "source": source})
         for server in self._ranks.values():
             server.channel.send(live)
@@ -331,7 +325,7 @@ class Registry:
             actor = self.actors[name] = ActorRecord(None, instance, address, 0.0, **kept)
             self.snapshots.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
-        actor.state, actor.version = "JOINING", -1
+        actor.state, actor.version, actor.source = "JOINING", -1, ""
         if self.newest is not None:
             actor.offer(self.newest.version, actor.heard_at)
         channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
@@ -344,6 +338,7 @@ class Registry:
     def _on_actor_lost(self, name: str, _channel: Channel, reason: str) -> None:
         actor = self.actors[name]
         actor.channel = actor.applies_since = None
+        self._relays.lost(name)
         if actor.leaves:
             del self.actors[name]
             self.snapshots.forget(name)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchtitan.config.transports import TRANSPORTS
-from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 if TYPE_CHECKING:
@@ -127,9 +126,15 @@ class ActorRecord:
     """Since when a newer version than it serves is offered, or since the last one that it took after that"""
     source: str = ""
     """Name of the actor that it was last told to pull from; empty: the trainer"""
+    left_source: bool = False
+    """Whether it has come to a shard server for the newest version, which its source was to send"""
+    took_s: float | None = None
+    """Seconds from the announcement of the last version that it got from shard servers until they had sent all of it"""
+    got: tuple[int, int] = (-1, 0)
+    """Serial and bytes of what shard servers have sent it last"""
     disputes: bool = False
-    """Whether it says of another actor, or another one of it, that what was relayed is not what the trainer sent. One
-    of the two is wrong, so both pull from the trainer, and neither relays."""
+    """Whether it says of another actor, or another one of it, that what was relayed is not what the trainer sent, or
+    came too slowly. One of the two is wrong, so both pull from the trainer, and neither relays."""
     leaves: bool = False
     """It has finished its requests and ends: that is no eviction"""
     late: str = ""
@@ -142,10 +147,9 @@ class ActorRecord:
 
     @property
     def speed_class(self) -> float:
-        """Return the rounded log of the transfer time, so coarse that similar actors keep their sources across
+        """Return the rounded log of the time that it took, so coarse that similar actors keep their sources across
         versions."""
-        transfer_s = self.figures.get("transfer_s")
-        return math.inf if transfer_s is None else round(math.log(max(transfer_s, 1e-3), 4))
+        return math.inf if self.took_s is None else round(math.log(max(self.took_s, 1e-3), 4))
 
     def apply_elapsed_s(self, now: float) -> float:
         """Return for how many seconds a staged version has not been served. A pinned actor has to wait: 0."""
@@ -199,27 +203,3 @@ class IncompleteVersion:
     since: float
     snapped: dict[int, Message] = field(default_factory=dict)
     """What each rank has reported about it"""
-
-
-def relay_sources(
-    actors: Mapping[str, ActorRecord], slow: Container[str], fanout: int, token: str
-) -> dict[str, Message]:
-    """Map each actor that pulls from another one to its source and the key for it. Those that pull from the trainer are
-    left out. The fastest actor of each host gets versions over the network, and the others of its host from it.
-
-    fanout: how many hosts pull from the trainer, and from each other host; also how many actors pull from each actor
-    of their host; 0: no actor relays. token: actors' keys are derived from it, and from those the keys of their peers
-    (see bucket_server.Relay).
-    """
-    hosts: dict[str, list[str]] = {}
-    for name, actor in sorted(actors.items(), key=lambda item: (item[1].speed_class, item[0])):
-        if fanout and actor.channel is not None and actor.address and not actor.disputes and name not in slow:
-            hosts.setdefault(actor.address.rpartition(":")[0], []).append(name)
-    found: dict[str, Message] = {}
-    # In each row, the first one is where versions come from: the trainer (""), or the host's fastest actor.
-    for row in (["", *(host[0] for host in hosts.values())], *hosts.values()):
-        for number, child in enumerate(row[1:]):
-            if parent := row[number // fanout]:
-                key = role_key(role_key(token, ACTOR, parent), PEER, child)
-                found[child] = {"name": parent, "address": actors[parent].address, "key": key}
-    return found

@@ -135,6 +135,8 @@ class Channel:
         """None: the peer may send as much as it wants to"""
         self.throttle: Callable[[], int] | None = None
         """For fault injection: returns how many payload bytes per second may be sent; 0: unlimited"""
+        self.peer_host = ""
+        """The address that the connection comes from"""
         self.moved = 0
         """Bytes of payloads that have been handed to the network"""
 

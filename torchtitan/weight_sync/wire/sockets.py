@@ -51,6 +51,8 @@ class SocketChannel(Channel):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         super().__init__()
+        with contextlib.suppress(OSError):  # it has closed already, as its first read will find
+            self.peer_host = str(sock.getpeername()[0]) if sock.family != socket.AF_UNIX else ""
         self._loop, self._socket = loop, sock
         self._limit = wire.MAXIMUM_HELLO_BYTES
         self._buffer = bytearray()
