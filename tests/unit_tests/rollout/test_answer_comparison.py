@@ -147,11 +147,20 @@ def test_equal_answers_are_right_and_others_wrong(kind: str) -> None:
 
 # (reference, completions that give it, completions that do not), without a box.
 SAID = [
-    ("yes", ["The answer is yes.", "**Answer:** Yes", "So the answer is yes, because 3 > 2.", "yes", "ANSWER: YES"],
-     ["The answer is no.", "The answer is not yes.", "Yes or no?", "The answer is yes or no.", "5"]),
+    ("yes", ["The answer is yes.", "**Answer:** Yes", "So the answer is yes, because 3 > 2.", "yes", "ANSWER: YES",
+      "Yes, as 3 is prime.", "The answer is therefore yes.", "<answer>yes</answer>", "**Final Answer**\n\nyes"],
+     ["The answer is no.", "The answer is yes. No, the answer is no.", "eyes", "The answer is not yes.",
+      "Yes or no?", "The answer is yes or no.", "5"]),
     ("Evelyn", ["Thus **Evelyn** wins.", "The answer is $\\text{Evelyn}$.", "The fastest is Evelyn.", "#### Evelyn"],
      ["Thus **Evelin** wins.", "Evelyn ran. The answer is Bob.", "It is Bob, not Evelyn."]),
     ("红色", ["答案是红色。", "答案：红色"], ["答案是绿色。"]),
+    ("C", ["C", "**C**", "The correct option is C.", "Final choice: C", "The answer is C) 12",
+      "The answer is C, not B."],
+     ["B", "The answer is B, not C.", "A or C"]),
+    ("no solution", ["So the equation has no solution.", "Answer: no solution"], ["It has a solution."]),
+    ("2, 3", ["The answer is 2 and 3.", "Answer: 3, 2"], ["The answer is 2.", "Answer: 2, 4"]),
+    ("42", ["The answer is 42, since 6*7=42 and 5 < 6.", "The answer is 42 (see step 3)."],
+     ["The answer is 5 (not 42)."]),
     ("B, D", ["The answer is B and D.", "Answer: BD"], ["The answer is B.", "Answer: A, B, D"]),
     ("#### 42", ["2+40=42\n#### 42\nSo after 3 days.", "#### $42\n\nQ: 7 + 8", "#### 42 apples\nThat was 1."],
      ["#### 41\nSo 42", "#### 42\nThe answer is 43.", "#### 42. Next\nThis gives 5"]),

@@ -44,7 +44,8 @@ TAGS = (
 THOUGHT_MARKS: tuple[Group, ...] = (*TAGS[:-1], ("<|channel>", "<channel|>"), CHANNEL_MARKS)
 
 CLOSINGS = {tag.opening: bare(re.escape(tag.closing)) for tag in TAGS}
-TAG_PATTERNS = [re.escape(text) for tag in TAGS for text in tag]
+TAG_TEXTS = [text for tag in TAGS for text in tag]
+TAG_PATTERNS = [re.escape(text) for text in TAG_TEXTS]
 OPENED_TAG = bare(*(rf"{re.escape(one.opening)}\s*(?:{re.escape(one.closing)}\s*)?\Z" for one in TAGS))
 # How many tokens at the end of a prompt are searched for the beginning of a thought.
 OPENED_TOKENS = 32
@@ -190,6 +191,8 @@ def _part_of(message: Message, reader: CallReader | None) -> Part:
 
 def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Part]:
     """Return the parts of a turn whose thoughts stand between tags. begin: where the policy's own text begins."""
+    if reader is None and not any(map(whole.__contains__, TAG_TEXTS)):
+        return [Part("answer", whole, whole[begin:])] if whole else []
     pattern = tags = bare(*TAG_PATTERNS)
     if reader is not None:
         pattern = bare(*TAG_PATTERNS, f"(?P<call>{reader.opening.pattern})")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torchtitan.rollout.rewards.comparison import CHOICE, is_text
+from torchtitan.rollout.rewards.comparison import CHOICE, elements, is_text
 from torchtitan.rollout.rewards.quantities import FOLLOWING, MAX_ANSWER_CHARACTERS, TEXT_MACRO, as_number, tidy
 
 GSM8K_MARK = "####"
@@ -19,19 +19,26 @@ BOX = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 # signs and words by which the last expression of a line is joined.
 EXPRESSION = re.compile(r"\d|\\(?!f?boxed)[a-zA-Z]|[½¼¾⅓⅔]")
 TAG = re.compile(r"</?\w+>|<\|\w+\|>|\\f?boxed\s*\{?")
-ANNOUNCED = re.compile(r"(?i:nswer(?:\s+is)?\b)[\s:*=]*(?P<said>[^\s:*=][^\n]{0,60}?)(?:[.!]\s|[.!]?\s*$)", re.M)
+ANNOUNCED = re.compile(
+    r"(?i:nswer(?:\s+is)?\b)[\s:*=]*(?P<said>[^\s:*=][^\n]{0,60}?)"
+    r"(?:[.!]\s|[.!]?\s*$|,?\s+(?:because|since)\b|,\s+(?:as|so|which|where|not)\b|\s+\((?!mod)[a-z]{3,}\s)", re.M
+)  # fmt: skip
 # Of completions whose answer is words: what announces them, in some languages too, and what may stand around them.
+_LINK = r"[*_\s]*(?:(?i:is|are|was|were|(?:would|should|must) be|es|est|ist|è|é)\b|[:：=]|是|为|為|は|[—–-]\s|\n)"
+_ADVERB = r"[\W_]*(?:(?:therefore|thus|then|indeed|simply|clearly|that)\b)?"
 SAID = re.compile(
-    r"(?:####|(?:(?i:nswer)(?:\s+to\b[^.:\n]{0,100}?)?|答案|答え|твет|espuesta|éponse|ntwort|isposta|esposta)[*_\s]*"
-    r"(?:(?i:is|are|was|were|(?:would|should|must) be|es|est|ist|è|é)\b|[:：=]|是|为|為|は|[—–-]\s|\n))"
-    r"(?P<said>[\W_]*[^\n]{1,200})"
+    r"(?:####|(?:(?i:nswer)(?:\s+to\b[^.:\n]{0,100}?)?|答案|答え|твет|espuesta|éponse|ntwort|isposta|esposta)"
+    rf"{_LINK})(?={_ADVERB}(?P<said>[^\n]{{1,200}}))"
 )
+CHOSEN = re.compile(rf"(?i:final|correct|right|best)\s+(?i:choice|option){_LINK}(?={_ADVERB}(?P<said>[^\n]{{1,200}}))")
 EMPHASISED = re.compile(r"\*\*([^*\n]{1,200})\*\*|\$([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)")
 SENTENCE_END = re.compile(r"(?<!\bDr)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bSt)(?<!\bMt)[.!?][\"'*_)]*(?=\s|$)|[。！？]")
 REASON = re.compile(
-    r",?\s+(?:because|since)\b|,\s+(?:as|so|which|where|not)\b|(?<=^yes)\s*[,;:—-]|(?<=^no)\s*[,;:—-]", re.I
+    r",?\s+(?:because|since)\b|,\s+(?:as|so|which|where|not)\b|\s+\(\w|(?:(?<=^yes)|(?<=^no))(?:\s*[,;:—]|\s+-\s)", re.I
 )
-COPULA = re.compile(r".*\b(?:is|are|was|were|be)\s+|\W*(?:so|thus|hence|therefore|finally)\b[\s,:]*", re.I)
+COPULA = re.compile(r".*\b(?:is|are|was|were|be|has|have)\s+|\W*(?:so|thus|hence|therefore|finally)\b[\s,:]*", re.I)
+YES_OR_NO = re.compile(r"\W*(?:yes|no)\b(?=\W*$|[,.;:!])", re.I)
+LEADING = re.compile(r"^[^\w\\(]+")
 FORMULA_END = re.compile(r"\\[\])]\W*$")
 HEADING = re.compile(r"\d+[.)]\s+[a-zA-Z]")  # "#### 2. Add them", a heading of Markdown
 FORMULA = re.compile(
@@ -57,7 +64,9 @@ def final_answer(text: str, in_words: bool = False) -> str | None:
 def reference_text(gold: Any) -> str | None:
     """Return a reference as text; None for null, and for what is neither text nor a number: NaN, bytes, a list, an
     object."""
-    if gold is None or isinstance(gold, bytes) or (isinstance(gold, Iterable) and not isinstance(gold, str)):
+    if isinstance(gold, str):
+        return gold
+    if gold is None or isinstance(gold, Iterable):  # bytes too
         return None
     return None if isinstance(gold, float) and not math.isfinite(gold) else str(gold)
 
@@ -96,7 +105,7 @@ def _last_expression(text: str) -> str | None:
     announced = ANNOUNCED.match(text, announcement) if announcement >= 0 else None
     if announced is not None:
         said = tidy(_bare(FORMULA_END.sub("", announced["said"])))
-        if as_number(said) or CHOICE.fullmatch(said):
+        if as_number(said) or CHOICE.fullmatch(said) or _lists_numbers(said):
             return said
     if "$" in text or "\\" in text:
         formulas = list(FORMULA.finditer(text))
@@ -115,16 +124,23 @@ def _last_expression(text: str) -> str | None:
     return None
 
 
+def _lists_numbers(said: str) -> bool:
+    sequence = elements(said)
+    return sequence is not None and all(as_number(element) for element in sequence.elements)
+
+
 def _last_words(text: str) -> str | None:
     """Return the words that are marked or announced as the answer, or else the last formula, bold words or line."""
     candidates = [match["said"] for match in SAID.finditer(text)][-1:]
+    candidates = candidates or [match["said"] for match in CHOSEN.finditer(text)][-1:]
     if not candidates:
-        line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+        line = TAG.sub(" ", next((line for line in reversed(text.splitlines()) if line.strip()), ""))
         candidates = [next(filter(None, match.groups())) for match in EMPHASISED.finditer(line)][-1:]
-        candidates.append(COPULA.sub("", line, count=1))
+        candidates.append(first[0] if (first := YES_OR_NO.match(line)) else COPULA.sub("", line, count=1))
     for candidate in candidates:
         said = SENTENCE_END.split(candidate.strip(), maxsplit=1)[0]
-        said = tidy(_bare(FORMULA_END.sub("", REASON.split(said.lstrip(" *_$\"'"), maxsplit=1)[0])))
+        said = REASON.split(LEADING.sub("", TAG.sub(" ", said)), maxsplit=1)[0]
+        said = tidy(_bare(FORMULA_END.sub("", said)))
         if is_text(said):
             return said
     return None

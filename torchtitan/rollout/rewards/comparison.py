@@ -98,9 +98,10 @@ def compare(expected: str, answer: str | None, decide: Decide = undecided) -> fl
     equal if their letters and digits are. Tuples and sequences with dots have an order; sets and bare lists have none.
     """
     answer = answer if answer is None or len(answer) <= MAX_ANSWER_CHARACTERS else None
-    for verdict in (_numbers(expected, answer), _choices(expected, answer)):
-        if verdict is not None:
-            return verdict
+    if (verdict := _numbers(expected, answer)) is not None:
+        return verdict
+    if (verdict := _choices(expected, answer)) is not None:
+        return verdict
     if (verdict := _sequences(expected, answer, decide)) is not None:
         return verdict
     if (verdict := _texts(expected, answer)) is not None:
@@ -117,8 +118,8 @@ def _without_spaces(text: str) -> str:
 
 
 def is_text(expected: str) -> bool:
-    """Whether a reference is made of words or of several choices, which are announced rather than computed."""
-    return words(expected) is not None or (len(expected) > 1 and CHOICES.fullmatch(expected) is not None)
+    """Whether a reference is made of words or of choices, which are announced rather than computed."""
+    return words(expected) is not None or bool(CHOICES.fullmatch(expected) or CHOICE.fullmatch(expected))
 
 
 def _numbers(expected: str, answer: str | None) -> float | None:
