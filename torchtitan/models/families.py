@@ -396,7 +396,7 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
     if kind in ("yarn", "llama3"):
         # transformers prefers the outer value, as in Phi-3.
         outer = config.get(LENGTH) or parameters.get(LENGTH) or config.get("max_position_embeddings")
-        parameters = parameters | {LENGTH: outer}
+        parameters = {**parameters, LENGTH: outer}
     check_scaling(kind, parameters)
     if kind == "yarn":
         fields = [name for name in SCALINGS[kind] if name != "mscale" and parameters.get(name) is not None]
@@ -409,16 +409,15 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
 
 def check_scaling(kind: str, parameters: dict[str, Any]) -> None:
     """Raise UserError if rotary parameters lack what their kind computes with; the rest of yarn's have defaults."""
-    needed = SCALINGS[kind] if kind != "yarn" else ("factor", LENGTH)
+    needed = ("factor", LENGTH) if kind == "yarn" else SCALINGS[kind]
     if lacking := ", ".join(name for name in needed if parameters.get(name) is None):
         raise UserError(f"rope_scaling of rope_type {kind} in config.json lacks {lacking}: take the published file")
 
 
 def _attention_factor(parameters: dict[str, Any]) -> float:
-    given, factor = parameters.get("attention_factor"), parameters["factor"]
-    if given is not None:
+    if (given := parameters.get("attention_factor")) is not None:
         return float(given)
-    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    factor, mscale, all_dim = (parameters.get(name, 0.0) for name in ("factor", "mscale", "mscale_all_dim"))
     return _temperature(factor, mscale) / _temperature(factor, all_dim) if mscale and all_dim else _temperature(factor)
 
 

@@ -68,23 +68,32 @@ def _check_tokens(check: Check, vocabulary: int) -> None:
             "vocabulary, and no other token ends a completion: correct tokenizer_config.json or set "
             "rollout.stop_token_ids",
         )
-    if tokenizer.vocab_size <= vocabulary:
-        return
-    have = f"the model of {config.model.hf_assets_path} has {vocabulary} tokens, and its tokenizer"
-    if outside := [token for token in tokenizer.eos_token_ids if token >= vocabulary]:
-        text = tokenizer.decode(outside[:1], skip_special=False)
-        check.say(KEY, f"{KEY}: {have} ends completions with number {outside[0]} ({text!r}): take files of one model")
+    template = _written(tokenizer) if any(map(_uses_template, (own for _, own in sources_of(config)))) else []
+    for what, tokens in (("tokenizer ends completions with", tokenizer.eos_token_ids), ("template writes", template)):
+        if outside := [token for token in tokens if token >= vocabulary]:
+            shown = f"number {outside[0]} ({tokenizer.decode(outside[:1], skip_special=False)!r})"
+            text = f"its {what} {shown}, but its model has {vocabulary} tokens: take files of one model"
+            check.say(KEY, f"{KEY} = {show(config.model.hf_assets_path)}: {text}")
+    if not check.planning or check.problems or tokenizer.vocab_size <= vocabulary:
+        return  # a start reads the data itself
     for _, own in sources_of(config):
-        if own.rollout.chat_template or plays_through_gateway(own):
-            added = tokenizer.added_tokens.items()
-            written = [text for text, token in added if token >= vocabulary and text in tokenizer.template_source]
-            if written:
-                check.say(KEY, f"{KEY}: {have}'s chat template writes {written[0]!r}, which is none of them")
-        # A start reads the data itself.
         local = own.rollout.dataset in BUILT_IN or Path(own.rollout.dataset).expanduser().is_file()
-        if check.planning and local and not check.problems and not has_environment(own):
+        if local and not has_environment(own):
             maker = (DemonstrationMaker if own.job.stage == "sft" else PromptMaker)(own, tokenizer)
             refuse_surplus_tokens(load_datasets(own)[0], maker, vocabulary)
+
+
+def _uses_template(config: JobConfig) -> bool:
+    return config.rollout.chat_template or plays_through_gateway(config)
+
+
+def _written(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a short conversation; none if the template refuses it, which making the prompts explains."""
+    ask, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}
+    try:
+        return tokenizer.apply_chat_template([ask, answer, ask])
+    except UserError:
+        return []
 
 
 def unusual_tokens(config: JobConfig) -> str:

@@ -96,14 +96,10 @@ def write_tokens(shape: int, eos: str | None = "<|im_end|>", **settings: Any) ->
     ("words", "shape", "settings", "problem"),
     [
         ([], 300, {"eos": "</s>"}, "eos_token '</s>' is not in its vocabulary, and no other token ends a completion"),
-        ([], 258, {}, r"ends completions with number 258 \('<\|im_end\|>'\): take files of one model"),
+        ([], 258, {}, r"ends completions with number 258 \('<\|im_end\|>'\), but its model has 258 tokens"),
         ([], 260, {"eos_token_id": [3, 264]}, r"ends completions with number 264 \('</think>'\)"),
-        (
-            ["--rollout.chat_template"],
-            261,
-            {"eos": "+"},
-            "template writes '<tool_response>', which is none of them",
-        ),
+        ([], 300, {"eos_token_id": 300}, r"ends completions with number 300 \(''\)"),
+        (["--rollout.chat_template"], 257, {"eos": "+"}, r"template writes number 257 \('<\|im_start\|>'\)"),
     ],
 )
 def test_tokens_that_the_model_does_not_have(
