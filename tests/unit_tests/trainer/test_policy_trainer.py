@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import Checkpoint, JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.grpo.loss import FixedLogProbs
@@ -24,10 +25,12 @@ from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.moe import ExpertLinear
 from torchtitan.models.parallelize import build_policy
+from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.packing import MicroBatch, trained_tokens
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 SHARE = 0.4
+STEADY = ("loss", "grad_norm", "entropy", "mismatch_kl", "ratio/max", "learning_rate")
 
 
 def run_config(checkpoint: str | Path) -> JobConfig:
@@ -168,6 +171,46 @@ def test_an_optimizers_state_in_host_memory_changes_no_bit(tiny_checkpoint: Call
     assert stepped_with and not {id(one) for one in stepped_with} & {
         id(one) for one in moments(moves, moves.parameters[0])
     }
+
+
+@pytest.mark.parametrize("offload", [False, "optimizer"])
+def test_a_resume_has_the_bits_of_the_save_however_late_it_is_written(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: Any
+) -> None:
+    config = inner_steps(run_config(tiny_checkpoint("qwen3", True)), iterations=1)
+    config.training.enable_cpu_offload = offload
+    settings = Checkpoint(enable=True, async_mode="async")
+
+    def started() -> tuple[SpiedTrainer, Checkpointer]:
+        trainer = SpiedTrainer(config)
+        return trainer, Checkpointer(settings, tmp_path, trainer.policy, trainer.optimizer, trainer.scheduler)
+
+    def bits(trainer: SpiedTrainer) -> dict[str, torch.Tensor]:
+        state = collect(trainer.policy, trainer.optimizer, 0)
+        return {name: one.clone() for name, one in state.items() if not name.startswith("random.")}
+
+    unbroken, checkpoints = started()
+    unbroken.train(0)
+    go_on, write = threading.Event(), checkpoints._write_guarded
+
+    def write_later(*arguments: Any) -> None:
+        assert go_on.wait(300)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "_write_guarded", write_later)
+    saved = bits(unbroken)
+    checkpoints.save(1)
+    # The writer has not read anything yet; what these steps write must not reach it.
+    expected = [(unbroken.train(seed), bits(unbroken)) for seed in (1, 2)]
+    go_on.set()
+    checkpoints.wait()
+    resumed, checkpoints = started()
+    checkpoints.load(1)
+    assert all(torch.equal(one, saved[name]) for name, one in bits(resumed).items())
+    for seed, (metrics, after) in zip((1, 2), expected, strict=True):
+        found = resumed.train(seed)
+        assert {name: found[name] for name in STEADY} == {name: metrics[name] for name in STEADY}
+        assert all(torch.equal(one, after[name]) for name, one in bits(resumed).items())
 
 
 def test_mismatch_is_that_of_all_minibatches(tiny_checkpoint: Callable[..., Path]) -> None:
