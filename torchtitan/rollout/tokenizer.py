@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ from torchtitan.models.checkpoint_files import read_json
 from torchtitan.rollout.chat_templates import ChatTemplates
 from torchtitan.rollout.data.marks import SHIELDS, any_of, shield
 from torchtitan.rollout.messages import Messages
+
+# Texts are encoded one by one; with threads of its own, the library would warn wherever a process is started.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,9 @@ def _token_text(value: Any) -> str | None:
 
 def _ids(tokenizer: FastTokenizer, text: str) -> list[int]:
     """Encode text; a lone surrogate, which JSON allows but tokenizers reject, becomes a question mark."""
-    ids: list[int] = tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+    # Of the methods only those for batches release the interpreter's lock; a long text takes seconds.
+    (encoding,) = tokenizer.encode_batch_fast([text.encode("utf-8", "replace").decode()], add_special_tokens=False)
+    ids: list[int] = encoding.ids
     return ids
 
 

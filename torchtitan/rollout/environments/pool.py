@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import find_python
 from torchtitan.rollout.data.tool_formats.registry import find_format
@@ -17,6 +19,7 @@ from torchtitan.rollout.gateway.process import SessionAccess
 from torchtitan.rollout.workers.pool import WorkerPool
 from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
 from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.typed_json import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 MAX_TOKEN_CHARACTERS = 128
 # The deadline for close() of all instances of a worker, at the end of the run.
 CLOSE_TIMEOUT_S = 5.0
+# What a reply has beside its texts; of a character, in JSON. All attributes of an environment together.
+REPLY_BYTES, CHARACTER_BYTES, ATTRIBUTE_BYTES = 1 << 18, 6, 1 << 22
 # Only this many failures are written as events; all are counted.
 FAILURE_EVENTS = 20
 
@@ -32,7 +37,7 @@ FAILURE_EVENTS = 20
 class Reply:
     """An environment's reply to a turn."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, str]]
     """Messages for the policy: an observation, or the results of its tool calls"""
     reward: float
     done: bool
@@ -48,6 +53,18 @@ class Outcome:
     reward: float | None
     attributes: dict[str, Any]
     """The environment's public attributes that JSON can represent"""
+
+
+class _Text(msgspec.Struct):
+    text: str
+
+
+class _Reward(msgspec.Struct):
+    reward: float | None
+
+
+class _Nothing(msgspec.Struct):
+    """The reply to an order."""
 
 
 class EnvironmentPool(WorkerPool):
@@ -69,11 +86,14 @@ class EnvironmentPool(WorkerPool):
         """template: the chat template, which shows how tool calls are written; for the others see WorkerPool."""
         table = config.environment
         self.tool_format = find_format(table.tool_parser, template)
+        longest = MAX_TOKEN_CHARACTERS * config.rollout.max_completion_tokens + 1
+        self.text_bytes = REPLY_BYTES + CHARACTER_BYTES * longest
+        """How long a reply with texts may be"""
         setup = {
             "factory": table.factory,
             "tools": table.tools,
             "parser": self.tool_format,
-            "longest": MAX_TOKEN_CHARACTERS * config.rollout.max_completion_tokens + 1,
+            "longest": longest,
         }
         module = f"torchtitan.rollout.environments.{self.module}"
         super().__init__(table, self.what, module, setup, log_file, run_dir, self._cut)
@@ -97,7 +117,7 @@ class EnvironmentPool(WorkerPool):
         """Stop a worker, after closing its instances within a deadline."""
         try:
             if self._config.factory and worker.alive and not worker.broken:
-                await worker.call({"do": "close", "episode": -1}, CLOSE_TIMEOUT_S)
+                await worker.call({"do": "close", "episode": -1}, _Nothing, CLOSE_TIMEOUT_S, REPLY_BYTES)
         except CallFailed as failure:
             logger.warning("environments were not closed before their worker ended: %s", failure)
         finally:
@@ -108,10 +128,12 @@ class EnvironmentPool(WorkerPool):
         UserError if no worker starts."""
         return Episode(self, await (self.take_alone() if alone else self.take()), next(self._numbers))
 
-    async def call(self, worker: WorkerProcess, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def call(
+        self, worker: WorkerProcess, message: dict[str, Any], kind: type[Kind], timeout_s: float, most_bytes: int
+    ) -> Kind:
         """Call a worker for an episode. Raises CallFailed, after counting and reporting it."""
         try:
-            return await worker.call(message, timeout_s)
+            return await worker.call(message, kind, timeout_s, most_bytes)
         except CallFailed as failure:
             self.statistics["failures"] += 1
             self.statistics[{"timeout": "timeouts", "crash": "crashes"}.get(failure.kind, "exceptions")] += 1
@@ -159,8 +181,8 @@ class Episode:
 
     async def reset(self, row: dict[str, Any]) -> str:
         """Begin; return the text that the environment adds to the prompt. Raises CallFailed, as all methods do."""
-        reply = await self._call(self._pool.start_timeout_s, do="reset", row=row)
-        return str(reply["text"])
+        longest = self._pool.text_bytes
+        return (await self._call(_Text, self._pool.start_timeout_s, longest, do="reset", row=row)).text
 
     async def act(self, text: str, marked: str | None = None) -> Reply:
         """Give the environment a turn of the policy, and return its reply.
@@ -169,7 +191,7 @@ class Episode:
         looked for, with what its prompt had already; if it is left out, `text`.
         """
         turn = {"text": text, "marked": text if marked is None else marked}
-        reply = Reply(**await self._call(self._pool.step_timeout_s, do="act", **turn))
+        reply = await self._call(Reply, self._pool.step_timeout_s, self._pool.text_bytes, do="act", **turn)
         self._pool.statistics["tool_calls"] += len(reply.calls)
         self._pool.statistics["tool_errors"] += reply.errors
         if reply.errors:
@@ -178,7 +200,7 @@ class Episode:
 
     async def finish(self) -> Outcome:
         """End the episode."""
-        outcome = Outcome(**await self._call(self._pool.step_timeout_s, do="finish"))
+        outcome = await self._call(Outcome, self._pool.step_timeout_s, ATTRIBUTE_BYTES, do="finish")
         self._finished = True
         return outcome
 
@@ -188,12 +210,13 @@ class Episode:
         if process.forward is not None and access.address is not None:
             process.forward.target = access.address
             url = f"http://127.0.0.1:{process.about['port']}/v1"
-        reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=url, key=access.key)
+        told = {"row": row, "index": index, "base_url": url, "key": access.key}
+        reply = await self._call(_Reward, timeout_s, REPLY_BYTES, do="run", **told)
         self._finished = True
-        return reply["reward"]
+        return reply.reward
 
-    async def _call(self, timeout_s: float, **message: Any) -> dict[str, Any]:
-        return await self._pool.call(self._worker, {"episode": self._number, **message}, timeout_s)
+    async def _call(self, kind: type[Kind], timeout_s: float, most_bytes: int, **message: Any) -> Kind:
+        return await self._pool.call(self._worker, {"episode": self._number, **message}, kind, timeout_s, most_bytes)
 
 
 class AgentPool(EnvironmentPool):

@@ -205,11 +205,13 @@ class Instance:
             calls = []
         else:
             results = [(name, *await self._call(name, arguments)) for name, arguments in calls]
+        messages, left = [], self._longest
+        for name, result, _ in results:
+            message = {"role": "tool", "tool_call_id": next(self._call_ids), "name": name, "content": result[:left]}
+            messages.append(message)
+            left -= len(message["content"])  # what is longer does not fit into the completion anyway
         return {
-            "messages": [
-                {"role": "tool", "tool_call_id": next(self._call_ids), "name": name, "content": result}
-                for name, result, _ in results
-            ],
+            "messages": messages,
             "reward": 0.0,
             "done": not results,
             "calls": [{"name": name, "arguments": arguments} for name, arguments in calls],

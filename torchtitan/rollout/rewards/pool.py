@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from torchtitan.config.derived import environment_name, reward_weights
 from torchtitan.config.evaluations import tasks_of
@@ -23,6 +24,9 @@ from torchtitan.rollout.workers.process import CallFailed
 
 logger = logging.getLogger(__name__)
 
+# A sample's value, and what is logged with it.
+SAMPLE_BYTES, REPLY_BYTES = 1 << 18, 1 << 18
+
 Score = tuple[float | None, dict[str, float | None]]
 """Weighted sum of the rewards (None if no function returned one) and each function's own reward"""
 
@@ -32,6 +36,16 @@ LOGGED_FAILURES = 10
 # The worker enforces an async function's time limit, unless the function blocks the process: then the parent's limit,
 # which is this many seconds later, ends the worker.
 BLOCKED_S = 2.0
+
+
+class Rewards(msgspec.Struct):
+    """The reply to a call: see worker.py. One entry per sample."""
+
+    late: bool = False
+    values: list[float | None] = []
+    invalid: list[int] = []
+    extra: dict[str, list[str | int | float | bool | None]] = {}
+    metrics: dict[str, list[float]] = {}
 
 
 class RewardPool:
@@ -184,20 +198,20 @@ class RewardPool:
             logger.warning("a sample has no reward: %s%s", self.last_failure, silence)
 
     def _accept(
-        self, name: str, reply: dict[str, Any], completions: Sequence[Trajectory], logged: dict[str, list[float]]
+        self, name: str, reply: Rewards, completions: Sequence[Trajectory], logged: dict[str, list[float]]
     ) -> list[float | None]:
-        for _ in reply["invalid"]:
+        for _ in reply.invalid:
             self._lost(name, CallFailed("invalid", "a reward must be a finite number or None"))
-        for column, values in reply["extra"].items():
-            for completion, value in zip(completions, values, strict=True):
-                completion.extra[column] = value
-        for metric, values in reply["metrics"].items():
-            logged[metric] += values
-        return reply["values"]
+        for name_of_column, column in reply.extra.items():
+            for completion, value in zip(completions, column, strict=True):
+                completion.extra[name_of_column] = value
+        for metric, numbers in reply.metrics.items():
+            logged[metric] += numbers
+        return reply.values
 
     async def _call(
         self, pool: WorkerPool, name: str, prompt: Prompt, completions: Sequence[Trajectory], timeout_s: float
-    ) -> dict[str, Any]:
+    ) -> Rewards:
         turns = [one.turn or read_turn(last_text(one.completion), prompt.prefill) for one in completions]
         message = {
             "function": name,
@@ -220,7 +234,8 @@ class RewardPool:
         shared = pool is self._shared
         async with pool.worker() as worker:
             try:
-                reply = await worker.call(message, timeout_s + BLOCKED_S * shared)
+                most_bytes = REPLY_BYTES + len(completions) * SAMPLE_BYTES
+                reply = await worker.call(message, Rewards, timeout_s + BLOCKED_S * shared, most_bytes)
             except CallFailed as failure:
                 self.statistics["timeouts"] += failure.kind == "timeout"
                 if worker.broken:  # the calls beside this one cannot succeed either
@@ -230,7 +245,12 @@ class RewardPool:
                 # Its next call would have to wait for this one.
                 worker.broken = worker.broken or not shared
                 raise
-        if "late" in reply:
+            lengths = {len(reply.values), *map(len, reply.extra.values())}
+            if not reply.late and (lengths != {len(completions)} or len(reply.invalid) > len(completions)):
+                worker.broken = True  # the function has written it in the worker's place
+                await worker.stop()
+                raise CallFailed("invalid", f"the reply is not about {len(completions)} samples")
+        if reply.late:
             self.statistics["timeouts"] += 1
             raise CallFailed("timeout", f"the reward worker gave no answer within {timeout_s:g} s")
         return reply

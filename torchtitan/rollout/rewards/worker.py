@@ -168,7 +168,8 @@ def main() -> None:
         asyncio.run(serve(incoming, outgoing, lambda one: answer_beside_others(functions[one["function"]], one)))
         return
     while (message := read_message(incoming)) is not None:
-        write_message(outgoing, {**answer(functions[message["function"]], message), "id": message["id"]})
+        reply_to = {**answer(functions[message["function"]], message), "id": message["id"]}
+        write_message(outgoing, reply_to, message["most_bytes"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The inside of a process that runs the user's code: its messages, and protection from that code.
 
 A message is a JSON object after its length. The first one sets up the worker, which answers {"ready": true, …} or
-{"error": text}. Every later one has an `id`, which its reply repeats; replies may come in any order.
+{"error": text}. Every later one has an `id`, which its reply repeats, and `most_bytes`, the longest reply that it
+allows; replies may come in any order.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from torchtitan.rollout.workers.restrictions import restrict
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
-# A longer message is a mistake or an attack on the parent's memory.
-MAX_MESSAGE_BYTES = 1 << 26
 # The only key of the object that stands for bytes in a message.
 BYTES = "torchtitan.bytes"
 # Signals that people, job systems and the kernel short of memory send.
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# The reply to the set-up is no longer. Every later message says how long its own reply may be.
+SETUP_BYTES = 1 << 22
 # In an error, what follows this is not ours: a program has printed it.
 QUOTES = ", its standard error with: "
 
@@ -112,11 +113,20 @@ def _restored(value: dict[str, Any]) -> Any:
     return base64.b64decode(value[BYTES]) if value.keys() == {BYTES} else value
 
 
-def write_message(file: BinaryIO, message: dict[str, Any]) -> None:
+def _encoded(message: dict[str, Any]) -> bytes:
     # A user's parser may return arguments of any type; without a reply the episode would hang.
-    data = json.dumps(message, default=str).encode()
-    if len(data) > MAX_MESSAGE_BYTES:
-        text = f"ValueError: what it returned has {len(data)} bytes, {MAX_MESSAGE_BYTES} are allowed"
+    try:
+        text = json.dumps(message, default=str, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN, which Python's JSON has and no other
+        plain = json.loads(json.dumps(message, default=str), parse_constant=lambda _: None)
+        text = json.dumps(plain, ensure_ascii=False)
+    return text.encode(errors="replace")  # half of a character is a question mark
+
+
+def write_message(file: BinaryIO, message: dict[str, Any], most_bytes: int = SETUP_BYTES) -> None:
+    data = _encoded(message)
+    if len(data) > most_bytes:
+        text = f"ValueError: what it returned has {len(data)} bytes, {most_bytes} are allowed"
         data = json.dumps({"error": text, "id": message.get("id")}).encode()
     file.write(HEADER.pack(len(data)) + data)
     file.flush()
@@ -166,7 +176,7 @@ async def serve(
     working: set[asyncio.Task[None]] = set()
 
     async def work(message: dict[str, Any]) -> None:
-        write_message(outgoing, {**await answer(message), "id": message["id"]})
+        write_message(outgoing, {**await answer(message), "id": message["id"]}, message["most_bytes"])
 
     with contextlib.suppress(asyncio.IncompleteReadError):  # the parent has closed the input
         while True:

@@ -19,18 +19,22 @@ from typing import Any
 from torchtitan.errors import UserError
 from torchtitan.rollout.workers import isolation, usage
 from torchtitan.rollout.workers.control_group import ControlGroup, make_control_group
-from torchtitan.rollout.workers.inside import HEADER, MAX_MESSAGE_BYTES, OUTSIDE_SIGNALS, QUOTES, written
+from torchtitan.rollout.workers.inside import HEADER, OUTSIDE_SIGNALS, QUOTES, SETUP_BYTES, written
 from torchtitan.rollout.workers.isolation import Isolation
 from torchtitan.rollout.workers.port_forward import PortForward
+from torchtitan.rollout.workers.replies import ReplyHead, check_reply
 from torchtitan.rollout.workers.seen_files import SCRATCH, is_withheld
 from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
 from torchtitan.utils.machine import host_memory
+from torchtitan.utils.typed_json import Kind, Object, WrongForm, decode
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 MAX_START_ATTEMPTS = 3
 STOP_TIMEOUT_S = 2.0
+# Of what the user's code says is wrong.
+MAX_ERROR_CHARACTERS = 4000
 # The number of bytes of a process's output that are kept.
 LOGGED_BYTES = 1 << 20
 # A process and what it starts are killed when there are more of them (RLIMIT_NPROC does not hold for root), where each
@@ -100,6 +104,16 @@ class WorkerSettings:
     """They give up keyrings and some system calls (restrictions.py)"""
 
 
+@dataclass
+class _Call:
+    """A call that has had no reply."""
+
+    kind: Any
+    most_bytes: int
+    future: asyncio.Future[Any]
+    """What every reply has, and the reply where that has no error"""
+
+
 class WorkerProcess:
     """A process that answers calls. Belongs to one asyncio loop.
 
@@ -127,7 +141,8 @@ class WorkerProcess:
         """Its way to the gateway, if it has no network"""
         self._process = ChildProcess(settings.what, settings.log_file)
         self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[int, _Call] = {}
+        """By their numbers, those that await a reply, and those that no longer do and have had none"""
         self._tasks: list[asyncio.Task[None]] = []
         self._reason = ""
         self.users = 0
@@ -181,9 +196,9 @@ class WorkerProcess:
                     await self.forward.open()
             except asyncio.TimeoutError:
                 reason = f"not ready within {START_TIMEOUT_S:g} s"
-            except (OSError, asyncio.IncompleteReadError):
+            except (OSError, WrongForm, asyncio.IncompleteReadError) as error:
                 await self.stop()
-                reason = self._describe_end()
+                reason = str(error) if isinstance(error, WrongForm) else self._describe_end()
             except asyncio.CancelledError:
                 await self.stop()  # nobody would read its replies
                 raise
@@ -198,27 +213,29 @@ class WorkerProcess:
         where = f", see {self._settings.log_file}" if self._settings.log_file else ""
         raise UserError(f"{self._what} does not start ({MAX_START_ATTEMPTS} attempts, last: {reason}){where}")
 
-    async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a message and return its reply. Raises CallFailed."""
+    async def call(self, message: dict[str, Any], kind: type[Kind], timeout_s: float, most_bytes: int) -> Kind:
+        """Send a message and return its reply, which is of this type and no longer than `most_bytes`.
+
+        Raises CallFailed.
+        """
         number = next(self._numbers)
-        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        call = self._calls[number] = _Call(kind, most_bytes, asyncio.get_running_loop().create_future())
         try:
-            self._send({**message, "id": number})
-            reply = await asyncio.wait_for(future, timeout_s)
+            self._send({**message, "id": number, "most_bytes": most_bytes})
+            head, reply = await asyncio.wait_for(call.future, timeout_s)
         except asyncio.TimeoutError:
             self.broken = True  # a hanging thread cannot be stopped
             raise CallFailed("timeout", f"{self._what} gave no answer within {timeout_s:g} s") from None
-        except OSError as error:
+        except OSError as failure:
             self.broken = True
             reason = f"{self._what} has ended" if self.alive else self._describe_end()
-            raise CallFailed("crash", reason) from error
-        finally:
-            self._calls.pop(number, None)
-        if "error" in reply:
-            reason = self.explained(reply["error"])
-            others = reply.get("killed", False) or (self.users > 1 and _lacks_what_is_shared(reason))
+            raise CallFailed("crash", reason) from failure
+        if head.error is not None:
+            reason = self.explained(head.error[:MAX_ERROR_CHARACTERS])
+            others = head.killed or (self.users > 1 and _lacks_what_is_shared(reason))
             raise CallFailed("exception", reason, caused=not others)
-        return reply
+        value: Kind = reply  # _take() has made it of this type
+        return value
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message that has no reply; it is lost if the process has ended."""
@@ -252,29 +269,44 @@ class WorkerProcess:
 
     async def _introduce(self, setup: dict[str, Any]) -> dict[str, Any]:
         self._send(setup)
-        return await self._receive()
+        return decode(Object, await self._receive(lambda: SETUP_BYTES), SETUP_BYTES)
 
-    async def _receive(self) -> dict[str, Any]:
+    def _longest(self) -> int:
+        """The longest reply that may come now. Where nothing is awaited, a message is one that nobody has asked for."""
+        return max((call.most_bytes for call in self._calls.values()), default=0)
+
+    async def _receive(self, longest: Callable[[], int]) -> bytes:
         _, from_worker = self._process.streams
         (length,) = HEADER.unpack(await from_worker.readexactly(HEADER.size))
-        if length > MAX_MESSAGE_BYTES:
-            self._reason = f"{self._what} was stopped: it sent {length} bytes at once, {MAX_MESSAGE_BYTES} are allowed"
+        if length > (most := longest()):
+            self._reason = f"{self._what} was stopped: it sent {length} bytes at once, {most} are allowed"
             raise ConnectionError(self._reason)
-        return json.loads(await from_worker.readexactly(length))
+        return await from_worker.readexactly(length)
 
     async def _read_replies(self) -> None:
         try:
             while True:
-                reply = await self._receive()
-                future = self._calls.get(reply.pop("id"))
-                if future is not None and not future.done():
-                    future.set_result(reply)
-        except (OSError, ValueError, KeyError, AttributeError, asyncio.IncompleteReadError) as error:
+                await self._take(await self._receive(self._longest))
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             # The process has ended, or its output is corrupt and cannot be resynchronised.
             if not isinstance(error, asyncio.IncompleteReadError | OSError):
-                self._reason = f"{self._what} was stopped: it sent something that is not a reply ({error!r})"
+                self._reason = f"{self._what} was stopped: it sent something that is not a reply ({error})"
+            self.broken = True
             await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
             self._fail_calls(self._describe_end())
+
+    async def _take(self, data: bytes) -> None:
+        """Hand a reply to its call. Raises WrongForm: it is none, or nobody has asked for it."""
+        await check_reply(data)
+        head = decode(ReplyHead, data, len(data))
+        call = self._calls.get(head.id)
+        if call is None or len(data) > call.most_bytes:
+            what = "which nobody has asked for" if call is None else f"where {call.most_bytes} bytes are allowed"
+            raise WrongForm(f"a reply of {len(data)} bytes to call {head.id}, {what}")
+        reply = None if head.error is not None else decode(call.kind, data, len(data))
+        del self._calls[head.id]
+        if not call.future.done():
+            call.future.set_result((head, reply))
 
     async def _watch(self) -> None:
         """Kill the process once it and what it has started take too much of the machine, and keep them from taking the
@@ -319,7 +351,7 @@ class WorkerProcess:
         logger.warning("the control group of %s still has processes and stays", self._what)
 
     def _fail_calls(self, reason: str) -> None:
-        waiting = [future for future in self._calls.values() if not future.done()]
+        waiting = [call.future for call in self._calls.values() if not call.future.done()]
         code = self._process.end_code(wrapped=self._settings.isolation is not None)
         # Where it was stopped for a limit, episodes without a call have had their share in that.
         others = self.users > 1 if self._reason else code is None or -code in OUTSIDE_SIGNALS
@@ -327,6 +359,7 @@ class WorkerProcess:
             self.broken = True
             failure = CallFailed("crash", reason, in_flight=len(waiting), caused=len(waiting) == 1 and not others)
             future.set_exception(failure)
+        self._calls.clear()
 
     def _describe_end(self) -> str:
         if not self._reason and self._group is not None and self._group.killed_for_memory:
