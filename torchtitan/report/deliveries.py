@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan.utils.logs import escaped
 from torchtitan.weight_sync.memory.transfer import ADDED_UP, BYTES
 from torchtitan.weight_sync.wire.messages import parse_record
 from torchtitan.weight_sync.wire.runtime import ProtocolError
@@ -30,6 +31,8 @@ REMEMBERED_VERSIONS = 1024
 SHORTEST_SECONDS = 1e-6
 # An actor tries a version a few times, unless it means harm.
 _REMEMBERED_ATTEMPTS = 100
+# A row tells of so many failed attempts, the last ones, and so much of each.
+MAX_FAILURES, MAX_FAILURE_CHARACTERS = 8, 200
 
 
 Outcome = Literal["pending", "applied", "superseded", "aborted", "refused", "poisoned", "evicted"]
@@ -98,7 +101,10 @@ class Delivery:
             "queue_wait_s": self.queue_wait_s,
             # By themselves, so that nothing an actor says takes the place of what is known here.
             "figures": {**dict.fromkeys(FIGURES), **self.figures},
-            "failures": [f"{attempt.phase or 'apply'}: {attempt.reason}" for attempt in self.failed],
+            "failures": [
+                escaped(f"{attempt.phase or 'apply'}: {attempt.reason}", MAX_FAILURE_CHARACTERS)
+                for attempt in self.failed[-MAX_FAILURES:]
+            ],
             "evicted_in": self.evicted_in or None,
         }
 

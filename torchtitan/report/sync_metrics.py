@@ -21,7 +21,7 @@ from torchtitan.report.deliveries import (
     Incident,
     Publication,
 )
-from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_json_lines
+from torchtitan.utils.json_lines import BoundedLines, JsonTail, rank_file, read_json_lines
 from torchtitan.weight_sync.memory.transfer import ADDED_UP
 
 Row = dict[str, Any]
@@ -29,6 +29,8 @@ Snapshot = tuple[int, float, float]
 FOLDER = "weight_sync"
 JOURNAL_FILE = "registry.jsonl"
 VERSIONS_FILE = "versions.jsonl"
+# A full file loses its older half; that is some 100,000 rows.
+VERSIONS_BYTES = 1 << 26
 # Metrics of one version that only the trainer knows: the duration of rank 0's snapshot, from queueing to fence, and
 # the time that the trainer thread spent on weight synchronisation in the step that produced the version.
 TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
@@ -94,20 +96,20 @@ class SyncMetrics:
         """The metrics that the thread computes"""
         self._asked: list[tuple[Mapping[str, Any], Sequence[Snapshot]]] = []
         """Steps that it has not heard of"""
-        self._file: JsonLines | None = None
+        self._file: BoundedLines | None = None
         if not folder.is_dir():
             return
         path = folder / VERSIONS_FILE
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_bytes(b"")
-        with JsonLines(temporary) as self._file:
+        with BoundedLines(temporary, VERSIONS_BYTES) as self._file:
             for row in earlier:
                 self._note_step(row)
             for row in read_json_lines(rank_file(run_dir, 0)):
                 self._note_snapshots(row.get("snapshots", ()))
             self._read_journal()
         os.replace(temporary, path)
-        self._file = JsonLines(path)
+        self._file = BoundedLines(path, VERSIONS_BYTES)
         self._sums, self._skipped = Sums(), 0
 
     def step(self, row: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> dict[str, float]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import resource
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from torchtitan.errors import UserError
+from torchtitan.utils.logs import RateLimit, escaped
 
 # The most connections that have not authenticated, and their share of the descriptors; another one drops the oldest.
 MAX_STRANGERS, SHARE = 1024, 4
@@ -17,6 +20,8 @@ MAX_STRANGERS, SHARE = 1024, 4
 TURN_SHARE = 8
 STRANGER_SECONDS = 10.0
 BACKLOG = 1024
+# Of what aiohttp logs, so many lines pass per so many seconds, with so many characters of a stranger's request.
+MAX_LINES, LINES_SECONDS, MAX_SHOWN = 10, 60.0, 100
 # As many descriptors as a server needs. Some programs look at every descriptor that their limit allows.
 DESCRIPTORS = 65536
 
@@ -35,6 +40,21 @@ def has_token(request: web.Request, token: str, in_query: bool = False) -> bool:
     if in_query and not given.startswith("Bearer "):
         given = f"Bearer {request.query.get('token', '')}"
     return hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {token}".encode())
+
+
+class StrangersLines(RateLimit):
+    """What aiohttp says of requests that are no HTTP is one short line, without the traceback that quotes them. Of all
+    its lines, which strangers can cause, few pass."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args = f"a request is refused: {escaped(str(error), MAX_SHOWN)}", ()
+            record.exc_info = record.exc_text = None
+        return super().filter(record)
+
+
+logging.getLogger("aiohttp.server").addFilter(StrangersLines(MAX_LINES, LINES_SECONDS))
 
 
 class HttpSite:

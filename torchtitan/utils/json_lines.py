@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from typing_extensions import Self
+
 from torchtitan.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class JsonLines:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> JsonLines:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -110,8 +112,14 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     return [*_objects(path, lines), *([] if last is None else [last])]
 
 
+def older_file(path: Path) -> Path:
+    """Return where a file goes when it is full and its writer begins another one; what was there before is lost."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
 class JsonTail:
-    """Reads a file of JSON lines as it grows, whole lines only and never much at a time.
+    """Reads a file of JSON lines as it grows, whole lines only and never much at a time; before it, what there is of
+    its older_file().
 
     last_bytes: of what is there already, only so much (0: all). needs: a key without which a row is damaged; `read`
     then raises UserError for a damaged line, which is otherwise left out.
@@ -119,16 +127,28 @@ class JsonTail:
 
     def __init__(self, path: Path, last_bytes: int = 0, needs: str = ""):
         self._path, self._place, self._needs = path, 0, needs
+        self._number: int | None = None
+        """The inode of the file that is being read, by which it is known after it was renamed"""
         if last_bytes and path.is_file():
+            self._number = path.stat().st_ino
             self._place = line_start(path, path.stat().st_size - last_bytes)
 
     def read(self) -> Iterator[dict[str, Any]]:
         """What has been written since the last call; nothing where there is no file yet."""
-        while self._path.is_file():
-            lines, self._place = read_lines(self._path, self._place)
-            if not lines:
-                return
-            yield from _objects(self._path, lines, self._needs)
+        files = {path.stat().st_ino: path for path in (older_file(self._path), self._path) if path.is_file()}
+        begun = self._number not in files  # all of them are new
+        for number, path in files.items():
+            if begun and number != self._number:
+                self._number, self._place = number, 0
+            begun = begun or number == self._number
+            while begun:
+                lines, place = read_lines(path, self._place)
+                if not lines:
+                    break
+                if path.stat().st_ino != number:
+                    return  # it has just been renamed: the next call finds it
+                self._place = place
+                yield from _objects(self._path, lines, self._needs)
 
 
 def read_lines(path: Path, place: int, most_bytes: int = CHUNK_BYTES) -> tuple[list[str], int]:
@@ -206,31 +226,36 @@ def actor_file(run_dir: Path, actor: str) -> Path:
     return run_dir / TIMELINE / f"{actor}.jsonl"
 
 
-class TimelineFile(JsonLines):
-    """Holds at most `most_bytes`; a full file loses its older half in one rename.
+class BoundedLines(JsonLines):
+    """Holds at most `most_bytes`; a full file loses its older half in one rename."""
 
-    A file that cannot be written costs its notes, nothing else: the error is logged once and later rows are dropped.
-    """
+    def __init__(self, path: str | Path, most_bytes: int, **options: Any):
+        super().__init__(path, **options)
+        self.most_bytes = most_bytes
+
+    def _append(self, line: bytes) -> None:
+        if self._file is not None and self._file.tell() + len(line) > self.most_bytes:
+            self.close()
+            write_whole(self.path, self.path.read_bytes()[-(self.most_bytes // 2) :].partition(b"\n")[2])
+        super()._append(line)
+
+
+class TimelineFile(BoundedLines):
+    """A file that cannot be written costs its notes, nothing else: the error is logged once and later rows are
+    dropped."""
 
     def __init__(self, path: str | Path, most_bytes: int = MAX_BYTES):
-        super().__init__(path, separators=(",", ":"))
-        self.most_bytes = most_bytes
+        super().__init__(path, most_bytes, separators=(",", ":"))
         self._failed = False
 
     def _append(self, line: bytes) -> None:
         if self._failed:
             return
         try:
-            if self._file is not None and self._file.tell() + len(line) > self.most_bytes:
-                self._drop_older_half()
             super()._append(line)
         except OSError as error:
             self._failed = True
             logger.warning("%s is not written any more: %s", self.path, error)
-
-    def _drop_older_half(self) -> None:
-        self.close()
-        write_whole(self.path, self.path.read_bytes()[-(self.most_bytes // 2) :].partition(b"\n")[2])
 
 
 class StepRecorder:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.budget import Budgets
+from torchtitan.utils.json_lines import older_file
 from torchtitan.utils.logs import log_to
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.published import PublishedVersions
@@ -30,8 +31,10 @@ from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 # At most this many lines wait for a slow disk; further ones are lost, and counted.
 MAXIMUM_WAITING = 10_000
-# An actor may cause so many lines at once, and per second from then on. A version takes three.
-LINES_AT_ONCE, LINES_PER_SECOND = 1000.0, 20.0
+# An actor may cause lines of so many bytes at once, and per second from then on. A version takes some 1,000.
+BYTES_AT_ONCE, BYTES_PER_SECOND = float(1 << 19), float(1 << 13)
+# A longer journal is set aside, in place of the one that was before.
+JOURNAL_BYTES = 1 << 28
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
 PARENT_CHECK_SECONDS = 0.5
@@ -42,17 +45,18 @@ JOURNAL_SECONDS = 1.0
 
 
 class Journal:
-    """Appends to `path`. write() never waits: a full disk, or an actor that causes too many lines, costs lines, but
-    does not stop the synchronisation."""
+    """Appends to `path`, and to a new file there when that is full (see older_file). write() never waits: a full disk,
+    or an actor that causes too many lines, costs lines, but does not stop the synchronisation."""
 
     def __init__(self, runtime: SocketRuntime, path: Path, term: int):
-        self._runtime, self._term = runtime, term
+        self._runtime, self._term, self._path = runtime, term, path
         self._file = path.open("a", buffering=1)
+        self._bytes = path.stat().st_size
         self._lines: list[str] = []
         """What no thread writes yet"""
         self._waiting = self._lost = 0
         self._closing = False
-        self._budgets = Budgets(LINES_AT_ONCE, LINES_PER_SECOND, OWN)
+        self._budgets = Budgets(BYTES_AT_ONCE, BYTES_PER_SECOND, OWN)
         """What each actor may still cause"""
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
@@ -61,10 +65,11 @@ class Journal:
         if self._waiting >= MAXIMUM_WAITING or ("actor" in fields and budget.wait_s(self._runtime.now())):
             self._lost += 1
             return
-        budget.spend(1.0)
         about = {"time": time.time(), "term": self._term, "event": event, **fields}
         lost, self._lost = {"lost_lines": self._lost} if self._lost else {}, 0
-        self._lines.append(json.dumps({**about, **lost}) + "\n")
+        line = json.dumps({**about, **lost}) + "\n"
+        budget.spend(len(line))
+        self._lines.append(line)
         self._waiting += 1
         if self._waiting == len(self._lines):
             self._write_lines()
@@ -73,7 +78,11 @@ class Journal:
         lines, self._lines = self._lines, []
 
         def write() -> None:
-            self._file.write("".join(lines))
+            text = "".join(lines)
+            if self._bytes and self._bytes + len(text) > JOURNAL_BYTES:
+                self._begin_another()
+            self._file.write(text)
+            self._bytes += len(text)
             time.sleep(GATHER_SECONDS)
 
         def written(_result: Any, error: BaseException | None) -> None:
@@ -84,6 +93,14 @@ class Journal:
                 self._write_lines()
 
         self._runtime.work("journal", write, written)
+
+    def _begin_another(self) -> None:
+        try:
+            self._path.replace(older_file(self._path))
+            full, self._file, self._bytes = self._file, self._path.open("a", buffering=1), 0
+            full.close()
+        except OSError as error:
+            logger.error("the journal grows beyond %d bytes: %s", JOURNAL_BYTES, error)
 
     def close(self, deadline: float) -> None:
         """After the runtime's end: write what is left, unless the disk hangs until `deadline` (time.monotonic())."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -129,3 +130,32 @@ def test_descriptor_limit_is_raised_as_far_as_it_may() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "(700, 700)\n"
+
+
+@asynchronous
+async def test_requests_that_are_no_http_cost_few_short_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever serves: aiohttp's own logger would write a traceback with the request for each."""
+    for limit in logging.getLogger("aiohttp.server").filters:
+        limit._begun = 0.0
+    plain = web.AppRunner(web.Application())
+    await plain.setup()
+    await web.TCPSite(plain, LOOPBACK, 0).start()
+    one = Site()
+    ports = plain.addresses[0][1], await one.site.start(LOOPBACK, 0)
+    malformed = (
+        b"GET / HTTP/1.1\nFORGED " + b"z" * 7000 + b"\n\n",
+        b"GET / HTTP/1.1\r\nA: \0b\r\n\r\n",
+        b"\x16\x03\x01\r\n\r\n",
+    )
+    for _ in range(20):
+        for port in ports:
+            for request in malformed:
+                reader, writer = await asyncio.open_connection(LOOPBACK, port)
+                writer.write(request)
+                await reader.read()
+                writer.close()
+    await plain.cleanup()
+    await one.site.close()
+    text = caplog.text
+    assert "a request is refused" in text and "Traceback" not in text and 50 * "z" not in text
+    assert len(text) < 10 * 400

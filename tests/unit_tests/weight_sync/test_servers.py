@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE_S, until
+from torchtitan.utils.json_lines import JsonTail, older_file
 from torchtitan.weight_sync import main, servers
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.servers import FROZEN_LOOKS, RegistryServer, ServerProcess, Supervised
@@ -178,19 +179,43 @@ def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch
     assert journal._waiting == 2
 
 
-@pytest.mark.slow
-def test_an_actor_causes_a_bounded_number_of_lines_and_those_left_out_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1, 500])
+def test_an_actor_causes_lines_of_a_bounded_length_and_those_left_out_are_counted(tmp_path: Path, width: int) -> None:
     now = [0.0]
     runtime: Any = SimpleNamespace(now=lambda: now[0], work=lambda _thread, function, done: done(function(), None))
     journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
     for _ in range(5000):
-        journal.write("poisoned", {"actor": "evil"})
+        journal.write("poisoned", {"actor": "evil", "reason": "x" * width})
     journal.write("applied", {"actor": "good"})
     now[0] = 10.0
     for _ in range(5000):
-        journal.write("poisoned", {"actor": "evil"})
+        journal.write("poisoned", {"actor": "evil", "reason": "x" * width})
     journal.write("publish", {"version": 1})
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     evil = [line for line in lines if line.get("actor") == "evil"]
-    assert len(evil) <= main.LINES_AT_ONCE + 10 * main.LINES_PER_SECOND + 2 and len(lines) == len(evil) + 2
+    length = sum(len(json.dumps(line)) + 1 for line in evil)
+    assert length <= main.BYTES_AT_ONCE + 10 * main.BYTES_PER_SECOND + 2 * 1000 and len(lines) == len(evil) + 2
+    assert length > main.BYTES_AT_ONCE / 2
     assert sum(line.get("lost_lines", 0) for line in lines) == 10_000 - len(evil)
+
+
+def test_a_full_journal_is_set_aside_and_readers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "JOURNAL_BYTES", 2000)
+    runtime: Any = SimpleNamespace(
+        now=lambda: 0.0, work=lambda _thread, function, done: done(function(), None), finish_work=lambda *_: None
+    )
+    path = tmp_path / "registry.jsonl"
+    journal, tail, read = main.Journal(runtime, path, term=1), JsonTail(path), []
+    for number in range(100):
+        if number == 50:  # it is restarted
+            journal.close(time.monotonic())
+            journal = main.Journal(runtime, path, term=2)
+        journal.write("publish", {"version": number})
+        if number % 7 == 0:
+            read += [row["version"] for row in tail.read()]
+    read += [row["version"] for row in tail.read()]
+    assert read == list(range(100))
+    assert path.stat().st_size <= 2000 and older_file(path).stat().st_size <= 2000
+    # Whoever comes later has the newest ones, in order.
+    late = [row["version"] for row in JsonTail(path).read()]
+    assert late == list(range(late[0], 100)) and len(late) > 20
