@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -73,7 +74,7 @@ def test_system_calls_are_refused_and_namespaces_are_not(shared_memory_bytes: in
 
 
 def test_a_machine_without_known_numbers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restrictions.platform, "machine", lambda: "vax")
+    monkeypatch.setattr(platform, "machine", lambda: "vax")
     assert restrictions.restrict(0) == "no filter of system calls is known for vax"
 
 

@@ -141,7 +141,7 @@ def our_groups(of_process: Path = Path("/proc/self")) -> dict[str, tuple[Path, P
         mounts = (of_process / "mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
-    group_of = {}
+    group_of: dict[str, str] = {}
     for line in groups:
         _, controllers, path = line.split(":", 2)
         group_of |= dict.fromkeys(controllers.split(","), path)

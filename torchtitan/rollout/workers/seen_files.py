@@ -45,7 +45,7 @@ def mounts_over(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[M
     visible: what is shown even if it lies in /tmp or in a folder that looks empty; hidden: folders that look empty.
     """
     needed = {os.path.abspath(os.path.expanduser(str(path))) for path in visible if str(path)}
-    empty = [Path("/run"), *(Path(os.path.realpath(path)) for path in (*hidden, *_files_with_keys()))]
+    empty = [Path("/run"), *(Path(os.path.realpath(str(path))) for path in (*hidden, *_files_with_keys()))]
     for home in homes():
         programs = list(_programs_of_home(home))
         empty += [path for path in _unseen_of_home(home, needed) if path not in programs]
