@@ -38,7 +38,7 @@ from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe, largest_weight
 from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.rollout_tables import Environment, Rewards
-from torchtitan.config.values import show
+from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.compute_type import choose_types
 from torchtitan.models.exports import newest_export, without_links
@@ -469,6 +469,11 @@ def _check_files(check: Check) -> None:
     replay, resume = config.rollout.replay, config.checkpoint.resume
     missing = replay and not (Path(replay) / "journal.jsonl").is_file()
     refuse("rollout.replay", missing, "must be a run folder with a journal.jsonl")
+    if replay and not missing:
+        recorded = read_toml(str(Path(replay) / "config.toml"))[0].get("rollout", {}).get("temperature")
+        # The trainer would score the samples at another temperature than they were sampled with.
+        other = recorded is not None and recorded != config.rollout.temperature
+        refuse("rollout.temperature", other, f"must be {recorded}, as of the samples of rollout.replay = {replay}")
     if resume:
         folder = dump_folder / "latest" if resume == "latest" else Path(resume)
         checkpoints = folder / config.checkpoint.folder

@@ -13,6 +13,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.group_maker import counters, make_sample
 from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
+from torchtitan.rollout.leftovers import changed_since, sampled_as
 from torchtitan.rollout.mix import Mix, in_turns
 from torchtitan.rollout.prompt_stream import load_streams
 from torchtitan.rollout.source_flow import SourceFlow
@@ -46,6 +47,8 @@ class RolloutFlow:
         self._running = False
         self._kept: ReplaySource | None = None
         """Recorded batches to train on again"""
+        self._changed_keys: dict[str, str] = {}
+        """What restored groups were sampled or judged with, where that was other than now"""
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._version = 0
@@ -105,11 +108,13 @@ class RolloutFlow:
             "unfinished": sorted(index for one in self._sources for index in [*one.in_flight, *one.redo]),
             "ready": batch_to_json(Batch(self._version, ready)),
             "mix": self._mix.state_dict(),
+            "sampled_as": {one.name: sampled_as(one.config) for one in self._all},
         }
         return json.dumps(state).encode()
 
     def restore_state(self, data: bytes) -> None:
         """Continue from an exported state; call it before set_version(). The staleness gate applies to its groups.
+        Those that were sampled or judged with other values of the configuration are made again.
 
         Raises:
             UserError: the training prompts are not those of the state, or the state is from job.stage = sft.
@@ -129,17 +134,36 @@ class RolloutFlow:
                 logger.warning("source %s had failed before the checkpoint: the run goes on without it", source.name)
         for index in sorted(state["unfinished"]):
             self._owner(index).redo.append(index)
-        groups = batch_from_json(state["ready"]).groups
+        groups, before = batch_from_json(state["ready"]).groups, state.get("sampled_as", {})
+        changed = {one.name: changed_since(before.get(one.name), one.config) for one in self._all}
+        self._changed_keys = {key: values for one in changed.values() for key, values in one.items()}
+        again = 0
         for group in groups:
-            self._owner(group.prompt_index).add(group)
-        logger.info("restored %d finished groups; %d unfinished are redone", len(groups), len(state["unfinished"]))
+            owner = self._owner(group.prompt_index)
+            if changed[owner.name]:
+                heapq.heappush(owner.redo, group.prompt_index)
+                again += 1
+            else:
+                owner.add(group)
+        logger.info(
+            "restored %d finished groups; %d unfinished are redone", len(groups) - again, len(state["unfinished"])
+        )
+        if again and self._events is not None:
+            self._events.write("groups_made_again", level=logging.WARNING, groups=again, **self._changed_keys)
 
     def train_again(self, kept: ReplaySource) -> int:
         """Hand out these batches before any new one; call it after restore_state() and before set_version().
 
+        Batches that were sampled or judged with other values of the configuration are not trained on again.
+
         Returns how many other groups were ready when the last of them was recorded; these are generated again.
         """
         if not kept.versions:
+            return 0
+        if self._changed_keys:
+            if self._events is not None:
+                count = len(kept.versions)
+                self._events.write("batches_made_again", level=logging.WARNING, batches=count, **self._changed_keys)
             return 0
         self._kept = kept
         batches = [kept.read_batch(version) for version in kept.versions]

@@ -54,6 +54,20 @@ def test_resume_and_replay_folders_are_found(write_config: WriteConfig, monkeypa
     assert asked and Path("outputs") not in asked
 
 
+@pytest.mark.parametrize("recorded", ["", "[rollout]\ntemperature = 1.0\n", "[rollout]\ntemperature = 0.6\n"])
+def test_a_replay_has_the_temperature_of_its_samples(write_config: WriteConfig, recorded: str) -> None:
+    arguments = [*write_config(), "--rollout.replay", "outputs/run-1"]
+    Path("outputs/run-1").mkdir(parents=True)
+    Path("outputs/run-1/journal.jsonl").touch()
+    Path("outputs/run-1/config.toml").write_text(recorded)
+    if "0.6" not in recorded:
+        load_config(arguments)
+        return
+    with pytest.raises(ConfigError, match="rollout.temperature = 1.0 .*must be 0.6, as of the samples of rollout.repl"):
+        load_config(arguments)
+    assert load_config([*arguments, "--rollout.temperature", "0.6"]).rollout.temperature == 0.6
+
+
 def test_a_broken_link_to_the_latest_run_names_the_runs_that_are_there(write_config: WriteConfig) -> None:
     arguments = write_config()
     Path("outputs/run-1/checkpoint/step-4").mkdir(parents=True)

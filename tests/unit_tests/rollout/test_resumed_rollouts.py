@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.unit_tests.rollout.test_prompts import Characters
 from tests.unit_tests.rollout.test_rollouts import (
     BATCH_GROUPS,
+    GROUP_SIZE,
     FakeActors,
     FakeRewards,
     indices,
@@ -26,6 +28,7 @@ from tests.unit_tests.rollout.test_rollouts import (
 from torchtitan.errors import UserError
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.rollouts import Rollouts
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 
 @pytest.mark.slow
@@ -127,6 +130,75 @@ def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
         batch = take(rollouts, 2)
         assert {span.epoch for sample in batch.samples for span in sample.spans} == {"now"}
         assert batch.statistics["rollout/groups_stale"] == 2 * BATCH_GROUPS
+
+
+CHANGES: list[tuple[str, str, object]] = [
+    ("rollout", "temperature", 0.5),
+    ("rollout", "top_p", 0.9),
+    ("rollout", "max_completion_tokens", 3),
+    ("grpo", "group_size", GROUP_SIZE * 2),
+    ("rewards", "functions", ["arithmetic", "format"]),
+]
+
+
+@pytest.mark.parametrize(("table", "key", "value"), [*CHANGES, ("rollout", "data_timeout_s", 30.0), ("", "", "")])
+def test_groups_of_other_settings_are_made_again_and_named(tmp_path: Path, table: str, key: str, value: object) -> None:
+    """What is trained after a resume has the size and the temperature of the run that trains it."""
+    with running(make_config(1), actors := FakeActors()) as rollouts:
+        wait_until_quiet(actors)
+        state = saved(rollouts)
+    left = _ready(state)
+    assert len(left) == 2 * BATCH_GROUPS
+    config, events = make_config(1), EventLog(tmp_path / "events.jsonl")
+    if table:
+        setattr(getattr(config, table), key, value)
+    config.training.global_batch_size = BATCH_GROUPS * config.grpo.group_size
+    later = FakeActors()
+    with running(config, later, state=state, events=events) as rollouts:
+        batches = [take(rollouts, 0)]
+        later.version = 1
+        reach(rollouts, 1)
+        batches.append(take(rollouts, 1))
+    assert set(indices(*batches)) == left  # no prompt is lost
+    other = (table, key, value) in CHANGES
+    asked = {int(request.rpartition("-")[2]) for request, _ in later.served}
+    assert (left <= asked) if other else not left & asked
+    assert all(len(group.samples) == config.grpo.group_size for batch in batches for group in batch.groups)
+    told = [event for event in read_json_lines(events.path) if event["kind"] == "groups_made_again"]
+    assert len(told) == other
+    for event in told:
+        assert event["groups"] == len(left) and f"-> {value!r}" in event[f"{table}.{key}"]
+
+
+def test_a_state_that_does_not_say_its_settings_goes_on() -> None:
+    """As those of earlier releases do not."""
+    with running(make_config(1), actors := FakeActors()) as rollouts:
+        wait_until_quiet(actors)
+        state = json.loads(saved(rollouts))
+    del state["sampled_as"]
+    silent = json.dumps(state).encode()
+    with running(make_config(1), later := FakeActors(), state=silent) as rollouts:
+        take(rollouts, 0)
+    assert not {int(one.rpartition("-")[2]) for one, _ in later.served} & _ready(silent)
+
+
+def test_recorded_batches_of_other_settings_are_not_trained_on_again(tmp_path: Path) -> None:
+    journal, events = Journal(tmp_path), EventLog(tmp_path / "events.jsonl")
+    with running(make_config(1), FakeActors()) as rollouts:
+        state = saved(rollouts)
+        journal.append_batch(take(rollouts, 0))
+    config = make_config(1, temperature=0.5)
+    _, kept = journal.set_aside(0)
+    actors = FakeActors()
+    with Rollouts(config, actors, FakeRewards(), Characters(), None, "now", ranks=1, events=events) as rollouts:  # type: ignore[arg-type]
+        rollouts.loop.call(rollouts.flow.restore_state, state)
+        rollouts.loop.call(rollouts.flow.train_again, kept)
+        reach(rollouts, 0)
+        batch = take(rollouts, 0)
+    asked = {int(request.rpartition("-")[2]) for request, _ in actors.served}
+    assert set(indices(batch)) <= asked
+    (told,) = [event for event in read_json_lines(events.path) if event["kind"] == "batches_made_again"]
+    assert told["rollout.temperature"] == "1.0 -> 0.5" and told["batches"] == 1
 
 
 def test_rollouts_do_not_go_on_from_demonstrations() -> None:
