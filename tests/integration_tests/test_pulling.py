@@ -198,8 +198,17 @@ def test_actors_pass_versions_on_and_a_dead_parent_costs_its_children_a_moment(s
         job.publish()
         job.served_by(*actors)
     wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 3, "the trainer is told")
-    relayed = [one["figures"]["bytes_relayed"] for one in job.watcher.status()["actors"].values()]
-    assert sorted(map(bool, relayed)) == [False, True, True]
+
+    def relayed() -> list[bool]:
+        return sorted(bool(one["figures"]["bytes_relayed"]) for one in job.watcher.status()["actors"].values())
+
+    # On a busy machine shard servers may count late who has got the first versions.
+    for _ in range(20):
+        if relayed() == [False, True, True]:
+            break
+        job.publish()
+        job.served_by(*actors)
+    assert relayed() == [False, True, True]
     for victim in actors[:2]:
         victim.signal(signal.SIGSTOP)
     job.publish()

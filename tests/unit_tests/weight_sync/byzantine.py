@@ -1,7 +1,9 @@
-"""Runs with actors that have a valid key and mean harm: what they send is arbitrary, replayed, endless, or nothing.
+"""Runs with actors that have a valid key and mean harm: what they send is arbitrary, replayed, endless, untrue, or
+nothing.
 
 In every run the newest version is announced to every honest actor within 3 s, no version is skipped, nothing that the
-trainer reads raises there, and what registry and shard servers hold is bounded by the number of peers.
+trainer reads raises there, what registry and shard servers hold is bounded by the number of peers, no actor counts as
+serving what was not published, and no snapshot is retained for one that takes nothing of it.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class Byzantine:
         fields: Message = {"epoch": self.job.shape.epoch, "instance": f"i{rng.randint(0, 2)}"}
         if registry and rng.random() < 0.5:
             fields["address"] = "10.9.9.9:1"
+        if self.how == "relays":
+            fields["address"] = "10.9.9.9:1"
         if not registry:
             fields["rank"] = rng.randrange(self.job.shape.ranks)
             where = self.job.ranks[fields["rank"]].address
@@ -72,6 +76,10 @@ class Byzantine:
         newest = self.job.registry.newest
         about = (-1, "") if newest is None else (newest.version, newest.digest)
         replays = self.how == "replays" and self.said
+        if self.how in LIES and rng.random() < 0.8:
+            channel.send(LIES[self.how](self, *about))
+            self._later(lambda: None if channel.closed else self._speak(channel))
+            return
         one = rng.choice(self.said) if replays else message(rng, *about, list(self.job.version_of))
         self.said.append(one)
         self.floods += self.how == "floods"
@@ -85,9 +93,42 @@ class Byzantine:
         if self.how != "silent" and not channel.closed:
             self._later(lambda: None if channel.closed else self._speak(channel))
 
+    def claims(self, version: int, digest: str) -> Message:
+        """It serves what was not published."""
+        claimed = self.rng.choice((version + 1, 2**62, max(version, 0)))
+        return {"type": "serving", "version": claimed, "digest": self.rng.choice(("", "ff" * 16)), "figures": {}}
 
-FLOOD, FLOODS = 20_000, 2
-KINDS = ("talks", "replays", "floods", "silent", "reconnects")
+    def holds(self, version: int, digest: str) -> Message:
+        """It pulls each version, says that it gets on, and takes nothing; or says that it has it all."""
+        serial = self.job.registry.snapshots.newest or 0
+        return self.rng.choice(
+            (
+                {"type": "ping", "bytes": round(1e9 * self.job.machine.now)},
+                {"type": "pulling", "serial": serial, "version": version},
+                {"type": "ended", "version": version, "outcome": "staged", "reason": ""},
+            )
+        )
+
+    def relays(self, version: int, digest: str) -> Message:
+        """It takes versions as fast as it can, so that others are to get them from it, and sends them nothing."""
+        serial = self.job.registry.snapshots.newest or 0
+        return self.rng.choice(
+            (
+                {"type": "open", "pull": serial, "serial": serial, "buckets": [[-1, self.job.shape.buckets]]},
+                {"type": "serving", "version": version, "digest": digest, "figures": {"transfer_s": 0.0}},
+            )
+        )
+
+    def ranges(self, version: int, digest: str) -> Message:
+        """It requests nothing, in as many words as possible."""
+        return {"type": "open", "pull": 1, "serial": 1, "buckets": [[0, 0]] * RANGES}
+
+
+FLOOD, FLOODS, RANGES = 20_000, 2, 40_000
+LIES: dict[str, Callable[[Byzantine, int, str], Message]] = {
+    name: getattr(Byzantine, name) for name in ("claims", "holds", "relays", "ranges")
+}
+KINDS = ("talks", "replays", "floods", "silent", "reconnects", *LIES)
 
 
 def held_bytes(job: Job) -> int:
@@ -113,6 +154,21 @@ def check_announced(job: Job, version: int) -> None:
         if newest is None or newest[1].version < version:
             heard = None if newest is None else newest[1].version
             raise Violation(f"{actor.name} has not heard of {version} within {ANNOUNCED_SECONDS} s, only of {heard}")
+
+
+def check_claims(job: Job) -> None:
+    """Now: who serves what, and for whom a snapshot is retained."""
+    for name, actor in job.registry.actors.items():
+        if actor.version >= 0 and actor.version not in job.shared:
+            raise Violation(f"{name} counts as serving version {actor.version}, which was not published")
+    snapshots, now = job.registry.snapshots, job.machine.now
+    for serial, since in snapshots.retained.items():
+        pulls = [
+            pull for name, pull in snapshots.pulls.items() if pull.serial == serial and name not in snapshots.resting
+        ]
+        still = min((now - max(since, pull.moved_at) for pull in pulls), default=0.0)
+        if snapshots.settings.sees_bytes and still > job.shape.progress_timeout_s + 1.0:
+            raise Violation(f"snapshot {serial} is retained, and nothing of it has moved for {still:.1f} s")
 
 
 def check_trainer(job: Job) -> None:
@@ -147,6 +203,8 @@ def run_byzantine(seed: int, parts: Parts | None = None) -> Job:
         Byzantine(job, f"evil-{n}", rng.choice(KINDS), random.Random(f"{seed} {n}")) for n in range(rng.randint(1, 3))
     ]
     versions = 6
+    for tenth in range(1, 200):
+        machine.at(0.1 * tenth, None, partial(check_claims, job))
     job.train(versions)
     machine.run(JOIN_SECONDS + versions * shape.interval * 1.1 + ANNOUNCED_SECONDS + 0.1)
     if job.skipped:

@@ -297,6 +297,19 @@ def test_versions_of_other_numbers_are_not_applied() -> None:
     group.close()
 
 
+def test_worker_that_serves_another_version_than_was_ordered_has_not_applied_it() -> None:
+    job, group = serving()
+    worker = group.workers[0]
+    other = Served(SHAPE.epoch, 0, "other bytes")
+    tell = worker.puller._tell_serving
+    worker.puller._tell_serving = lambda _served, figures: tell(other, figures)  # type: ignore[method-assign]
+    job.train(1)
+    group.run(2.0)
+    assert group.leader.poisoned and group.leader.serving is None
+    assert job.registry.actors["a"].state == "POISONED" and "serves" in job.registry.actors["a"].reason
+    group.close()
+
+
 def test_workers_that_are_slow_but_get_on_keep_their_snapshot() -> None:
     """Their leader tells the registry how far they are: a version that came meanwhile takes nothing from them."""
     job = Job(Machine(0), SHAPE)

@@ -13,7 +13,7 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, Sheet
-from torchtitan.weight_sync.memory.transfer import SHEET
+from torchtitan.weight_sync.memory.transfer import RELAY_SECONDS, SHEET
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
@@ -424,6 +424,25 @@ def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) 
     figures = world.registry.last("serving")["figures"]
     assert world.applied == [0] and figures["bytes_relayed"] >= BUCKET_BYTES
     assert figures["corrupt_buckets"] == (how == "corrupt")
+
+
+def test_actor_that_relays_much_more_slowly_than_the_trainer_is_left() -> None:
+    """A byte comes often enough, but after two seconds there is less than a quarter of what the trainer sent."""
+    world, _peer, source = beside_a_peer()
+    world.newest(1, 0)
+    world.server.process.rate = world.process.rate = BUCKETS * BUCKET_BYTES / 0.4
+    world.send_all(0)
+    world.run(1.0)
+    assert world.applied == [0] and world.puller._direct_rate > 0
+    world.newest(2, 1, source=source)
+    pull = world.puller.transfer
+    assert pull is not None and pull.source == "b"
+    begun = world.machine.now
+    while world.server.count("open") == 1 and world.machine.now < begun + 10.0:
+        pull.count(1, False, world.machine.now)
+        world.run(0.5)
+    assert RELAY_SECONDS < world.machine.now - begun < RELAY_SECONDS + 1.5
+    assert world.server.last("open")["serial"] == 2 and world.puller.transfer is pull and pull.source == ""
 
 
 def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> None:
