@@ -10,6 +10,9 @@ anything waits for them.
 
 With `--max-restarts N` all ranks are started again up to N times after one was killed or broke off. The run knows by
 LAUNCH_VARIABLE that it has been started before, and goes on where it was (trainer/run_dir.py).
+
+With a range of machines (`--nnodes 1:2`) they start again, too, when a machine is lost or joins, which costs none of
+these restarts.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from types import FrameType
 from typing import Any
 
@@ -68,6 +72,9 @@ NAME_INTERVAL_S = 1.0
 class Agent(local_elastic_agent.LocalElasticAgent):
     """torchrun's own, which restarts only where another try may help, and tells the ranks why."""
 
+    address: str = ""
+    """What this machine is called among others; given where their number may change"""
+
     ranks: tuple[int, ...] = ()
     """Process ids"""
     started = threading.Event()
@@ -77,6 +84,29 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         super().__init__(*arguments, **named)
         self._stopped: dict[int, float] = {}
         """Process ids of stopped ranks, and when that was seen first; inf once it was said"""
+        self._machines: Counter[str] = Counter()
+        """The machines that meet, where their number may change"""
+        self._failed = False
+        """Whether the ranks start again because some have failed, which has cost a restart"""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        if not Agent.address:
+            return
+        # Each meeting has a store of its own.
+        store, count = worker_group.store, worker_group.group_world_size
+        store.set(f"machine/{worker_group.group_rank}", Agent.address)
+        before, self._machines = self._machines, Counter(store.get(f"machine/{n}").decode() for n in range(count))
+        lost, joined = before - self._machines, self._machines - before
+        if before and (lost or joined):
+            changes = [f"machine {name} was lost" for name in sorted(lost.elements())]
+            changes += [f"machine {name} has joined" for name in sorted(joined.elements())]
+            os.environ[LOSS_VARIABLE] = f"{', '.join(changes)} ({count} train on, {before.total()} did before)"
+            _say(f"{os.environ[LOSS_VARIABLE]}: all ranks start again, which costs no restart")
+            if self._failed:
+                # The ranks that are left have failed because of it.
+                self._remaining_restarts += 1
+        self._failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         started: dict[int, int] = super()._start_workers(worker_group)
@@ -95,7 +125,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
                 self._remaining_restarts = 0
             rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
-            if self._remaining_restarts > 0:
+            self._failed = self._remaining_restarts > 0
+            if self._failed:
                 os.environ[LOSS_VARIABLE] = f"rank {rank} {_end_of(first.exitcode)}"
                 _say(f"{os.environ[LOSS_VARIABLE]}: all ranks start again ({self._remaining_restarts} restarts left)")
         return result
@@ -124,6 +155,11 @@ def main(arguments: list[str]) -> int:
     processes._terminate_process_handler = _stop
     threading.Thread(target=_pass_on, name="pass-on", daemon=True).start()
     parsed = parse_args(arguments)
+    least, most = parse_min_max_nnodes(parsed.nnodes)
+    if least < most:
+        Agent.address = parsed.local_addr or socket.getfqdn()
+        # Ranks that meet in the store of the launchers before would find what the ones before have left there.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         find_names(parsed)
     except UserError as error:

@@ -203,6 +203,26 @@ def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("asked", "words"), [("1:3", 3), ("3:1", 0), ("0:2", 0), ("2:9", 0), ("1:", 0)])
+def test_a_range_of_training_nodes_survives_the_loss_of_some(
+    asked: str, words: int, tmp_path: Path, model: Path, config: Path
+) -> None:
+    """The first by name, which is rank 0's, is also where they meet."""
+    nodes = "gpu9,gpu10,gpu11,gpu12"
+    done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), SLURM_JOB_NODELIST=nodes, TRAIN_NODES=asked)
+    if not words:
+        assert done.returncode == 2 and "TRAIN_NODES=" in done.stderr and not calls
+        return
+    (training,) = [one for one, _ in (call for call in calls if call != "stopped") if "torchtitan.grpo_train" in one]
+    assert (
+        training[training.index("--nnodes") + 1] == "1:3"
+        and training[training.index("--nodelist") + 1] == "gpu10,gpu11,gpu9"
+    )
+    assert training[training.index("--rdzv-endpoint") + 1] == "gpu10:29400" and "--no-kill" in training
+    assert training[training.index("--weight_sync.host") + 1] == "gpu10" and "--kill-on-bad-exit=0" in training
+
+
+@pytest.mark.slow
 def test_a_failed_training_ends_the_servers_and_the_job(tmp_path: Path, model: Path, config: Path) -> None:
     done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), SRUN_EXIT="7")
     assert done.returncode == 7 and calls.count("stopped") == 1

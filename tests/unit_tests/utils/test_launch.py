@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -17,6 +19,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import parse_args
 
 from tests.patience import until
+from tests.processes import ROOT, free_ports
 from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.utils import launch
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LAUNCHER_VARIABLE
@@ -117,3 +120,75 @@ def test_a_name_that_is_published_late_is_waited_for(
     launch.find_names(parse_args([*TWO, "--master-addr", "rank0.example", "program.py"]))
     (line,) = capfd.readouterr().err.splitlines()
     assert "rank0.example does not resolve" in line and "trying 60 s" in line
+
+
+# A rank: it writes how many ranks there are and why, and then works until its launcher stops it. Of two ranks, the
+# survivor of a lost machine fails as one whose connection has broken; the last two end by themselves.
+RANK = """
+import os, pathlib, sys, time
+from torchtitan.config.job_config import Comm
+from torchtitan.distributed import device
+folder, ranks = pathlib.Path(sys.argv[1]), os.environ["WORLD_SIZE"]
+device.init_process_group(Comm(init_timeout_seconds=60))
+names = ("RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHTITAN_LOST_RANK")
+with open(folder / f"ranks-{sys.argv[2]}", "a") as file:
+    file.write(" ".join([ranks, *(os.environ.get(name, "-") for name in names)]) + chr(10))
+while not (folder / "end").exists():
+    if ranks == "2" and (folder / "lost").exists() and not (folder / "again").exists():
+        os._exit(75)
+    time.sleep(0.05)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_and_comes_back_costs_no_restart(tmp_path: Path) -> None:
+    script, address = tmp_path / "rank.py", f"127.0.0.1:{free_ports(1)}"
+    script.write_text(RANK)
+    range_of_two = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    timing = "last_call_timeout=5,join_timeout=200,keep_alive_interval=1,keep_alive_max_attempt=5"
+    meeting = ["--rdzv-endpoint", address, "--rdzv-id", "1", "--rdzv-conf", timing]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "torchtitan.utils.launch", *range_of_two, *meeting, "--local-addr", name]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHTITAN_DEVICE": "cpu"}
+        log = (tmp_path / f"log-{name}").open("ab")
+        started.append(subprocess.Popen(
+            [*command, str(script), str(tmp_path), name], env=environment, stderr=log, start_new_session=True
+        ))  # fmt: skip
+        return started[-1]
+
+    def rows(name: str) -> list[str]:
+        path = tmp_path / f"ranks-{name}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    first, second = "127.0.0.8", "127.0.0.9"
+    try:
+        survivor, lost = start(first), start(second)
+        until(lambda: bool(rows(first) and rows(second)))
+        os.killpg(lost.pid, signal.SIGKILL)
+        for child in psutil.process_iter(["cmdline"]):  # its rank has a session of its own
+            if (child.info["cmdline"] or [])[-3:] == [str(script), str(tmp_path), second]:
+                child.kill()
+        (tmp_path / "lost").touch()
+        until(lambda: rows(first)[-1].startswith("1 "))
+        (tmp_path / "again").touch()
+        again = start(second)
+        until(lambda: rows(first)[-1].startswith("2 ") and len(rows(first)) == 3)
+        (tmp_path / "end").touch()
+        assert [survivor.wait(200), again.wait(200)] == [0, 0]
+    finally:
+        for launcher in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        for child in psutil.process_iter(["cmdline"]):
+            if str(tmp_path) in (child.info["cmdline"] or []):
+                child.kill()
+    # Ranks, rank, restarts that were used up, and why they were started again.
+    assert rows(first) == [
+        "2 0 0 -",
+        f"1 0 0 machine {second} was lost (1 train on, 2 did before)",
+        f"2 0 0 machine {second} has joined (2 train on, 1 did before)",
+    ]

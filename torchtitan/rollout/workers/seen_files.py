@@ -33,10 +33,11 @@ file, and "show" has a file or folder as it is."""
 
 def homes() -> list[Path]:
     """Return the home folder of the environment, and of this user if that is another one."""
-    found = [os.path.expanduser("~")]
+    found: list[str] = [os.path.expanduser("~")]
     with contextlib.suppress(KeyError):  # a container's user may have no entry
         found.append(pwd.getpwuid(os.getuid()).pw_dir)
-    return [Path(folder) for folder in dict.fromkeys(os.path.realpath(folder) for folder in found)]
+    real = [os.path.realpath(folder) for folder in found]
+    return [Path(folder) for folder in dict.fromkeys(real)]
 
 
 def mounts_over(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[Mount]:
