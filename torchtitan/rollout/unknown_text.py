@@ -77,9 +77,11 @@ def refuse_surplus_tokens(rows: Sequence[dict[str, Any]], maker: PromptMaker, vo
     if vocabulary is None or tokenizer.vocab_size <= vocabulary:
         return
     for index, row in enumerate(rows):
-        if (token := max(maker.tokens(maker.make(row, index)), default=0)) >= vocabulary:
+        prompt = maker.make(row, index)
+        if (token := max(maker.tokens(prompt), default=0)) >= vocabulary:
             raise UserError(
-                f"row {index + 1} of the dataset holds the token {tokenizer.decode([token], skip_special=False)!r}, "
-                f"number {token}, or the chat template writes it there: the model in {tokenizer.directory} has only "
+                f"a row of the dataset ({str(prompt.text)[:60]!r}) holds the token "
+                f"{tokenizer.decode([token], skip_special=False)!r}, number {token}, or the chat template writes it "
+                f"there: the model in {tokenizer.directory} has only "
                 f"{vocabulary} tokens. Take the row out, or a checkpoint whose model has all tokens of its tokenizer"
             )

@@ -7,18 +7,21 @@ record which of their keys are asked for.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.rollout.data.thoughts import TAGS
 from torchtitan.rollout.messages import ASSISTANT, Messages, plain_message
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-END_OF_THOUGHT = "</think>"
+CLOSINGS = re.compile(f"({'|'.join(re.escape(tag.closing) for tag in TAGS)})")
+OPENINGS = re.compile("|".join(re.escape(tag.opening) for tag in TAGS))
 # Keys that need no word: what every template reads or this project does, and what ties a result to its call.
 KNOWN_KEYS = {"role", "content", "reasoning_content", "tool_calls", "weight", "train", "tool_call_id"}
 # Conversations that are rendered to find out whether a template ever reads a key.
@@ -89,14 +92,14 @@ class AnswerCheck:
         marked = dict(answer)
         if thought := self._without_stops(answer.get("reasoning_content", "")):
             marked["reasoning_content"] = thought + mark("thought (reasoning_content, reasoning or thinking)")
-        *thoughts, text = answer["content"].split(END_OF_THOUGHT)
-        parts = [
-            one.rstrip() + mark("thought in the content") if one.replace("<think>", "").strip() else one
-            for one in thoughts
-        ]
+        *thoughts, text = CLOSINGS.split(answer["content"])
+        # Each thought is followed by what closes it.
+        for place in range(0, len(thoughts), 2):
+            if OPENINGS.sub("", thoughts[place]).strip():
+                thoughts[place] = thoughts[place].rstrip() + mark("thought in the content")
         if text := self._without_stops(text):
             text += mark("content")
-        marked["content"] = END_OF_THOUGHT.join([*parts, text])
+        marked["content"] = "".join([*thoughts, text])
         calls: list[dict[str, Any]] = []
         for call in answer.get("tool_calls", ()):
             function = call.get("function", call)
@@ -143,7 +146,8 @@ def warn_of_unread_keys(conversations: Iterable[tuple[int, Messages, Messages]],
     tried, read, first = Counter[str](), set[str](), dict[str, int]()
     for number, messages, tools in conversations:
         recorded = [_Recorded(plain_message(message)) for message in messages]
-        asked = {key for one in recorded for key in _other_keys(one) if key not in read and tried[key] < TRIES}
+        others = dict.fromkeys(key for one in recorded for key in _other_keys(one))
+        asked = [key for key in others if key not in read and tried[key] < TRIES]
         if not asked:
             continue
         for one in recorded:

@@ -117,8 +117,8 @@ def test_rows_that_hold_such_tokens(write_config: WriteConfig, capsys: pytest.Ca
     write_tokens(260, eos="<|im_end|>")
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "<think>1+1=", "answer": "2"}]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    message = "row 2 of the dataset holds the token '<think>', number 263"
-    assert main(["--dry-run", *arguments]) == 2 and message in capsys.readouterr().err
+    message = r"a row of the dataset \('<think>1\+1='\) holds the token '<think>', number 263"
+    assert main(["--dry-run", *arguments]) == 2 and re.search(message, capsys.readouterr().err)
     config = load_config(arguments)
     tokenizer = Tokenizer("checkpoint")
     with pytest.raises(UserError, match=message):

@@ -183,6 +183,7 @@ def answer(content: Any = "Yes", **keys: Any) -> dict[str, Any]:
         (EITHER.replace("arguments.x", "arguments"), answer(tool_calls=[CALL]), "does not write the content"),
         (EITHER.replace("arguments.x", "arguments"), answer("", tool_calls=[CALL, CALL]), "the call number 2"),
         (FORGETFUL, answer("<think>so</think>Yes"), "does not write the thought in the content"),
+        (FORGETFUL.replace("</think>", "[/THINK]"), answer("[THINK]so[/THINK]Yes"), "the thought in the content"),
         (EARLY_END, answer(reasoning="so"), r"writes '<\|im_end\|>', which ends a turn, before the end of an answer"),
         (SIMPLE, answer("Yes<|im_end|> no"), "text of an answer goes on behind a token that ends a turn: 'no'"),
     ],
