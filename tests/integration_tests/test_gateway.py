@@ -22,7 +22,8 @@ from tests.roundings import forward_rounding
 from torchtitan.inference import actor_parts
 from torchtitan.inference.types import Branch
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.rollout.gateway.process import GatewayLost, SessionAccess, SessionRecord
+from torchtitan.rollout.gateway.process import GatewayLost, SessionAccess
+from torchtitan.rollout.gateway.record import SessionRecord
 
 openai = pytest.importorskip("openai")
 

@@ -93,19 +93,21 @@ class EmbeddedScores(msgspec.Struct):
     version: Natural
 
 
+def completion_of(told: EmbeddedCompletion) -> Completion:
+    """Return a completion as to_json() has written it. Raises ValueError or KeyError."""
+    return Completion(
+        told.token_ids,
+        told.log_probs,
+        told.finish_reason,  # type: ignore[arg-type] # check_completions() looks at it
+        [VersionSpan(span.epoch, span.version, span.start, span.end) for span in told.spans],
+        told.kept_token_ids,
+        None if told.routes is None else Routes.from_json(msgspec.structs.asdict(told.routes)),
+    )
+
+
 def embedded_completions(answer: bytes | memoryview) -> list[Completion]:
     """Return the completions in an answer of the embedded engine. Raises ValueError or KeyError."""
-    return [
-        Completion(
-            one.token_ids,
-            one.log_probs,
-            one.finish_reason,  # type: ignore[arg-type] # check_completions() looks at it
-            [VersionSpan(span.epoch, span.version, span.start, span.end) for span in one.spans],
-            one.kept_token_ids,
-            None if one.routes is None else Routes.from_json(msgspec.structs.asdict(one.routes)),
-        )
-        for one in decode(EmbeddedAnswer, answer, MAX_ANSWER_BYTES).completions
-    ]
+    return [completion_of(told) for told in decode(EmbeddedAnswer, answer, len(answer)).completions]
 
 
 def embedded_scores(answer: bytes | memoryview) -> ScoredTokens:
@@ -121,7 +123,7 @@ def _engine(name: str) -> Any:
 # From the reading function to the run
 
 
-class _Packed(msgspec.Struct, array_like=True):
+class Packed(msgspec.Struct, array_like=True):
     """A completion. Arrays are little-endian: int64 for tokens, float64 for log-probs, int32 for lengths."""
 
     token_ids: memoryview
@@ -139,7 +141,7 @@ class Outcome(msgspec.Struct, array_like=True):
 
     refused: str = ""
     reason: str = ""
-    completions: list[_Packed] = []
+    completions: list[Packed] = []
     log_probs: memoryview = memoryview(b"")
     epoch: str = ""
     version: int = 0
@@ -159,12 +161,13 @@ def values(data: memoryview, dtype: str) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def _pack(completion: Completion) -> _Packed:
+def pack(completion: Completion) -> Packed:
+    """Return a completion as arrays."""
     kept, routes = completion.kept_token_ids, None
     if (told := completion.routes) is not None:
         experts = np.ascontiguousarray(told.experts, told.experts.dtype.newbyteorder("<"))
         routes = told.first, experts.shape, experts.itemsize, memoryview(experts.tobytes())
-    return _Packed(
+    return Packed(
         array(completion.token_ids, "<i8"),
         array(completion.log_probs, "<f8"),
         completion.finish_reason,
@@ -176,7 +179,8 @@ def _pack(completion: Completion) -> _Packed:
     )
 
 
-def _unpack(packed: _Packed) -> Completion:
+def unpack(packed: Packed) -> Completion:
+    """Return the completion that `pack` has made arrays of."""
     kept: list[list[int]] | None = None
     if packed.kept is not None:
         ids, ends = values(packed.kept[0], "<i8"), np.cumsum(values(packed.kept[1], "<i4"))
@@ -218,7 +222,7 @@ def read_completions(about: dict[str, Any], answer: bytes | memoryview) -> bytes
         else:
             completions = _engine(about["engine"]).completions(request, answer)
         check_completions(completions, request.sampling)
-        return Outcome(completions=[_pack(one) for one in completions])
+        return Outcome(completions=[pack(one) for one in completions])
 
     return outcome_of(read)
 
@@ -263,7 +267,7 @@ async def completions_of(engine: str, request: GenerateRequest, pieces: Pieces) 
     version of this run; RequestRefused: the engine lacks what was asked for.
     """
     outcome = await _read("generate", "read_completions", {"engine": engine, "request": request.to_json()}, pieces)
-    return [_unpack(one) for one in outcome.completions]
+    return [unpack(one) for one in outcome.completions]
 
 
 async def scores_of(engine: str, token_ids: list[int], pieces: Pieces) -> ScoredTokens:

@@ -20,9 +20,8 @@ from tests.chat_families import FAMILIES, Family
 from tests.chat_models import ADDED, SPECIAL, write_chat_tokenizer
 from tests.patience import PATIENCE_S, asynchronous
 from tests.programs import API, Program
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.rollout.gateway.server import GatewayServer
-from torchtitan.rollout.gateway.session import branches_from_json
 from torchtitan.rollout.tokenizer import Tokenizer
 
 PIECES = ["a", "B ", "\n", "\n\n", "é", "日本", "🙂", "\u200d", "{}", '"', "<", "|", "im_end", "\\u0", *SPECIAL, *ADDED]
@@ -122,10 +121,15 @@ async def test_every_trained_token_is_one_that_was_sampled(family: str, tmp_path
                     before, expected = prompt + ids, texts
                 ended = await server._end(name)
                 assert ended is not None
-                (branch,) = branches_from_json(ended["branches"])
+                (branch,) = branches_of(ended["branches"])
                 assert [one.token_ids for one in branch.sampled] == [ids for _, ids in engine.log]
                 assert branch.token_ids == engine.log[-1][0] + engine.log[-1][1]
     assert results > 670  # about 2,000 over three families
+
+
+def branches_of(rows: list[list[Any]]) -> list[Branch]:
+    """The branches of a record."""
+    return [Branch([Given(one) if isinstance(one, list) else Completion.from_json(one) for one in row]) for row in rows]
 
 
 def check_new(tokenizer: Tokenizer, ids: list[int], texts: list[str]) -> None:
@@ -145,7 +149,7 @@ def check_new(tokenizer: Tokenizer, ids: list[int], texts: list[str]) -> None:
 def text_of(tokenizer: Tokenizer, ended: dict[str, Any] | None) -> list[str]:
     """The trained texts of a session."""
     assert ended is not None
-    branches = branches_from_json(ended["branches"])
+    branches = branches_of(ended["branches"])
     return [tokenizer.decode(one.token_ids) for branch in branches for one in branch.sampled]
 
 
@@ -216,7 +220,7 @@ async def test_options_do_what_they_say_or_are_counted(tmp_path: Path) -> None:
         await program.ask()
         ended = await server._end("n")
         assert ended is not None and ended["calls"] == 4
-        branches = branches_from_json(ended["branches"])
+        branches = branches_of(ended["branches"])
         assert [branch.token_ids[: len(prompt)] for branch in branches] == [prompt] * 3
         assert sorted(len(branch.sampled) for branch in branches) == [1, 1, 2]
 

@@ -15,7 +15,7 @@ from torchtitan.rollout.data.tool_formats.format import ToolCall
 from torchtitan.rollout.data.tool_formats.registry import parse_tool_calls
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall, make_choice, parse_tokens, stop_ids
 from torchtitan.rollout.gateway.chat_completions import ChatCompletions
-from torchtitan.rollout.gateway.session import Session, branches_from_json
+from torchtitan.rollout.gateway.session import Session
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <|im_end|> up", "parameters": {}}}]
@@ -145,7 +145,7 @@ def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
             held = prompt + completion.token_ids
             session.remember("x", call, prompt, choice)
             messages = [*messages, choice.message, {"role": "user", "content": noise(generator)}]
-        (branch,) = branches_from_json(session.branches_to_json())
+        (branch,) = session.branches
         assert branch.token_ids == held and len(branch.sampled) == 6
 
 

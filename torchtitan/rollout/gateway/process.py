@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from torchtitan.errors import UserError
 from torchtitan.inference.client import base_url
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.types import Branch, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
-from torchtitan.rollout.gateway.session import branches_from_json
+from torchtitan.rollout.gateway.record import SessionRecord, read_record
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.typed_json import decode
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +49,6 @@ class SessionAccess:
     key: str
     address: tuple[str, int] | None = None
     """Host and port at which the gateway listens on this machine, for programs that are isolated from the network"""
-
-
-@dataclass(frozen=True)
-class SessionRecord:
-    """The record of a session, or of all sessions of a key."""
-
-    branches: list[Branch]
-    calls: int
-    failed: int
-    """Calls that the system never answered; if there are any, the episode says nothing about the policy"""
-    cut: bool
-    """A limit truncated the last answer, or left no room for one"""
-    counts: Counter[str] = field(default_factory=Counter)
-    """See Session.counts"""
 
 
 class Gateway:
@@ -118,7 +105,7 @@ class Gateway:
             peer = self._peer or await self._start()
         opening = {"sampling": asdict(sampling), "min_version": min_version, "shares": shares}
         key = await self._order(peer.call("open", session=session, many=many, **opening))
-        return SessionAccess(session, f"{self.url}/v1", str(key), self._address)
+        return SessionAccess(session, f"{self.url}/v1", decode(str, key), self._address)
 
     async def end(self, session: str) -> SessionRecord:
         """End a session, or all sessions of a key that was opened with `many`; later calls are refused.
@@ -127,13 +114,12 @@ class Gateway:
         """
         if self._peer is None:
             raise GatewayLost("the gateway has ended")
-        data = await self._order(self._peer.call("end", session=session))
-        if data is None:
+        record = await read_record(await self._order(self._peer.call("end", session=session)))
+        if record is None:
             raise GatewayLost(f"the gateway knows no session {session}")
-        branches, counts = branches_from_json(data["branches"]), Counter(data["counts"])
-        return SessionRecord(branches, data["calls"], data["failed"], data["cut"], counts)
+        return record
 
-    async def _order(self, order: Awaitable[Any]) -> Any:
+    async def _order(self, order: Awaitable[bytes]) -> bytes:
         try:
             return await asyncio.wait_for(order, ORDER_TIMEOUT_S)
         except asyncio.TimeoutError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Branch, Completion, Given, SamplingParameters, add_turn
+from torchtitan.inference.types import Branch, Completion, SamplingParameters, add_turn
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
 from torchtitan.rollout.messages import Messages, plain_message
 from torchtitan.rollout.tokenizer import ChatRenderer
@@ -104,20 +104,6 @@ class Session:
         if name not in self._conversations:
             raise WrongCall(f"there is no answer {name!r} in this session", "previous_response_not_found")
         return self._conversations[name]
-
-    def branches_to_json(self) -> list[list[Any]]:
-        """Return the branches in the form that `branches_from_json` reads."""
-        return [
-            [one.token_ids if isinstance(one, Given) else one.to_json() for one in branch.segments]
-            for branch in self.branches
-        ]
-
-
-def branches_from_json(data: Sequence[Sequence[Any]]) -> list[Branch]:
-    return [
-        Branch([Given(one) if isinstance(one, list) else Completion.from_json(one) for one in branch])
-        for branch in data
-    ]
 
 
 def canonical_message(message: Mapping[str, Any]) -> Canonical:

@@ -21,6 +21,7 @@ import aiohttp
 
 from torchtitan.config.rollout_tables import Judge as Settings
 from torchtitan.rollout.rewards.builtin import Completion, answer_texts
+from torchtitan.utils.typed_json import IN_PLACE_BYTES, Object, decode
 
 FORMS = {
     "score": "End with one line `SCORE: n`, where n is a number from 0 (worst) to 10 (best).",
@@ -151,10 +152,12 @@ class Judge:
             asked.counts["calls"] += 1
             try:
                 async with asked.session.post(path, json=body, headers=headers, timeout=timeout) as response:
+                    answered = await _body(response)
                     if 400 <= response.status < 500 and response.status not in WORTH_REPEATING:
-                        raise Refused(f"{response.status}: {await response.text()}")
+                        text = answered[:REASON_CHARACTERS].decode(errors="replace")
+                        raise Refused(f"{response.status}: {text}")
                     response.raise_for_status()
-                    data = await response.json(content_type=None)
+                    data = decode(Object, answered)
                 for name in ("prompt_tokens", "completion_tokens"):
                     asked.counts[name] += (data.get("usage") or {}).get(name) or 0
                 return read(data["choices"][0]["message"]["content"])
@@ -163,6 +166,16 @@ class Judge:
                     raise
                 await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Return an answer's bytes. Raises ValueError where there are too many."""
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > IN_PLACE_BYTES:
+            raise ValueError(f"an answer of more than {IN_PLACE_BYTES} bytes")
+    return bytes(data)
 
 
 _judges: dict[str, Judge] = {}

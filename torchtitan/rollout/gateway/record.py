@@ -1,0 +1,79 @@
+"""The record of a session on its way from the gateway to the run: what a program made of it may be long.
+
+Programs decide how many branches there are and what is in them. A long record is read in another process, and comes as
+arrays (see utils/reader_process.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from torchtitan.inference.answers import EmbeddedCompletion, Packed, array, completion_of, pack, unpack, values
+from torchtitan.inference.types import Branch, Given
+from torchtitan.utils.reader_process import read_answer
+from torchtitan.utils.typed_json import Natural, decode
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """The record of a session, or of all sessions of a key."""
+
+    branches: list[Branch]
+    calls: int
+    failed: int
+    """Calls that the system never answered; if there are any, the episode says nothing about the policy"""
+    cut: bool
+    """A limit truncated the last answer, or left no room for one"""
+    counts: Counter[str] = field(default_factory=Counter)
+    """See Session.counts"""
+
+
+class _Facts(msgspec.Struct):
+    calls: int
+    failed: int
+    cut: bool
+    counts: dict[str, int]
+
+
+class _Record(_Facts):
+    branches: list[list[list[Natural] | EmbeddedCompletion]]
+
+
+class _PackedRecord(_Facts):
+    branches: list[list[memoryview | Packed]]
+
+
+def branches_to_json(branches: Sequence[Branch]) -> list[list[Any]]:
+    """Return branches as a record has them."""
+    return [
+        [one.token_ids if isinstance(one, Given) else one.to_json() for one in branch.segments] for branch in branches
+    ]
+
+
+def pack_record(_about: dict[str, Any], data: bytes | memoryview) -> bytes:
+    """The reading function for a record; null stands for a session that is not there."""
+    if bytes(data) == b"null":
+        return msgspec.msgpack.encode(None)
+    record = decode(_Record, data, len(data))
+    branches = [
+        [array(one, "<i8") if isinstance(one, list) else pack(completion_of(one)) for one in branch]
+        for branch in record.branches
+    ]
+    return msgspec.msgpack.encode(_PackedRecord(record.calls, record.failed, record.cut, record.counts, branches))
+
+
+async def read_record(data: bytes) -> SessionRecord | None:
+    """Return a record, or None where there is no such session. Raises WrongForm."""
+    packed = msgspec.msgpack.decode(await read_answer(f"{__name__}:pack_record", {}, [data]), type=_PackedRecord | None)
+    if packed is None:
+        return None
+    branches = [
+        Branch([unpack(one) if isinstance(one, Packed) else Given(values(one, "<i8").tolist()) for one in branch])
+        for branch in packed.branches
+    ]
+    return SessionRecord(branches, packed.calls, packed.failed, packed.cut, Counter(packed.counts))
