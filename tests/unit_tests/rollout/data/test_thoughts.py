@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from tests.chat_families import Family
 from tests.chat_models import CHAT_TEMPLATE
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.rollout.data.tool_formats.registry import parse_tool_calls
 from torchtitan.rollout.data.turns import TurnReader
+from torchtitan.rollout.environments.pool import Outcome, Reply
+from torchtitan.rollout.episodes import EpisodePlayer
 from torchtitan.rollout.gateway.calls import Call, make_choice
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.prompts import PromptMaker
@@ -171,6 +175,58 @@ def test_agents_see_thoughts_with_their_tags_or_not_at_all(
     if "commentary" in said:
         expected = f"I add.\n{answer}"
     assert message["role"] == "assistant" and message["content"].rstrip(" ") == expected.rstrip(" ")
+
+
+class Environment:
+    """Keeps what it is given, and ends the episode."""
+
+    tool_format = "hermes"
+
+    def __init__(self) -> None:
+        self.turns: list[tuple[str, str]] = []
+
+    @asynccontextmanager
+    async def _play(self) -> Any:
+        yield self
+
+    async def episode(self, alone: bool = False) -> Any:
+        return self._play()
+
+    async def reset(self, row: dict[str, Any]) -> str:
+        return ""
+
+    async def act(self, text: str, marked: str) -> Reply:
+        self.turns.append((text, marked))
+        return Reply([], 0.0, True, [], 0)
+
+    async def finish(self) -> Outcome:
+        return Outcome(None, {})
+
+
+@pytest.mark.parametrize("name", ["tags that the prompt opens", "special tags", "magistral", "gpt-oss"])
+def test_environments_get_the_whole_turn_and_the_text_that_programs_see(
+    name: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """A draft in a thought that the prompt has opened is none; steps of gpt-oss and its like are the answer alone."""
+    tokenizer, environment = tokenizers[name], Environment()
+    config = make_config(tokenizer)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    opening, closing = {"magistral": ("[THINK]", "[/THINK]"), "gpt-oss": (ANALYSIS, f"{NEXT}{FINAL}")}.get(
+        name, ("" if "opens" in name else "<think>", "</think>")
+    )
+    said = f"{opening}{call}{closing}12"
+
+    async def generate(request: Any, min_version: int, shares: str) -> list[Completion]:
+        return [sampled(tokenizer, said)]
+
+    maker = PromptMaker(config, tokenizer)
+    player = EpisodePlayer(config, SimpleNamespace(generate=generate), environment, maker, tokenizer)
+    prompt = maker.make({"prompt": "6+6?"}, 0)
+    (trajectory,) = asyncio.run(player.play(prompt, GenerateRequest("r", [], SamplingParameters(512)), 0))
+    ((text, marked),) = environment.turns
+    assert text == (said if "opens" in name else "12")
+    assert parse_tool_calls(marked, "hermes")[1] == []
+    assert trajectory.turn.final_text == "12" and call in trajectory.turn.thought
 
 
 def test_a_stop_text_cuts_the_answer_and_not_the_thought(tokenizers: dict[str, Tokenizer]) -> None:

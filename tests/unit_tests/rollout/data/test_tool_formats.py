@@ -263,6 +263,10 @@ def test_a_template_shows_its_format(form: str) -> None:
         ({"type": "string", "enum": ["1", "2"]}, "1", "1"), ({"$ref": "#/$defs/Level"}, "4", 4),
         ({"allOf": [{"$ref": "#/$defs/Level"}]}, "4", 4), ({"$ref": "#/$defs/Loop"}, "4", "4"), ({}, "[1]", [1]),
         ({}, "word", "word"), (None, "5", "5"),
+        # Schemas that are none.
+        ({"anyOf": 5, "type": {"a": 1}}, "5", "5"), ([], "5", "5"), ({"type": ["integer", {}]}, "5", 5),
+        ({"enum": 3, "type": "integer"}, "5", 5), ({"$ref": "#/$defs/no"}, "5", "5"),
+        ({"$ref": "#/$defs/Many"}, "5", 5),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["qwen3_coder", "glm"])
@@ -270,13 +274,15 @@ def test_arguments_have_the_types_of_the_schema(form: str, schema: Any, text: st
     parameters = {
         "type": "object",
         "properties": {} if schema is None else {"x": schema},
-        "$defs": {"Level": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}},
+        "$defs": {"Level": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}, "Many": MANY},
     }
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     (call,) = parse_tool_calls(WRITERS[form]("f", {"x": text}), form, tools)[1]
     assert call.arguments == {"x": value} and type(call.arguments["x"]) is type(value)
 
 
+# Each reference is followed once.
+MANY = {"anyOf": [{"type": "integer"}, *({"$ref": "#/$defs/Many"},) * 20]}
 CODER_BEGIN, CODER_END = "<function=f>\n<parameter=", "</function>\n</tool_call>"
 GLM_BEGIN = "f\n<arg_key>depth</arg_key>\n<arg_value>"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan.rollout.data.tool_formats.format import DECODER, Schemas
 
-# A schema can refer to itself; this many references are followed.
+# Schemas come from programs, so they may have any form; what lies deeper than this says nothing.
 DEEPEST = 16
 # In this order a value is tried as the types that its schema allows; text comes last, because everything is text.
 TYPES = ("null", "integer", "number", "boolean", "object", "array", "string")
@@ -35,7 +35,7 @@ def typed_arguments(name: str, pairs: Sequence[tuple[str, str]], tools: Schemas)
 
 
 def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    parts = list(_alternatives(schema, root, DEEPEST))
+    parts = list(_alternatives(schema, root, set(), DEEPEST))
     for value in (value for part in parts for value in _constants(part)):
         if text == value or text == json.dumps(value, ensure_ascii=False):
             return value
@@ -49,27 +49,33 @@ def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     return text
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas that may hold for a value, with references and combinations resolved."""
+def _alternatives(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas that may hold for a value, with combinations and references resolved, each of these once."""
     if not isinstance(schema, dict) or depth == 0:
         return
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
+        if reference in seen:
+            return
+        seen.add(reference)
         target: Any = root
         for step in reference[2:].split("/"):
             target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        yield from _alternatives(target, root, depth - 1)
+        yield from _alternatives(target, root, seen, depth - 1)
         return
-    combined = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key) or ()]
+    combined = [one for key in ("anyOf", "oneOf", "allOf") for one in _listed(schema.get(key))]
     for one in combined:
-        yield from _alternatives(one, root, depth - 1)
+        yield from _alternatives(one, root, seen, depth - 1)
     if not combined:
         yield schema
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _constants(schema: Mapping[str, Any]) -> list[Any]:
-    listed = schema.get("enum")
-    return [*(listed if isinstance(listed, list) else []), *([schema["const"]] if "const" in schema else [])]
+    return [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
 
 
 def _types(schema: Mapping[str, Any]) -> Sequence[str]:
@@ -77,7 +83,7 @@ def _types(schema: Mapping[str, Any]) -> Sequence[str]:
     kind = schema.get("type")
     if kind is None:
         return () if _constants(schema) else TYPES
-    return kind if isinstance(kind, list) else [kind]
+    return [one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)]
 
 
 def _null(text: str, may_be_text: bool) -> None:
