@@ -11,6 +11,7 @@ TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {
     "words": [
         ("Carla", ["carla", r"\text{Carla}", "Carla."], ["Clara", "Carl", "Carlas"]),
         (r"\text{Brian}", ["Brian"], ["Brain"]),
+        ("sin", ["sin"], ["nis"]),
         ("Amy", ["Amy"], ["May", "Mya"]),
         ("on", ["on"], ["no"]),
         ("yes", ["Yes", r"\text{yes}"], ["no", "yes and no"]),
@@ -101,6 +102,10 @@ TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {
         (r"1+2+\cdots+n", [r"1 + 2 + \cdots + n"], [r"1+3+\cdots+(n-1)", "3+n"]),
         ("x_1=1, x_2=2", ["1, 2", "x_2=2, x_1=1"], ["2, 1", "x_1=2, x_2=1"]),
         ("（1，2）", ["(1,2)"], ["(2,1)"]),
+        ("1 → 2 → 3", [r"1 \to 2 \to 3", "1, 2, 3"], ["1 → 3 → 2"]),
+        ("A-B-C", ["A-B-C"], ["A-C-B"]),
+        ("1 2 3", ["1 2 3", "1, 2, 3"], ["1 3 2", "6"]),
+        (r"1,\ 2,\ \ldots,\ n", [r"1,2,\ldots,n"], [r"1,3,\ldots,n"]),
         ("1331 and 1728", ["1728, 1331", r"1331 \text{ and } 1728"], ["1728", "1331, 1729", "1331, 1728, 1"]),
         ("(1,2,3)", [r"\left(1, 2, 3\right)", "1,2,3", "[1,2,3]"], ["(1,3,2)", "(1,2)"]),
         (r"\{1, 2\}", ["2, 1", r"\left\{2,1\right\}"], ["(2, 3)", "1"]),

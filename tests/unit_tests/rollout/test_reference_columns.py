@@ -62,7 +62,7 @@ def test_a_function_gets_these_arguments_and_the_columns() -> None:
 
 
 UNREADABLE = [float("nan"), float("inf"), {"value": 4}, ["4"], b"4"]
-UNREADABLE_MATHEMATICS = ["", r"\frac{1}{", "x^2 +", r"A \to B", "because " * 20]
+UNREADABLE_MATHEMATICS = ["", r"\frac{1}{", "x^2 +", r"\{x \mid x > 2\}", "because " * 20]
 READABLE = [
     None,
     4,

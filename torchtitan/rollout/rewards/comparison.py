@@ -48,11 +48,18 @@ MATHEMATICS = frozenset(
     ]
 )  # fmt: skip
 
+INFINITY = frozenset(["infty", "infinity"])
+
 OPEN, CLOSE = "([{<", ")]}>"
 BRACKET = {
     r"\{": "{", r"\}": "}", r"\lbrace": "{", r"\rbrace": "}", r"\langle": "<", r"\rangle": ">", r"\lbrack": "[",
     r"\rbrack": "]",
 }  # fmt: skip
+# Sequences without commas: with arrows, letters with hyphens, whole numbers with spaces.
+ARROW = re.compile(r"→|⟶|->|\\(?:long)?(?:to|rightarrow)\b")
+CHAIN = re.compile(r"[A-Z](?:\s*[-–]\s*[A-Z]){2,}|\d+(?:\s+\d+){2,}")
+LINK = re.compile(r"\s*[-–]\s*|\s+")
+IN_ORDER = "→"
 DOTS = re.compile(r"\\[lc]?dots[bcm]?\b|\.\.\.|…")
 MEMBER = re.compile(r"\s*\\?[a-zA-Z]\w*\s*(?:\\in\b|∈|=(?=\s*(?:\(|\[|\\\{|\\lbrace|\\langle)))\s*")
 SIZES = re.compile(r"\\(?:left|right|[bB]ig+[lr]?|displaystyle|textstyle)\b(?!arrow)")
@@ -73,7 +80,7 @@ class Elements:
     """A sequence, set, tuple or interval."""
 
     kind: str
-    """The brackets around it, such as "()" or "[)"; empty if there are none"""
+    """The brackets around it, such as "()" or "[)"; empty if there are none; IN_ORDER for elements in a row"""
 
     elements: tuple[str, ...]
 
@@ -193,7 +200,7 @@ def words(text: str) -> str | None:
     spelled = any(_is_word(run) for run in runs) or (len(tokens) == 1 and len(tokens[0]) == 2)
     if not (spelled or any(len(part.strip()) > 1 for part in inside)):
         return None
-    if len(tokens) > most or not MATHEMATICS.isdisjoint(runs):
+    if len(tokens) > most or not (INFINITY if len(tokens) == 1 else MATHEMATICS).isdisjoint(runs):
         return None
     return ARTICLE.sub("", " ".join(tokens), count=1) if len(tokens) > 1 else tokens[0]
 
@@ -276,13 +283,19 @@ def _element_equal(wanted: str, given: str, decide: Decide) -> float | None:
 @functools.lru_cache(64)
 def elements(text: str) -> Elements | None:
     """Return the elements of a set, tuple, interval or list; None for anything else."""
-    if not any(mark in text for mark in (",", ";", "and", "or", "，", "；", "、")) or len(text) > MAX_ANSWER_CHARACTERS:
+    if len(text) > MAX_ANSWER_CHARACTERS:
+        return None
+    arrows = "{" not in text and ARROW.search(text)  # a limit has its arrow in braces
+    if arrows or CHAIN.fullmatch(text.strip()):
+        parts = [part.strip(" $") for part in (ARROW if arrows else LINK).split(text.strip())]
+        return Elements(IN_ORDER, tuple(parts)) if all(parts) else None
+    if not any(mark in text for mark in (",", ";", "and", "or", "，", "；", "、")):
         return None
     text = CONJUNCTION.sub(r" \1 ", SIZES.sub("", text.replace("$", " ")))
     text = FULL_STOP.sub("", MEMBER.sub("", text, count=1)).strip()
     wrapped = _wrapping(text)
     kind, inside = ("", text) if wrapped is None else wrapped
-    parts = [part for part in map(str.strip, _split(inside)) if SPACES.sub(" ", part).strip()]
+    parts = [part for part in (SPACES.sub(" ", part).strip() for part in _split(inside)) if part]
     return Elements(kind, tuple(parts)) if len(parts) > 1 else None
 
 

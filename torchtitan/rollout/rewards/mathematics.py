@@ -26,6 +26,7 @@ LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+
 SCIENTIFIC = re.compile(r"(?<=\d)[eE]([-+]?\d{1,3})(?!\w)")
 # Of functions that are written without a backslash, it would multiply the letters.
 FUNCTION = re.compile(r"(?<![\\a-zA-Z{])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp)(?=[\s(\d^])")
+UPRIGHT_FUNCTION = re.compile(r"\\(?:operatorname|mathrm)\s*\{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|ln|log|exp)\s*\}")
 _LONG = [name for name in UNITS if len(name) > 1 and name.isascii()]
 _NAMES = "|".join(sorted(["degree", "unit", *_LONG], reverse=True))
 UNIT_AT_END = re.compile(
@@ -120,7 +121,7 @@ def checker() -> Callable[[str, str | None], bytes]:
     @functools.lru_cache(16)
     def read(text: str) -> list[Any]:
         text = FUNCTION.sub(r"\\\1 ", SCIENTIFIC.sub(r"\\cdot 10^{\1}", text))
-        text = UNIT_AT_END.sub("", text, count=1)
+        text = UPRIGHT_FUNCTION.sub(r"\\\1 ", UNIT_AT_END.sub("", text, count=1))
         readings = parse(f"\\boxed{{{text}}}", whole, parsing_timeout=None)
         return [_with_unit(one) if isinstance(one, (sympy.Basic, sympy.MatrixBase)) else one for one in readings]
 

@@ -28,7 +28,7 @@ TO_DIGITS = str.maketrans(_RAISED + _LOWERED, "0123456789-" * 2)
 SHORT_UNIT = r"(?:[kcm]?m|[mk]?g|[mk]?[lL]|lbs?|oz|ft|in|yds?|mi|mph|km/?h|m/s|hrs?|h|mins?|secs?|s|[ap]m)"
 # What all of the following need; most texts have none of it.
 UPRIGHT = "text|textrm|mathrm|mathit|mathbf|operatorname|mathsf"
-_NO_UNIT = "[a-fijknp-rt-zB-EGI-JM-SU-Z]"
+_NO_UNIT = "[a-fijknp-rt-zBDEGILMO-RUX-Z]"
 UNTIDY = re.compile(r"[\\'_~^{]|\d(?: \d{3}|st|nd|rd|th)|\b(?:minus|negative|USD|EUR|GBP|US\$)")
 TIDY: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\varnothing\b"), r"\\emptyset"),
