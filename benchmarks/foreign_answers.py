@@ -2,8 +2,9 @@
 
 Another thread of that process, as the trainer's is, looks at the clock all the time. `hold_ms`: the longest time in
 which it got no turn while the process computed (parsing holds the interpreter's lock). `wait_more_ms`: the longest time
-in which it got no turn at all, less that of the same time with an honest actor's short answers alone. Every hostile
-answer has to be refused, every honest one to be read; otherwise this fails.
+in which it got no turn at all beside a hostile answer (`wait_ms`), less that of the same time with an honest actor's
+short answers alone (`wait_alone_ms`); `wait_honest_ms`: beside the longest honest answers. Every hostile answer has to
+be refused, every honest one to be read; otherwise this fails.
 
     python benchmarks/foreign_answers.py --json
 """
@@ -215,12 +216,14 @@ async def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
     watch.close()
     waits = {name: row[0] for name, row in rows.items()}
     waited_alone = waits.pop("alone")
+    waited_honest = max(waits.pop(name) for name in ("honest", "honest with routes"))
     worst = max(waits, key=lambda name: waits[name])
     figures = {
         "hold_ms": max(row[1] for row in rows.values()),
         "wait_more_ms": max(0.0, waits[worst] - waited_alone),
         "wait_alone_ms": waited_alone,
         "wait_ms": waits[worst],
+        "wait_honest_ms": waited_honest,
     }
     return figures, {"longest wait": worst, "answers": len(rows), "tokens": n * tokens}
 

@@ -40,6 +40,7 @@ KEYS = {
     "learning": {"sft_loss", "grpo_gain"},
     "optimizer_step": {"muon_vs_adamw", "muon_vs_adamw_step", "muon_two_ranks"},
     "busy_machine": {"busy_speedup"},
+    "foreign_answers": {"hold_ms", "wait_more_ms"},
     "packing": {"fill", "fill_merged", "speedup_merged", "speedup_few_groups"},
     "step_gemm_share": {"gemm_share", "gflops_step"},
     "shared_prefix": {"speedup_g16", "peak_ratio_g16", "gradient_difference", "speedup_episode"},

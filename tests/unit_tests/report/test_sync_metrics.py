@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.report import sync_metrics
 from torchtitan.report.deliveries import DeliveryBook, Incident
 from torchtitan.report.sync_metrics import SyncMetrics, sums_by_actor
 from torchtitan.utils.json_lines import StepRecorder, read_json_lines
@@ -412,3 +413,29 @@ def test_what_one_actor_says_without_end_is_not_kept_without_end() -> None:
     list(book.feed(lines))
     kept = book._open["a"]
     assert len(kept) < 1100 and all(len(delivery.attempts) <= 101 for delivery in kept.values())
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_rows_and_their_file_are_bounded_whatever_one_actor_says(
+    tmp_path: Path, resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync_metrics, "VERSIONS_BYTES", 20_000)
+    journal = Journal(tmp_path)
+    journal.start("e1", "evil", "good")
+    metrics = None if resumed else SyncMetrics(tmp_path)
+    for version in range(30):
+        journal.publish(version)
+        for _ in range(50):
+            journal.pull(version, "evil")
+            journal.end(version, "evil", "lost", "\n" + "x" * 499)
+        journal.pull(version, "good")
+        journal.apply(version, "good")
+    metrics = SyncMetrics(tmp_path) if metrics is None else metrics
+    metrics.close()
+    path = tmp_path / "weight_sync" / "versions.jsonl"
+    lines = path.read_text().splitlines()
+    assert path.stat().st_size <= 20_000 and max(map(len, lines)) < 8 * 250 + 2000
+    rows = [json.loads(line) for line in lines]
+    assert {row["version"] for row in rows} >= {28, 29}
+    (evil,) = [row for row in rows if row["version"] == 28 and row["actor"] == "evil"]
+    assert evil["attempts"] == 50 and len(evil["failures"]) == 8
