@@ -63,6 +63,8 @@ class Trajectory:
     """Values that reward functions logged with log_extra, by column"""
     turn: Turn | None = None
     """The policy's last turn, read from its tokens; None if only its text is known"""
+    failed_rewards: set[str] = field(default_factory=set)
+    """Reward functions that failed on it: they raised, hung or ended their worker, also alone, or gave no number"""
     failure: Failure | None = None
     """Why it has no outcome. With OWN_TURN, `branches` end with that turn; with the others there are none"""
 

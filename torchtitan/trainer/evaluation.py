@@ -58,8 +58,9 @@ class Evaluator:
         """Return the `eval/…` figures of one version, which the actors already serve; None if they are missing.
 
         A sample whose own turn made its environment fail has not passed (counted in eval/failed). Samples whose episode
-        is lost (eval/lost) are left out of the rates, and the interval is wide enough for each outcome of them. Samples
-        that no reward function could judge, or whose environment could not begin, are left out (eval/unscored).
+        is lost, or on which the reward function failed (eval/lost), are left out of the rates, and the interval is wide
+        enough for each outcome of them. Samples that the reward function does not judge (None), or whose environment
+        could not begin, are left out (eval/unscored).
         timeout_s is the rest of eval.timeout_s.
         """
         started = time.perf_counter()
@@ -93,7 +94,8 @@ class Evaluator:
         figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
         for k in sorted({1, *self.config.eval.pass_at_k}):
             figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
-        lost = [_count(group, Failure.LOST) for group in trajectories]
+        judge = judging_reward(self.config)
+        lost = [sum(is_lost(one, judge) for one in group) for group in trajectories]
         low, high = interval_with_lost(counts, lost[: len(self.prompts)])
         figures |= {"eval/interval_low": low, "eval/interval_high": high}
         if self.config.eval.greedy:
@@ -211,6 +213,11 @@ def passes(trajectory: Trajectory, reward: float | None) -> bool | None:
     if trajectory.failure is Failure.OWN_TURN:
         return False
     return None if trajectory.failure is not None or reward is None else reward >= PASSING_REWARD
+
+
+def is_lost(trajectory: Trajectory, judge: str) -> bool:
+    """Return whether a sample might have passed and was lost. judge: the reward that decides."""
+    return trajectory.failure is Failure.LOST or judge in trajectory.failed_rewards
 
 
 def interval_with_lost(counts: Sequence[tuple[int, int]], lost: Sequence[int]) -> tuple[float, float]:

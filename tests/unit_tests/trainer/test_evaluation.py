@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -82,7 +83,7 @@ def make(tmp_path: Path, actors: Actors, **settings: object) -> Evaluator:
     config = JobConfig()
     config.eval.pass_at_k, config.eval.samples_per_prompt = [1, 2, 4], 4
     vars(config.eval).update(settings)
-    tokenizer = SimpleNamespace(eos_token_ids=[9], decode=str)
+    tokenizer = SimpleNamespace(eos_token_ids=[9], decode=str, added_tokens={}, unseen_texts=frozenset())
     groups = GroupMaker(config, actors, actors, tokenizer, EPOCH)  # type: ignore[arg-type]
     prompts = PROMPTS[: config.eval.num_prompts]
     return Evaluator(config, EPOCH, prompts, groups, EventLog(tmp_path / "events.jsonl"))
@@ -138,6 +139,26 @@ def test_missing_is_an_event_and_no_figure(tmp_path: Path, actors: Actors, setti
     (event,) = read_json_lines(evaluator.events.path)
     assert event["kind"] == "evaluation_missing" and reason in event["reason"] and event["version"] == VERSION
     assert len(actors.calls) <= MAX_ROUNDS
+
+
+def test_a_reward_function_that_fails_leaves_both_outcomes_open(tmp_path: Path) -> None:
+    """A policy on whose wrong answers it crashes does not look better for it."""
+    actors = Actors()
+    evaluator, other = make(tmp_path, actors, greedy=False), make(tmp_path, Actors(), greedy=False)
+    score = actors.score
+
+    async def failing(prompt: Prompt, completions: list[Trajectory], functions: list[str]) -> list[Any]:
+        found = await score(prompt, completions, functions)
+        for completion, (reward, _) in zip(completions, found, strict=True):
+            if reward == 0:
+                completion.failed_rewards.add("arithmetic")
+        return [one if one[0] else (None, {"arithmetic": None}) for one in found]
+
+    actors.score = failing  # type: ignore[method-assign]
+    figures, true = evaluate(evaluator), evaluate(other)
+    assert figures is not None and true is not None
+    assert (figures["eval/lost"], figures["eval/unscored"], figures["eval/samples"]) == (9, 0, 3)
+    assert figures["eval/interval_low"] == true["eval/interval_low"] and figures["eval/interval_high"] == 1.0
 
 
 @pytest.mark.parametrize("failure", [Failure.LOST, Failure.NOT_BEGUN])

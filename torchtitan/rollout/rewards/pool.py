@@ -153,7 +153,7 @@ class RewardPool:
             return self._accept(name, reply, completions, logged)
         except CallFailed as failure:
             if len(completions) == 1:
-                self._lost(name, failure)
+                self._lost(name, failure, completions[0])
                 return [None]
         limit = min(self._timeout_s, RETRY_SHARE * self._timeout_s / len(completions))
         values: list[float | None] = [None] * len(completions)
@@ -165,7 +165,7 @@ class RewardPool:
                     await self._call(pool, name, prompt, [completion], limit)
                     good.append(i)
                 except CallFailed as failure:
-                    self._lost(name, failure)
+                    self._lost(name, failure, completion)
             if good:
                 members = [completions[i] for i in good]
                 try:
@@ -175,8 +175,8 @@ class RewardPool:
                     for i, value in zip(good, self._accept(name, reply, members, logged), strict=True):
                         values[i] = value
                 except CallFailed as failure:
-                    for _ in good:
-                        self._lost(name, failure)
+                    for member in members:
+                        self._lost(name, failure, member)
         return values
 
     @contextlib.asynccontextmanager
@@ -189,8 +189,9 @@ class RewardPool:
             async with self._turns:
                 yield self._shared
 
-    def _lost(self, name: str, failure: CallFailed) -> None:
+    def _lost(self, name: str, failure: CallFailed, completion: Trajectory) -> None:
         """Count a sample's lost reward."""
+        completion.failed_rewards.add(name)
         self.statistics["failures"] += 1
         self.last_failure = f"reward function {name!r}: {failure.kind} ({failure})"
         if (count := self.statistics["failures"]) <= LOGGED_FAILURES:
@@ -200,8 +201,9 @@ class RewardPool:
     def _accept(
         self, name: str, reply: Rewards, completions: Sequence[Trajectory], logged: dict[str, list[float]]
     ) -> list[float | None]:
-        for _ in reply.invalid:
-            self._lost(name, CallFailed("invalid", "a reward must be a finite number or None"))
+        for number, completion in enumerate(completions):
+            if number in reply.invalid:
+                self._lost(name, CallFailed("invalid", "a reward must be a finite number or None"), completion)
         for name_of_column, column in reply.extra.items():
             for completion, value in zip(completions, column, strict=True):
                 completion.extra[name_of_column] = value
