@@ -2,8 +2,10 @@
 
 The default task runs twice with two embedded actors: alone, and beside hostile actors. Each of those has a valid key of
 its own, which the run would have given to an actor of its name, and comes back for as long as the run lasts. It sends
-figures of wrong types, unknown outcomes, arbitrary messages, 20,000 pings or requests for a bucket in one go, the
-messages and the handshake of an earlier connection again, or one message and then nothing, or it connects without end.
+figures of wrong types, unknown outcomes, arbitrary messages, 20,000 pings or requests for a bucket in one go, a request
+of 400,000 empty ranges, the messages and the handshake of an earlier connection again, or one message and then nothing;
+it claims versions that were not published, says that it gets on with a pull of which it takes nothing, or connects
+without end.
 
     python benchmarks/hostile_actors.py --json
 
@@ -50,9 +52,17 @@ from torchtitan.weight_sync.wire.runtime import TOKEN_VARIABLE, Message, encode,
 HONEST = ("actor-0", "actor-1")
 FLOOD = 20_000
 PAUSE_SECONDS, PORTS_SECONDS, RUN_SECONDS = 1.0, 300.0, 3600.0
-WRONG_FIGURES: tuple[Any, ...] = ("soon", {"transfer_s": "soon"}, {"transfer_s": float("nan")}, {"pause_s": 10**400})
+LIES_SECONDS, RANGES = 10.0, 400_000
+WRONG_FIGURES: tuple[Any, ...] = (
+    "soon",
+    {"bytes_full": -1},
+    {"transfer_s": 1e17},
+    {"transfer_s": "soon"},
+    {"transfer_s": float("nan")},
+    {"pause_s": 10**400},
+)
 BARS = {
-    "kinds_refused": (">=", 8.0),
+    "kinds_refused": (">=", 11.0),
     "versions_skipped": ("<=", 0.0),
     "server_restarts": ("<=", 0.0),
     "pass_at_1_loss": ("<=", 0.04),
@@ -154,6 +164,32 @@ class Hostile:
         again.sendall(recorded)
         self._heed(receive(again))
 
+    def claims(self) -> None:
+        newest = self._newest(client := self._enter())
+        version = (newest["version"] + 1, 2**62, newest["version"])[next(self._round) % 3]
+        self._say_last(client, {"type": "serving", "version": version, "digest": "ff" * 16, "figures": {}})
+
+    def holds(self) -> None:
+        newest = self._newest(client := self._enter())
+        until = time.monotonic() + LIES_SECONDS
+        client.setblocking(False)
+        while time.monotonic() < until:
+            # What it is told it does not heed, but for the newest version.
+            with contextlib.suppress(BlockingIOError):
+                client.recv(1 << 20)
+            client.sendall(encode({"type": "pulling", "serial": newest["newest"], "version": newest["version"]}))
+            client.sendall(encode({"type": "ping", "bytes": time.monotonic_ns()}))
+            time.sleep(0.2)
+        client.settimeout(10.0)
+        self._say_last(client)
+
+    def ranges(self) -> None:
+        request = encode({"type": "open", "pull": 1, "serial": 1, "buckets": [[0, 0]] * RANGES})
+        while True:
+            client = self._enter("shard server")
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(request)
+
     def reconnects(self) -> None:
         # Several at a time: on a busy machine, one after the other would be within what an actor may do.
         while True:
@@ -174,6 +210,9 @@ KINDS: dict[str, tuple[Callable[[Hostile], None], str]] = {
     "opens": (Hostile.opens, "sends too many messages"),
     "silent": (Hostile.silent, "said nothing for"),
     "replays": (Hostile.replays, "wrong key"),
+    "claims": (Hostile.claims, "published"),
+    "holds": (Hostile.holds, "said nothing for"),
+    "ranges": (Hostile.ranges, "connects too often"),
     "reconnects": (Hostile.reconnects, "connects too often"),
 }
 

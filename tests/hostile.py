@@ -25,7 +25,7 @@ def message(rng: random.Random, version: int, digest: str, serials: Sequence[int
     plausible: dict[str, Any] = {
         "serial": rng.choice([0, 1, *serials]), "version": version,
         "digest": digest, "outcome": rng.choice(("staged", "gone", "lost", "refused")),
-        "reason": "why", "figures": rng.choice(({}, {"transfer_s": 0.0}, {"transfer_s": 1e18, "source": "trainer"})),
+        "reason": "why", "figures": rng.choice(({}, {"transfer_s": 0.0}, {"transfer_s": 1e7, "source": "trainer"})),
         "pull": rng.randint(0, 3), "buckets": rng.choice(([], [[0, 1]])), "bytes": rng.randint(0, 2**40),
     }  # fmt: skip
     kind = rng.choice(("ping", "pulling", "ended", "serving", "poisoned", "open", *rng.sample(sorted(SCHEMA), 2)))
