@@ -62,7 +62,7 @@ LINK = re.compile(r"\s*[-–]\s*|\s+")
 IN_ORDER = "→"
 DOTS = re.compile(r"\\[lc]?dots[bcm]?\b|\.\.\.|…")
 MEMBER = re.compile(r"\s*\\?[a-zA-Z]\w*\s*(?:\\in\b|∈|=(?=\s*(?:\(|\[|\\\{|\\lbrace|\\langle)))\s*")
-SIZES = re.compile(r"\\(?:left|right|[bB]ig+[lr]?|displaystyle|textstyle)\b(?!arrow)")
+SIZES = re.compile(r"\\(?:left|right|[bB]ig+[lr]?|displaystyle|textstyle)\b")
 CONJUNCTION = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*(,?\s*(?:and|or)|\W*)\s*\}")
 # Braces and brackets; separators; backslashes with what they escape; the comma of 1,234 is no separator.
 STRUCTURE = re.compile(
@@ -113,9 +113,8 @@ def compare(expected: str, answer: str | None, decide: Decide = undecided) -> fl
         return verdict
     if (verdict := _texts(expected, answer)) is not None:
         return verdict
-    if (
-        DOTS.search(expected) and elements(expected) is None
-    ):  # a sum with dots is compared as text, since nothing can tell what they stand for
+    if DOTS.search(expected) and elements(expected) is None:
+        # Of a sum with dots, nothing can tell what they stand for.
         return float(_without_spaces(expected) == _without_spaces(answer or ""))
     return decide(expected, answer)
 
