@@ -302,9 +302,9 @@ def verification(config: JobConfig) -> str:
     return "digest" if config.inference.backend == "embedded" and config.lora.rank == 0 else "probe"
 
 
-def apply_timeout(sync: WeightSync, version_bytes: int, drain_s: float) -> float:
-    """Seconds of weight_sync.apply_timeout_s; where it is 0, what a version of so many bytes may take, and draining."""
-    return sync.apply_timeout_s or 10.0 + drain_s + version_bytes / APPLIED_PER_SECOND
+def apply_timeout(sync: WeightSync, applied_bytes: int, drain_s: float) -> float:
+    """Seconds of weight_sync.apply_timeout_s; where it is 0, what writing so many bytes may take, and draining."""
+    return sync.apply_timeout_s or 10.0 + drain_s + applied_bytes / APPLIED_PER_SECOND
 
 
 def drain_seconds(config: JobConfig) -> float:

@@ -459,7 +459,8 @@ class WeightSync:
     """A transfer that has moved no byte for this long is requested again, over new connections"""
 
     apply_timeout_s: NotNegative = 0.0
-    """Deadline for an actor to apply a version that it has received; 0: 10 s plus 2 s per GB of a version"""
+    """Deadline for an actor to apply a version that it has received; 0: 10 s plus 2 s per GB that the
+    actor writes (with lora, of the whole model)"""
 
     blocking_timeout_s: Positive = 60.0
     """With grpo.async_weight_update = false: longest wait for all live actors"""

@@ -296,10 +296,16 @@ class Actor:
         self._client_or_none = self._make_client(await process.start())
         self._set_state(ActorState.JOINING)
 
+    @property
+    def _silence_limit_s(self) -> float:
+        """How long its engine may be silent: one that we have started, and that has not served yet, still starts."""
+        starting = self._process is not None and not self._ready_at
+        return max(self._config.health_timeout_s, self._config.startup_timeout_s if starting else 0.0)
+
     async def _probe(self) -> None:
         begun = time.monotonic()
         health = await self._client.health(self._config.health_timeout_s)
-        if health.engine_age_s > self._config.health_timeout_s:
+        if health.engine_age_s > self._silence_limit_s:
             raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
         self.leaves = health.leaves
         if self.leaves and not self.load:

@@ -90,6 +90,12 @@ def version_bytes(config: JobConfig, args: ModelArgs) -> int:
     return sum(trained_parameters(config, args)) * BYTES[config.inference.dtype]
 
 
+def applied_bytes(config: JobConfig, args: ModelArgs) -> int:
+    """Return the bytes of weights that an actor may have to write for a version: with adapters, all that they are
+    merged into."""
+    return max(version_bytes(config, args), args.num_parameters() * BYTES[config.inference.dtype])
+
+
 def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEstimate:
     """Estimate one rank's memory; MemoryEstimate explains how."""
     training, parallelism = config.training, config.parallelism

@@ -64,6 +64,13 @@ def identities(branch: Branch, replayed: ModelArgs | None) -> np.ndarray:
     return found
 
 
+def teachers_tokens(branch: Branch) -> np.ndarray:
+    """uint64 [tokens]: the inputs of a teacher that reads a hint in place of the branch's prompt, if it has one."""
+    prompt, hint = len(branch.segments[0].token_ids), branch.sampled[0].hint_ids if branch.sampled else None
+    whole = branch.token_ids
+    return np.array((whole[:prompt] if hint is None else hint) + whole[prompt:-1], np.uint64)
+
+
 def balanced_bins(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
     """Group indices of `sizes` into bins whose sums stay within budget, in a number that `ranks` divides: the largest
     first, each into the emptiest bin (Graham 1969, LPT). The fullest bins come first, so that ranks which take every
@@ -91,15 +98,19 @@ def balanced_bins(sizes: Sequence[int], budget: int, ranks: int) -> list[list[in
 
 
 def balanced_clusters(
-    identified: Sequence[np.ndarray], trained: Sequence[int], budget: int, ranks: int
+    identified: Sequence[np.ndarray],
+    trained: Sequence[int],
+    budget: int,
+    ranks: int,
+    taught: Sequence[np.ndarray] | None = None,
 ) -> list[list[int]]:
     """Like balanced_bins, for sequences (identities [tokens], and how many of them are trained) of which those that
-    begin alike are computed together. Groups are cut where the fullest ranks then compute less in all, although each
-    part of a group computes again what the group begins with."""
+    begin alike are computed together; for `taught` see clusters(). Groups are cut where the fullest ranks then compute
+    less in all, although each part of a group computes again what the group begins with."""
     share = sum(map(len, identified)) // ranks
     found = []
     for part in (0, 1, 2, 4, 8) if ranks > 1 else (0,):
-        members, sizes = clusters(identified, trained, min(budget, share // part) if part else budget)
+        members, sizes = clusters(identified, trained, min(budget, share // part) if part else budget, taught)
         bins = balanced_bins(sizes, budget, ranks)
         tokens = [sum(sizes[cluster] for cluster in chosen) for chosen in bins]
         together = [sorted(i for cluster in chosen for i in members[cluster]) for chosen in bins]
@@ -287,7 +298,7 @@ def micro_batches(
     teachers: Sequence[str | None] | None = None,
 ) -> list[MicroBatch]:
     """This rank's share of a minibatch. Every rank gets the same number of micro-batches, each of at most `budget`
-    tokens that are computed, and as many that are trained.
+    tokens that are computed, by the policy or by a teacher with hints, and as many that are trained.
 
     teachers: of each sample, what the policy is compared with. A micro-batch has samples of one teacher only, and all
     ranks have those of the same teacher at a time.
@@ -305,14 +316,22 @@ def micro_batches(
     headed = [a + b for a, b in zip(active, seen, strict=True)] if observation_coefficient else active
     each = zip(samples, teachers or [None] * len(samples), strict=True)
     taught = [teacher for sample, teacher in each for _ in sample.branches]
+    hints = None
+    if any(completion.hint_ids is not None for _, branch in rows for completion in branch.sampled):
+        # The teacher's pack, whose prompts may be far longer, has to fit into the budget as well.
+        hints = [teachers_tokens(branch) for _, branch in rows]
     bins: list[tuple[str | None, list[int]]] = []
     for teacher in dict.fromkeys(taught or [None]):
         mine = [i for i, name in enumerate(taught) if name == teacher]
         if merged:
             identified = [identities(rows[i][1], replayed) for i in mine]
-            found = balanced_clusters(identified, [headed[i] for i in mine], budget, ranks)
+            with_hints = None if hints is None else [hints[i] for i in mine]
+            found = balanced_clusters(identified, [headed[i] for i in mine], budget, ranks, with_hints)
         else:
-            found = balanced_bins([len(rows[i][1]) - 1 for i in mine], budget, ranks)
+            sizes = [len(rows[i][1]) - 1 for i in mine]
+            if hints is not None:
+                sizes = [max(size, len(hints[i])) for size, i in zip(sizes, mine, strict=True)]
+            found = balanced_bins(sizes, budget, ranks)
         bins += [(teacher, [mine[i] for i in members]) for members in found]
     if objective.local:
         # All micro-batches count the same, whatever they contain.

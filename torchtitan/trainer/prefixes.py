@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,41 +35,82 @@ def sorted_with_prefixes(sequences: Sequence[np.ndarray]) -> tuple[list[int], li
     order = sorted(range(len(sequences)), key=keys.__getitem__)
     common = [0] * len(order)
     for place in range(1, len(order)):
-        before, own = sequences[order[place - 1]], sequences[order[place]]
-        shorter = min(len(before), len(own))
-        differing = np.flatnonzero(before[:shorter] != own[:shorter])
-        common[place] = int(differing[0]) if len(differing) else shorter
+        common[place] = _common_beginning(sequences[order[place - 1]], sequences[order[place]])
     return order, common
 
 
-def clusters(sequences: Sequence[np.ndarray], trained: Sequence[int], budget: int) -> tuple[list[list[int]], list[int]]:
+def clusters(
+    sequences: Sequence[np.ndarray],
+    trained: Sequence[int],
+    budget: int,
+    taught: Sequence[np.ndarray] | None = None,
+) -> tuple[list[list[int]], list[int]]:
     """Sequences that are worth computing together, each cluster within the budget as far as its sequences are.
 
-    trained: how many tokens of each sequence are trained. Returns the clusters and their sizes: the most tokens that
-    `merge` lets be computed, or the trained ones or the KEYS_PER_TOKEN-th part of all keys if these are more, because
-    all of them need memory.
+    trained: how many tokens of each sequence are trained. taught: what a teacher reads in place of each sequence, if
+    that differs: it computes the same cluster, and needs as much memory for it. Returns the clusters and their sizes:
+    the most tokens that `merge` lets be computed, or the trained ones or the KEYS_PER_TOKEN-th part of all keys if
+    these are more, because all of them need memory.
     """
     found: list[list[int]] = []
-    needs: list[tuple[int, int, int]] = []
-    """(computed, trained, keys) of each cluster"""
-
-    def size(computed: int, active: int, keys: int) -> int:
-        return max(computed, active, -(-keys // KEYS_PER_TOKEN))
-
+    needs: list[_Need] = []
     for number, common in zip(*sorted_with_prefixes(sequences), strict=True):
-        length = len(sequences[number])
+        own = _Need(len(sequences[number]), len(sequences[number]), trained[number])
+        if taught is not None:
+            own = own.with_teacher(len(taught[number]), len(taught[number]))
         if common >= LEAST_SAVED:
-            computed, active, keys = needs[-1]
-            # Where sequences part, up to LEAST_SAVED - 1 tokens may stay in each of them.
-            further = length - common + LEAST_SAVED - 1
-            together = computed + further, active + trained[number], keys + length
-            if size(*together) <= budget:
+            together = needs[-1].extended(own, common)
+            if taught is not None:
+                shared = _common_beginning(taught[found[-1][-1]], taught[number])
+                together = together.with_teacher(
+                    needs[-1].taught + own.taught - _saved(shared), needs[-1].taught_keys + own.taught_keys
+                )
+            if together.size <= budget:
                 found[-1].append(number)
                 needs[-1] = together
                 continue
         found.append([number])
-        needs.append((length, trained[number], length))
-    return found, [size(*need) for need in needs]
+        needs.append(own)
+    return found, [need.size for need in needs]
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What a cluster takes."""
+
+    computed: int
+    keys: int
+    trained: int
+    taught: int = 0
+    """Tokens that the teacher computes where it reads something else"""
+    taught_keys: int = 0
+
+    @property
+    def size(self) -> int:
+        keys = max(self.keys, self.taught_keys)
+        return max(self.computed, self.trained, self.taught, -(-keys // KEYS_PER_TOKEN))
+
+    def with_teacher(self, tokens: int, keys: int) -> _Need:
+        return replace(self, taught=tokens, taught_keys=keys)
+
+    def extended(self, other: _Need, common: int) -> _Need:
+        """With a sequence that begins with `common` tokens as the last one does."""
+        return _Need(
+            self.computed + other.computed - _saved(common), self.keys + other.keys, self.trained + other.trained
+        )
+
+
+def _saved(common: int) -> int:
+    """How many of the tokens that two sequences begin with need not be computed twice, at the least: where they part,
+    up to LEAST_SAVED - 1 tokens may stay in each of them."""
+    return max(0, common - (LEAST_SAVED - 1))
+
+
+def _common_beginning(first: np.ndarray, second: np.ndarray) -> int:
+    """How many first elements two sequences have in common."""
+    shorter = min(len(first), len(second))
+    differing = np.flatnonzero(first[:shorter] != second[:shorter])
+    return int(differing[0]) if len(differing) else shorter
 
 
 def merge(sequences: Sequence[np.ndarray]) -> MergedRuns:

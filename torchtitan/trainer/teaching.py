@@ -18,7 +18,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.divergence_head import Comparison, TeacherStates, TopTokens
 from torchtitan.models.logprob_head import HeadOptions
 from torchtitan.models.lora import without_dropout
-from torchtitan.trainer.packing import MicroBatch
+from torchtitan.trainer.packing import MicroBatch, teachers_tokens
 from torchtitan.trainer.prefixes import keep_apart, merge
 
 
@@ -94,16 +94,15 @@ def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, Pack
     sequences: list[np.ndarray] = []
     predicting: list[np.ndarray] = []
     for branch in branches:
-        prompt, whole = len(branch.segments[0].token_ids), branch.token_ids
-        hint = branch.sampled[0].hint_ids
-        begin = whole[:prompt] if hint is None else hint
-        sequences.append(np.array(begin + whole[prompt:-1], np.uint64))
-        predicting.append(np.array(branch.sampled_at) + (len(begin) - prompt - 1))
+        tokens = teachers_tokens(branch)
+        sequences.append(tokens)
+        # Behind another prompt, they are as many places later as that is longer.
+        predicting.append(np.array(branch.sampled_at) - 1 + len(tokens) - (len(branch) - 1))
     runs = (merge if merged else keep_apart)(sequences)
-    tokens = np.concatenate([sequences[number][first:end] for number, first, end in runs.sources])
+    packed = np.concatenate([sequences[number][first:end] for number, first, end in runs.sources])
     active = np.concatenate([places[at] for places, at in zip(runs.places, predicting, strict=True)])
     return (
-        torch.from_numpy(tokens.astype(np.int64)).to(device()),
+        torch.from_numpy(packed.astype(np.int64)).to(device()),
         PackedLayout(runs.lengths, device(), runs.parents),
         torch.from_numpy(active).to(device()),
     )

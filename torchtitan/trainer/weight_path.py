@@ -14,6 +14,7 @@ from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.replica import ColocatedWeights, Replica
 from torchtitan.inference.guest import demands
+from torchtitan.models.costs import applied_bytes
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
 from torchtitan.utils.dtypes import DTYPES
@@ -88,6 +89,7 @@ def open_weight_path(
             registry=registry,
             dtype=config.inference.dtype,
             drain_s=drain_seconds(config),
+            applied_bytes=applied_bytes(config, policy.args),
             guests=demands(config) if config.inference.discover and rank == 0 else None,
         )
     except UserError:

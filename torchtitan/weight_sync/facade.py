@@ -158,6 +158,8 @@ class WeightSync:
         registry: rank 0's `registry_address`; None on rank 0, which starts the registry.
         dtype: the type in which actors hold weights ([inference] dtype).
         drain_s: how long an apply may wait for requests to end.
+        applied_bytes: what an actor writes when it applies a version, if that is more than the version, as it is where
+            adapters are merged into all weights.
         guests: what a server has to offer that joins by itself (see Settings); empty: none may.
 
     Other ranks listen on the address that reaches rank 0's machine. Raises UserError if a parameter's placement cannot
@@ -178,6 +180,7 @@ class WeightSync:
         registry: str | None = None,
         dtype: str = "float32",
         drain_s: float = 0.0,
+        applied_bytes: int = 0,
         guests: Message | None = None,
     ):
         if (rank == 0) != (registry is None):
@@ -204,7 +207,7 @@ class WeightSync:
         self.boundary = Boundary(self.publisher)
         self.registry: servers.RegistryServer | None = None
         self.watcher: Watcher | None = None
-        settings = Settings.of(config, world_size, version_bytes, drain_s, guests)
+        settings = Settings.of(config, world_size, version_bytes, drain_s, guests, applied_bytes)
         if registry is None:
             where = host, config.port, config.max_restarts
             self.registry = servers.RegistryServer(epoch, token, settings, folder, where, transport)

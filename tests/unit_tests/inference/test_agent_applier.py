@@ -21,7 +21,9 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S, until
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.actor import Actor
 from torchtitan.inference.agent import server
 from torchtitan.inference.agent.applier import Applier, FileLoader, remove_abandoned
 from torchtitan.inference.agent.engine import AdminClient, EngineError, EngineFacts, EngineNotListening, EngineOptions
@@ -442,6 +444,36 @@ def test_a_closed_port_is_told_from_silence() -> None:
         assert not isinstance(caught.value, EngineNotListening)
     with pytest.raises(EngineNotListening, match="nothing listens on"):
         control.check_health(5.0)
+
+
+def test_an_engine_that_starts_has_all_of_the_time_for_it_to_describe_itself() -> None:
+    """On a busy machine it answers its first questions later than an order of a step may take."""
+    asked: list[float] = []
+
+    def describe() -> EngineFacts:
+        asked.append(control.timeout_s)
+        return EngineFacts(Capabilities("fake", "0"), can_wait=False)
+
+    control: Any = SimpleNamespace(check_health=lambda timeout_s: None, describe=describe)
+    engine: Any = SimpleNamespace(name="fake", control=lambda *_: control)
+    arguments = argparse.Namespace(url="http://127.0.0.1:1", engine_token_env="", drain_timeout_s=1.0)
+    options = EngineOptions("a", "m", "", "engine", Path(), "", 0, update_timeout_s=8.0)
+    with pytest.raises(UserError, match="cannot let running requests finish"):
+        asyncio.run(RunningAgent(arguments, engine, options, "").start(time.monotonic() + 500))
+    assert 400 < asked[0] <= 500 and control.timeout_s == 8.0
+
+
+def test_an_engine_that_has_not_served_yet_may_be_silent_while_it_starts() -> None:
+    config = JobConfig()
+    config.inference.health_timeout_s, config.inference.startup_timeout_s = 10.0, 120.0
+    actor = Actor.__new__(Actor)
+    actor._config = config.inference
+    limits = []
+    for process, ready_at in ((object(), 0.0), (object(), 1.0), (None, 0.0)):
+        actor._process, actor._ready_at = process, ready_at  # type: ignore[assignment]
+        limits.append(actor._silence_limit_s)
+    # A server that somebody else has started is not waited for.
+    assert limits == [120.0, 10.0, 10.0]
 
 
 def test_an_engine_that_runs_already_says_how_many_workers_it_has() -> None:

@@ -55,11 +55,18 @@ def test_a_token_is_computed_once_where_it_follows_the_same_tokens(lists: list[l
 def test_clusters_stay_within_the_budget(lists: list[list[int]], budget: int, seed: int) -> None:
     sequences, rng = [np.array(one, np.uint64) for one in lists], random.Random(seed)
     trained = [rng.randint(0, len(one)) for one in lists]
-    found, sizes = clusters(sequences, trained, budget)
-    assert sorted(number for members in found for number in members) == list(range(len(lists)))
-    for members, size in zip(found, sizes, strict=True):
-        computed = sum(merge([sequences[n] for n in members]).lengths)
-        assert max(computed, sum(trained[n] for n in members)) <= size <= budget
+    # A teacher reads one of three hints before each of them, or the sequence itself.
+    hints = [[rng.randint(0, 3)] * rng.randint(0, budget - max(map(len, lists), default=0)) for _ in range(3)]
+    taught = [np.array([*rng.choice(hints), *one], np.uint64) for one in lists]
+    for read in (None, taught):
+        found, sizes = clusters(sequences, trained, budget, read)
+        assert sorted(number for members in found for number in members) == list(range(len(lists)))
+        for members, size in zip(found, sizes, strict=True):
+            computed = sum(merge([sequences[n] for n in members]).lengths)
+            assert max(computed, sum(trained[n] for n in members)) <= size <= budget
+            if read is not None:
+                assert sum(merge([read[n] for n in members]).lengths) <= size
+                assert sum(len(read[n]) for n in members) <= KEYS_PER_TOKEN * size
 
 
 def test_keys_of_paths_are_bounded_by_the_budget() -> None:

@@ -47,7 +47,7 @@ from torchtitan.inference.placement import (
     threads_per_actor,
 )
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens
-from torchtitan.models.costs import version_bytes
+from torchtitan.models.costs import applied_bytes
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import is_loopback
 from torchtitan.utils.reader_process import Pieces
@@ -89,7 +89,7 @@ def agent_settings(engine: str, config: JobConfig) -> list[str]:
 
 def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
     inference, sync, args = config.inference, config.weight_sync, read_shape(config)
-    size, drain_s = 0 if args is None else version_bytes(config, args), drain_seconds(config)
+    size, drain_s = 0 if args is None else applied_bytes(config, args), drain_seconds(config)
     route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
     # The pool may add our own options after these, so the engine's options travel as one value.
     theirs = inference.engine_args | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})

@@ -233,10 +233,13 @@ class RunningAgent:
             self.engine_url = base_url(WILDCARDS.get(options.host, options.host), port)
         control = self._engine.control(self.engine_url, token, options)
         await self._unless_it_ends(_until_healthy(control, deadline))
+        # An engine that still compiles, on a busy machine, answers its first questions late.
+        control.timeout_s = max(options.update_timeout_s, deadline - time.monotonic())
         try:
             facts = await asyncio.to_thread(control.describe)
         except EngineError as error:
             raise UserError(f"the engine at {self.engine_url}: {error}") from error
+        control.timeout_s = options.update_timeout_s
         # A running engine knows its number of workers. In a weight group for fewer, the others would end SGLang's
         # server.
         options = replace(options, tensor_parallel_size=facts.world_size)

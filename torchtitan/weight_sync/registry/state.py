@@ -72,8 +72,9 @@ class Settings:
         version_bytes: int,
         drain_s: float = 0.0,
         guests: Message | None = None,
+        applied_bytes: int = 0,
     ) -> Settings:
-        """Derive the settings from the configuration. drain_s: how long an apply may wait for requests to end."""
+        """Derive the settings from the configuration. drain_s, applied_bytes: see WeightSync."""
         # Imported here because the registry and shard server processes run without pydantic.
         from torchtitan.config.derived import apply_timeout, lease
 
@@ -84,7 +85,7 @@ class Settings:
             lease_s=lease(config, version_bytes),
             relay_fanout=config.relay_fanout if config.relay else 0,
             progress_timeout_s=config.progress_timeout_s,
-            apply_timeout_s=apply_timeout(config, version_bytes, drain_s),
+            apply_timeout_s=apply_timeout(config, max(version_bytes, applied_bytes), drain_s),
             sees_bytes=TRANSPORTS[config.transport].sends,
             delta=config.delta and TRANSPORTS[config.transport].over_channel,
         )
