@@ -223,10 +223,12 @@ def test_environments_get_the_whole_turn_and_the_text_that_programs_see(
     player = EpisodePlayer(config, SimpleNamespace(generate=generate), environment, maker, tokenizer)
     prompt = maker.make({"prompt": "6+6?"}, 0)
     (trajectory,) = asyncio.run(player.play(prompt, GenerateRequest("r", [], SamplingParameters(512)), 0))
-    ((text, marked),) = environment.turns
-    assert text == (said if "opens" in name else "12")
-    assert parse_tool_calls(marked, "hermes")[1] == []
     assert trajectory.turn.final_text == "12" and call in trajectory.turn.thought
+    said = said.partition(closing)[0]  # a thought that is not closed
+    asyncio.run(player.play(prompt, GenerateRequest("s", [], SamplingParameters(512)), 0))
+    (text, _), (unclosed, _) = environment.turns
+    assert (text, unclosed) == ((f"{said}{closing}12", said) if "opens" in name else ("12", ""))
+    assert [parse_tool_calls(marked, "hermes")[1] for _, marked in environment.turns] == [[], []]
 
 
 def test_a_stop_text_cuts_the_answer_and_not_the_thought(tokenizers: dict[str, Tokenizer]) -> None:
