@@ -43,9 +43,9 @@ class Engine:
         self.says: list[str] = []
         """What it says next, in place of random things"""
 
-    async def call(self, name: str, request: dict[str, Any], **_more: Any) -> list[dict[str, Any]]:
+    async def call(self, name: str, request: dict[str, Any], **_more: Any) -> bytes:
         assert name == "sample"
-        return [self.sample(request).to_json() for _ in range(request["sampling"]["n"])]
+        return json.dumps([self.sample(request).to_json() for _ in range(request["sampling"]["n"])]).encode()
 
     def sample(self, request: dict[str, Any]) -> Completion:
         generator, tokenizer = self.generator, self.tokenizer

@@ -59,12 +59,13 @@ def test_ranks_wait_for_rank_0s_disk_longer_than_for_a_step(
     calls: list[object] = []
 
     class Fails:
-        def export_hf(self, step: int, assets_from: str | None) -> None:
+        def export_hf(self, step: int, assets_from: str | None, end_token_ids: list[int]) -> None:
             calls.append(step)
             raise UserError("no room")
 
     run = Job(JobConfig())
     run.dims, run.checkpointer, run._stepped = ParallelDims(1, 1, 1, 1, 0), Fails(), stepped  # type: ignore[assignment]
+    run._end_token_ids = []
     monkeypatch.setattr(device, "set_timeouts", lambda seconds, groups: calls.append(seconds))
     run.export_on_demand()
     assert calls == [1800, 0, after]
