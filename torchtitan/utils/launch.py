@@ -94,8 +94,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         if not Agent.address:
             return
         # Each meeting has a store of its own.
-        store, count = worker_group.store, worker_group.group_world_size
-        assert store is not None and count is not None
+        store: Any = worker_group.store
+        count: Any = worker_group.group_world_size
         store.set(f"machine/{worker_group.group_rank}", Agent.address)
         before, self._machines = self._machines, Counter(store.get(f"machine/{n}").decode() for n in range(count))
         lost, joined = before - self._machines, self._machines - before
