@@ -117,6 +117,7 @@ def test_threads_that_run_together_weigh_as_much_as_they_may(children: list[subp
         usage.put_behind([*pids, asleep], allowed=2)
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {7}
         assert os.getpriority(os.PRIO_PROCESS, asleep) == before
+        usage.end_before_us([asleep])
         assert Path(f"/proc/{asleep}/oom_score_adj").read_text() == "1000\n"
     finally:
         usage.kill(pids)
@@ -130,6 +131,8 @@ def test_a_control_group_bounds_what_no_process_has_mapped() -> None:
     try:
         done = subprocess.run([*group.command(), sys.executable, "-c", fill], capture_output=True)
         assert done.returncode == -9 and group.killed_for_memory
+        if "cpu" in our_groups():
+            assert group.shares_processors
         fits = subprocess.run([*group.command(), "/bin/sh", "-c", "echo $0 $1", "a b", "c"], capture_output=True)
         assert fits.stdout == b"a b c\n"
     finally:

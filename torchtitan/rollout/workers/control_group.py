@@ -37,6 +37,11 @@ class ControlGroup:
         return ["/bin/sh", "-c", ENTER, "sh", *map(str, self._folders), "--"]
 
     @property
+    def shares_processors(self) -> bool:
+        """Whether the group as a whole has a share of the processors, however many threads it has."""
+        return any((folder / name).exists() for folder in self._folders for name in ("cpu.weight", "cpu.shares"))
+
+    @property
     def killed_for_memory(self) -> bool:
         """Whether the kernel has ended a process of the group because the group had all of its memory."""
         for folder in self._folders:

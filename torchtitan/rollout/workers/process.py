@@ -329,7 +329,9 @@ class WorkerProcess:
                 self._reason = f"{self._what} was stopped: its processes were, or had, {excess}{more}"
                 await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
                 return
-            usage.put_behind(processes, allowed=1 + calls)
+            usage.end_before_us(processes)
+            if self._group is None or not self._group.shares_processors:
+                usage.put_behind(processes, allowed=1 + calls)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _processes(self) -> list[int]:

@@ -68,11 +68,10 @@ def _memory_files(pids: list[int]) -> int:
 
 def put_behind(pids: Iterable[int], allowed: int) -> None:
     """Lower the priority of the threads that run at this moment if they are more than `allowed`, so that together they
-    weigh no more than `allowed` threads of the trainer, and let the kernel end these processes before the trainer.
+    weigh no more than `allowed` threads of the trainer.
 
     A priority stays low once it has been lowered: only root may raise it again.
     """
-    pids = list(pids)
     running = [(pid, thread) for pid in pids for thread in _running_threads(pid)]
     nice = 0
     if len(running) > allowed:
@@ -86,8 +85,6 @@ def put_behind(pids: Iterable[int], allowed: int) -> None:
         for pid in {pid for pid, _ in running}:
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/autogroup").write_text(str(nice), encoding="ascii")
-    for pid in pids:
-        _end_before_us(pid)
 
 
 def _running_threads(pid: int) -> list[int]:
@@ -106,12 +103,13 @@ def _autogroups_are_on() -> bool:
     return False
 
 
-def _end_before_us(pid: int) -> None:
-    """Make the kernel choose this process first when memory runs out: it may have undone that for itself."""
-    score = Path(f"/proc/{pid}/oom_score_adj")
-    with contextlib.suppress(OSError):
-        if score.read_text(encoding="ascii").strip() != "1000":
-            score.write_text("1000", encoding="ascii")
+def end_before_us(pids: Iterable[int]) -> None:
+    """Make the kernel choose these processes first when memory runs out: they may have undone that for themselves."""
+    for pid in pids:
+        score = Path(f"/proc/{pid}/oom_score_adj")
+        with contextlib.suppress(OSError):
+            if score.read_text(encoding="ascii").strip() != "1000":
+                score.write_text("1000", encoding="ascii")
 
 
 def session_of(pid: int) -> int | None:
