@@ -186,7 +186,7 @@ def _completion(output: Any) -> Completion:
     """Read vLLM's CompletionOutput. Raises NoVersion or RuntimeError if a token's weights are unknown."""
     tokens = list(output.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs or [], strict=True)]
-    spans = read_spans([vars(span) for span in output.weight_versions or []])
+    spans = read_spans(output.weight_versions or [])
     if sum(span.end - span.start for span in spans) != len(tokens):
         raise RuntimeError(f"vLLM names the weights of {spans} only, not of all {len(tokens)} tokens")
     mask = getattr(output, "sampling_mask", None)
