@@ -45,6 +45,7 @@ from typing import Any
 
 import psutil
 from torch.distributed import DistError
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -53,7 +54,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api
-from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+from torch.distributed.run import config_from_args, parse_args, parse_min_max_nnodes, run
 
 from torchtitan.errors import EXIT_RETRYABLE, UserError
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE
@@ -67,6 +68,12 @@ LOOPBACK = "127.0.0.1"
 # How long the name of rank 0's machine may stay unknown: a cluster may publish it only once that machine is up.
 NAME_TIMEOUT_S = 60.0
 NAME_INTERVAL_S = 1.0
+
+
+class WrongArguments(UserError):
+    """torchrun's arguments are not what they should be. Exit code 2, as for those that it does not know."""
+
+    exit_code = 2
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):
@@ -155,13 +162,14 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     processes._terminate_process_handler = _stop
     threading.Thread(target=_pass_on, name="pass-on", daemon=True).start()
+    torchrun.config_from_args = _config_of  # type: ignore[assignment]
     parsed = parse_args(arguments)
-    least, most = parse_min_max_nnodes(parsed.nnodes)
-    if least < most:
-        Agent.address = parsed.local_addr or socket.getfqdn()
-        # Ranks that meet in the store of the launchers before would find what the ones before have left there.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
+        least, most = machines_of(parsed)
+        if least < most:
+            Agent.address = parsed.local_addr or socket.getfqdn()
+            # Ranks that meet in the store of the launchers before would find what the ones before have left there.
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         find_names(parsed)
     except UserError as error:
         _say(str(error))
@@ -175,6 +183,9 @@ def main(arguments: list[str]) -> int:
             os.environ.setdefault(LAUNCH_VARIABLE, f"{folder}/run")
             parsed.log_dir = parsed.log_dir or folder
             run(parsed)
+    except UserError as error:
+        _say(str(error))
+        return error.exit_code
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         _say(f"rank {rank} failed first: it {_end_of(failure.exitcode)}")
@@ -194,16 +205,46 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def machines_of(parsed: argparse.Namespace) -> tuple[int, int]:
+    """Return the least and the largest number of machines. Raises WrongArguments."""
+    try:
+        least, most = parse_min_max_nnodes(parsed.nnodes)
+    except (ValueError, RuntimeError):
+        least, most = 0, 0
+    if not 0 < least <= most:
+        raise WrongArguments(f"--nnodes {parsed.nnodes}: it must be a number of machines, or MIN:MAX, from 1 on")
+    return least, most
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host in `host:port`. Raises WrongArguments."""
+    try:
+        return str(parse_rendezvous_endpoint(endpoint, default_port=0)[0])
+    except ValueError as error:
+        raise WrongArguments(f"--rdzv-endpoint {endpoint}: {error}") from None
+
+
+def _config_of(parsed: argparse.Namespace) -> Any:
+    """What torchrun makes of its arguments. Raises WrongArguments."""
+    try:
+        return config_from_args(parsed)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise WrongArguments(f"torchrun's arguments: {error}") from None
+
+
 def find_names(parsed: argparse.Namespace) -> None:
     """Let the ranks of one machine meet at its loopback address, and look up the names that several machines need.
 
     torchrun tells the ranks this machine's host name otherwise, and waits for minutes where that does not resolve.
 
     Raises:
-        UserError: the ranks of other machines would be told a name of this machine that does not resolve.
+        UserError: the ranks of other machines would be told a name of this machine that does not resolve, or an
+            argument is malformed.
         TimeoutError: the name of rank 0's machine is still unknown after NAME_TIMEOUT_S.
     """
-    if parsed.standalone or parse_min_max_nnodes(parsed.nnodes)[1] == 1:
+    endpoint = parsed.rdzv_endpoint
+    host = host_of(endpoint) if endpoint else parsed.master_addr
+    if parsed.standalone or machines_of(parsed)[1] == 1:
         parsed.local_addr = parsed.local_addr or LOOPBACK
         return
     # With other backends than "static", rank 0's machine tells the others its address by itself.
@@ -212,8 +253,6 @@ def find_names(parsed: argparse.Namespace) -> None:
             f"this machine's name {own} does not resolve ({problem}), and the ranks would be told to meet there: give "
             "--local-addr with an address of this machine that the others reach, or add the name to /etc/hosts"
         )
-    endpoint = parsed.rdzv_endpoint
-    host = parse_rendezvous_endpoint(endpoint, default_port=0)[0] if endpoint else parsed.master_addr
     key = "--rdzv-endpoint" if endpoint else "--master-addr"
     deadline, announced = time.monotonic() + NAME_TIMEOUT_S, False
     while problem := _lookup_problem(host):

@@ -105,10 +105,37 @@ def test_names_are_looked_up_before_anything_waits_and_one_machine_needs_none(
     monkeypatch.setattr(threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(api, "LocalElasticAgent", None)
     monkeypatch.setattr(processes, "_terminate_process_handler", None)
+    monkeypatch.setattr(launch.torchrun, "config_from_args", None)
     assert launch.main([*arguments, "program.py"]) == code
     lines = capfd.readouterr().err.splitlines()
     assert started == ([] if code else [local_addr]) and named in "".join(lines[-1:])
     assert len(lines) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([*TWO, "--rdzv-endpoint", "host:abc"], "--rdzv-endpoint host:abc: "),
+        ([*TWO, "--rdzv-endpoint", "host:70000"], "--rdzv-endpoint host:70000: "),
+        ([*TWO, "--rdzv-endpoint", "a host:1"], "--rdzv-endpoint a host:1: "),
+        (["--nnodes", "1", "--rdzv-endpoint", "host:abc"], "--rdzv-endpoint host:abc: "),
+        (["--nnodes", "two"], "--nnodes two: "),
+        (["--nnodes", "1:2:3"], "--nnodes 1:2:3: "),
+        (["--nnodes", "1:"], "--nnodes 1:: "),
+        (["--nnodes", "0"], "--nnodes 0: "),
+        (["--nnodes", "2:1"], "--nnodes 2:1: "),
+        (["--standalone", "--nproc-per-node", "many"], "Unsupported nproc_per_node value: many"),
+        (["--standalone", "--max-restarts", "-1"], "max_restarts must be >= 0"),
+        (["--standalone", "--rdzv-conf", "timeout"], "timeout"),
+        (["--standalone", "--local-ranks-filter", "first"], "--local_ranks_filter must be"),
+    ],
+)
+def test_malformed_arguments_are_refused_in_one_line(arguments: list[str], named: str) -> None:
+    command = [sys.executable, "-m", launch.__name__, *arguments, "program.py"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("[launch] ")]
+    assert named in line and "Traceback" not in ended.stderr
+    assert ended.returncode == 2
 
 
 def test_a_name_that_is_published_late_is_waited_for(
