@@ -34,8 +34,9 @@ from torchtitan.utils.typed_json import IN_PLACE_BYTES, WrongForm
 Pieces = Sequence[bytes | bytearray]
 Read = Callable[[dict[str, Any], bytes | memoryview], bytes]
 
-# Lengths of the function's name, the facts and the answer; then: whether it was read, and the length of the result.
-REQUEST, REPLY = struct.Struct("!HIQ"), struct.Struct("!?Q")
+# Lengths of the function's name, the facts and the answer. Once all of them have arrived: RECEIVED. When the function
+# has returned: whether the answer was read, and the length of the result.
+REQUEST, RECEIVED, REPLY = struct.Struct("!HIQ"), b"r", struct.Struct("!?Q")
 PIECE_BYTES = 1 << 20
 # A reader that is silent for so long is replaced. The longest answer (1 GiB) takes some seconds.
 SILENCE_S = 60.0
@@ -46,10 +47,17 @@ FREE_BYTES, BYTES_PER_BYTE = 2 << 30, 8
 MAX_REASON_CHARACTERS = 500
 
 
+class ReaderUnavailable(RuntimeError):
+    """This machine runs no process that reads answers, whatever is in them. Trying again later may help."""
+
+
 async def read_answer(function: str, about: dict[str, Any], pieces: Pieces) -> memoryview:
-    """Return what a reading function makes of an answer. Raises WrongForm: it cannot be read."""
+    """Return what a reading function makes of an answer.
+
+    Raises WrongForm: it cannot be read; ReaderUnavailable: there is no process for a long one.
+    """
     if sum(map(len, pieces)) <= IN_PLACE_BYTES:
-        return memoryview(_find(function)(about, b"".join(pieces)))
+        return memoryview(_call(_find(function), about, b"".join(pieces)))
     return await get_running_loop().run_in_executor(_thread, _reader.read, function, about, pieces)
 
 
@@ -59,12 +67,24 @@ def _find(function: str) -> Read:
     return found
 
 
+def _call(read: Read, about: dict[str, Any], answer: bytes | memoryview) -> bytes:
+    """Call a reading function: whatever it raises is the fault of the answer. Raises WrongForm."""
+    try:
+        return read(about, answer)
+    except WrongForm:
+        raise
+    except Exception as error:  # libraries raise anything over what another process wrote
+        raise WrongForm(f"{type(error).__name__}: {error}") from error
+
+
 class _Reader:
     """The reader process, started when it is first needed. One thread uses it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._received = False
+        """Whether the process has all of the current request, so that nothing but reading it is left to do"""
 
     def read(self, function: str, about: dict[str, Any], pieces: Pieces) -> memoryview:
         for attempt in range(ATTEMPTS):
@@ -72,15 +92,25 @@ class _Reader:
                 return self._exchange(function.encode(), msgspec.json.encode(about), pieces)
             except OSError as error:
                 self.close()
-                if attempt + 1 == ATTEMPTS:
+                if attempt + 1 < ATTEMPTS:
+                    continue
+                if self._received:
                     raise WrongForm(f"the process that reads answers ended over it ({error})") from None
+                raise ReaderUnavailable(
+                    f"the process that reads long answers could not be started on this machine, or ended before it had "
+                    f"one to read ({type(error).__name__}: {error}): look for too few open files (ulimit -n), "
+                    "processes (ulimit -u) or too little memory"
+                ) from error
         raise AssertionError("the last attempt returns or raises")
 
     def _exchange(self, function: bytes, about: bytes, pieces: Pieces) -> memoryview:
+        self._received = False
         ours = self._socket or self._start()
         ours.sendall(REQUEST.pack(len(function), len(about), sum(map(len, pieces))) + function + about)
         for piece in pieces:
             ours.sendall(piece)
+        _receive(ours, len(RECEIVED))
+        self._received = True
         understood, size = REPLY.unpack(_receive(ours, REPLY.size))
         result = _receive(ours, size)
         if not understood:
@@ -89,6 +119,8 @@ class _Reader:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
+        ours.settimeout(SILENCE_S)
+        self._socket = ours
         with theirs:
             command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
             # A session of its own: signals to our process group are ours.
@@ -96,8 +128,6 @@ class _Reader:
                 command, env=child_environment(threads=1), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
-        ours.settimeout(SILENCE_S)
-        self._socket = ours
         return ours
 
     def close(self) -> None:
@@ -143,16 +173,14 @@ def _serve(source: socket.socket) -> None:
     while True:
         lengths = REQUEST.unpack(_receive(source, REQUEST.size))
         _allow(sum(lengths))
+        function, about, answer = (_receive(source, size) for size in lengths)
+        read, facts = _find(bytes(function).decode()), msgspec.json.decode(about)
+        source.sendall(RECEIVED)
         try:
-            function, about, answer = (_receive(source, size) for size in lengths)
-            result = _find(bytes(function).decode())(msgspec.json.decode(about), answer)
-            source.sendall(REPLY.pack(True, len(result)))
-        except OSError:
-            raise
-        except Exception as error:  # whatever it is, the answer is refused for it
-            text = str(error) if isinstance(error, WrongForm) else f"{type(error).__name__}: {error}"
-            result = text[:MAX_REASON_CHARACTERS].encode(errors="replace")
-            source.sendall(REPLY.pack(False, len(result)))
+            understood, result = True, _call(read, facts, answer)
+        except WrongForm as error:
+            understood, result = False, str(error)[:MAX_REASON_CHARACTERS].encode(errors="replace")
+        source.sendall(REPLY.pack(understood, len(result)))
         source.sendall(result)
         del answer, result
 

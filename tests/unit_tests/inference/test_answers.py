@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import io
 import json
 import os
+import signal
+import subprocess
 import tracemalloc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from torchtitan.errors import EXIT_RETRYABLE, exit_code_of
 from torchtitan.inference import answers
 from torchtitan.inference.answers import completions_of, generated_bytes, scored_bytes, scores_of
 from torchtitan.inference.client import ActorError, ActorNotReady, RequestRefused
 from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters, VersionSpan
 from torchtitan.utils import reader_process
-from torchtitan.utils.reader_process import read_answer
+from torchtitan.utils.reader_process import ReaderUnavailable, read_answer
 from torchtitan.utils.typed_json import WrongForm
 
 LAYERS, PER_TOKEN, VERSION = 3, 2, 41
@@ -204,3 +209,93 @@ def test_an_answer_may_break_the_reader_process_and_nothing_else(monkeypatch: py
     with pytest.raises(WrongForm, match="the process that reads answers ended over it"):
         read(b"poison")
     assert read(b"next") == b"nextnext"
+
+
+def _no_more_files(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken", "reason"),
+    [
+        ("subprocess", "Popen", _no_more_files, "Too many open files"),
+        ("socket", "socketpair", _no_more_files, "Too many open files"),
+        ("sys", "executable", "/bin/false", "ulimit"),
+    ],
+)
+def test_a_reader_that_does_not_start_is_not_the_fault_of_the_answer(
+    module: str, name: str, broken: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes as an error that a restart of the run may cure, and passes with what has caused it."""
+    monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
+    reader_process._reader.close()
+    answer = json.dumps(embedded(longest(request(1, 2)), 3)).encode()
+
+    def read() -> list[Completion]:
+        return asyncio.run(completions_of("embedded", request(1, 2), [answer]))
+
+    with monkeypatch.context() as here:
+        here.setattr(reader_process, module, SimpleNamespace(DEVNULL=subprocess.DEVNULL))
+        here.setattr(getattr(reader_process, module), name, broken, raising=False)
+        with pytest.raises(ReaderUnavailable, match=reason) as caught:
+            read()
+    assert exit_code_of(caught.value) == EXIT_RETRYABLE
+    assert read() == longest(request(1, 2))
+
+
+def test_a_reader_that_was_stopped_or_killed_before_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
+    reader = reader_process._reader
+    answer = json.dumps(embedded(longest(request(1, 2)), 3)).encode()
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        asyncio.run(completions_of("embedded", request(1, 2), [answer]))
+        assert reader._process is not None and reader._socket is not None
+        reader._socket.settimeout(0.1)  # only of this process
+        os.kill(reader._process.pid, number)
+        assert asyncio.run(completions_of("embedded", request(1, 2), [answer])) == longest(request(1, 2))
+
+
+def npy(header: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
+FOREIGN = {
+    "an archive": b"PK\x03\x04" + bytes(60),
+    "nothing": b"",
+    "a pickle": b"\x80\x04N.",
+    "a shape of 8e13": npy(b"{'descr': '<i8', 'fortran_order': False, 'shape': (10000000000000,), }\n") + bytes(64),
+    "a shape beyond numbers": npy(b"{'descr': '<i8', 'fortran_order': False, 'shape': (%d, 1, 1), }\n" % 10**30),
+    "objects": npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1, 1, 1), }\n") + bytes(8),
+    "a broken header": npy(b"{'descr': '<i8', (\n"),
+    "half a header": b"\x93NUMPY\x01\x00\xff\x00{",
+    "no numbers": npy(b"{'descr': '|V0', 'fortran_order': False, 'shape': (4, 3, 2), }\n"),
+}
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_bytes_for_experts_are_a_malformed_answer(
+    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "elsewhere":
+        monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
+    asked = request(1, 2, routes=True)
+    answer = vllm(longest(asked), 3)
+    answer["choices"][0]["routed_experts"] = base64.b64encode(FOREIGN[kind]).decode()
+    with pytest.raises(ActorError, match="malformed"):
+        asyncio.run(completions_of("vllm", asked, [json.dumps(answer).encode()]))
+
+
+def raises(about: dict[str, Any], _answer: bytes | memoryview) -> bytes:
+    """A reading function in which a library fails."""
+    raise {"memory": MemoryError, "end": EOFError, "system": OSError}[about["how"]]("over it")
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("how", ["memory", "end", "system"])
+def test_whatever_a_reading_function_raises_refuses_the_answer(
+    how: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0 if where == "elsewhere" else 1 << 20)
+    with pytest.raises(WrongForm, match="Error: over it"):
+        asyncio.run(read_answer(f"{__name__}:raises", {"how": how}, [b"answer"]))

@@ -284,13 +284,21 @@ def _completion(choice: _Choice, request: GenerateRequest) -> Completion:
         raise Malformed("a sample has no log-probs")
     rows = choice.logprobs.content
     spans = _spans(choice, len(choice.token_ids))
-    # Of numpy's own file format.
-    routes = read_routes(
-        request, len(choice.token_ids), choice.routed_experts,
-        lambda data: np.load(io.BytesIO(data), allow_pickle=False), WITHOUT_ROUTES,
-    )  # fmt: skip
+    routes = read_routes(request, len(choice.token_ids), choice.routed_experts, read_npy, WITHOUT_ROUTES)
     scored, log_probs = [row.token_id for row in rows], [row.logprob for row in rows]
     return make_completion(choice.token_ids, scored, log_probs, finished, spans, kept if truncated else None, routes)
+
+
+def read_npy(data: bytes) -> np.ndarray:
+    """Return the array in a file of numpy's format. np.load would read other formats too, and allocate whatever shape
+    the header names. Raises ValueError: the shape is not that of the bytes behind the header; or any other error that
+    numpy has for a broken header."""
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran_order, dtype = read_header(file)
+    numbers: np.ndarray = np.frombuffer(data, dtype, offset=file.tell())
+    return numbers.reshape(shape, order="F" if fortran_order else "C")
 
 
 def _spans(choice: _Choice, tokens: int) -> list[VersionSpan]:
