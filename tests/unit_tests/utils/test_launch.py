@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args
@@ -105,7 +106,7 @@ def test_names_are_looked_up_before_anything_waits_and_one_machine_needs_none(
     monkeypatch.setattr(threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(api, "LocalElasticAgent", None)
     monkeypatch.setattr(processes, "_terminate_process_handler", None)
-    monkeypatch.setattr(launch.torchrun, "config_from_args", None)
+    monkeypatch.setattr(torchrun, "config_from_args", None)
     assert launch.main([*arguments, "program.py"]) == code
     lines = capfd.readouterr().err.splitlines()
     assert started == ([] if code else [local_addr]) and named in "".join(lines[-1:])
@@ -170,11 +171,11 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_a_machine_that_is_lost_and_comes_back_costs_no_restart(tmp_path: Path) -> None:
-    script, address = tmp_path / "rank.py", f"127.0.0.1:{free_ports(1)}"
+    script, port = tmp_path / "rank.py", free_ports(1)
     script.write_text(RANK)
     range_of_two = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
     timing = "last_call_timeout=5,join_timeout=200,keep_alive_interval=1,keep_alive_max_attempt=5"
-    meeting = ["--rdzv-endpoint", address, "--rdzv-id", "1", "--rdzv-conf", timing]
+    meeting = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1", "--rdzv-conf", timing]
     started: list[subprocess.Popen[bytes]] = []
 
     def start(name: str) -> subprocess.Popen[bytes]:
@@ -190,9 +191,16 @@ def test_a_machine_that_is_lost_and_comes_back_costs_no_restart(tmp_path: Path) 
         path = tmp_path / f"ranks-{name}"
         return path.read_text().splitlines() if path.exists() else []
 
+    def meets() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
     first, second = "127.0.0.8", "127.0.0.9"
     try:
-        survivor, lost = start(first), start(second)
+        survivor = start(first)
+        # The launcher that comes first serves the meeting, and must not be the one that is lost.
+        until(meets, process=survivor)
+        lost = start(second)
         until(lambda: bool(rows(first) and rows(second)))
         os.killpg(lost.pid, signal.SIGKILL)
         for child in psutil.process_iter(["cmdline"]):  # its rank has a session of its own
