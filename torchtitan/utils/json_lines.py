@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -129,26 +130,39 @@ class JsonTail:
         self._path, self._place, self._needs = path, 0, needs
         self._number: int | None = None
         """The inode of the file that is being read, by which it is known after it was renamed"""
-        if last_bytes and path.is_file():
-            self._number = path.stat().st_ino
-            self._place = line_start(path, path.stat().st_size - last_bytes)
+        if last_bytes:
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                self._place = line_start(path, found.st_size - last_bytes)
+                self._number = found.st_ino
 
     def read(self) -> Iterator[dict[str, Any]]:
         """What has been written since the last call; nothing where there is no file yet."""
-        files = {path.stat().st_ino: path for path in (older_file(self._path), self._path) if path.is_file()}
+        files = {number: path for path in (older_file(self._path), self._path) if (number := _inode(path)) is not None}
         begun = self._number not in files  # all of them are new
         for number, path in files.items():
             if begun and number != self._number:
                 self._number, self._place = number, 0
             begun = begun or number == self._number
             while begun:
-                lines, place = read_lines(path, self._place)
+                try:
+                    lines, place = read_lines(path, self._place)
+                except FileNotFoundError:
+                    return  # its writer is about to begin another one
                 if not lines:
                     break
-                if path.stat().st_ino != number:
+                if _inode(path) != number:
                     return  # it has just been renamed: the next call finds it
                 self._place = place
                 yield from _objects(self._path, lines, self._needs)
+
+
+def _inode(path: Path) -> int | None:
+    """Return the number of the file at this path; None if there is none, also while its writer begins another one."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def read_lines(path: Path, place: int, most_bytes: int = CHUNK_BYTES) -> tuple[list[str], int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.utils import json_lines
-from torchtitan.utils.json_lines import JsonLines, line_start, read_json_lines, read_lines
+from torchtitan.utils.json_lines import JsonLines, JsonTail, line_start, older_file, read_json_lines, read_lines
 
 
 @pytest.mark.parametrize("block", [4, 65536])
@@ -60,3 +60,30 @@ def test_tails_of_a_file_take_long_lines_and_torn_ends(tmp_path: Path) -> None:
     assert read_lines(path, 6, 8) == (["x" * 100], 107)
     assert read_lines(path, 107, 800) == (["last"], 112) and read_lines(path, 112) == ([], 112)
     assert [line_start(path, place) for place in (-5, 0, 1, 6, 7, 107)] == [0, 0, 6, 6, 107, 107]
+
+
+@pytest.mark.parametrize("moment", ["look", "open"])
+def test_a_tail_meets_its_file_between_being_renamed_and_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"row": 1}\n')
+    tail = JsonTail(path)
+    assert [row["row"] for row in tail.read()] == [1]
+    with path.open("a") as file:
+        file.write('{"row": 2}\n')
+    if moment == "look":
+        path.replace(older_file(path))
+    else:
+        read = json_lines.read_lines
+
+        def rename_and_read(found: Path, place: int) -> tuple[list[str], int]:
+            monkeypatch.undo()
+            path.replace(older_file(path))
+            return read(found, place)
+
+        monkeypatch.setattr(json_lines, "read_lines", rename_and_read)
+    rows = [row["row"] for row in tail.read()]
+    assert [row["row"] for row in JsonTail(path, last_bytes=5).read()] == [1, 2]
+    path.write_text('{"row": 3}\n')
+    assert rows + [row["row"] for row in tail.read()] == [2, 3]
