@@ -144,8 +144,13 @@ class DeliveryBook:
 
     def __init__(self) -> None:
         self.epoch = ""
+        self.known_from: int | None = None
+        """The first version that is known to be published or dropped; -1 where the journal is there from its start;
+        None: nothing is known yet. The oldest part of a long journal is lost"""
         self.left_out = 0
         """Records that make no sense"""
+        self._begins_whole: bool | None = None
+        """Whether the first record is that of a registry's start; None: there was none yet"""
         self._entries: list[Entry] = []
         self._open: dict[str, dict[int, Delivery]] = {}
         self._live: set[str] = set()
@@ -172,6 +177,9 @@ class DeliveryBook:
 
     def _take(self, record: Record) -> None:
         event = record["event"]
+        if self.known_from is None and event in ("publish", "drop"):
+            self.known_from = -1 if self._begins_whole else record["version"]
+        self._begins_whole = (event == "start") if self._begins_whole is None else self._begins_whole
         if event in _INCIDENTS:
             text = record.get("reason", "") if "actor" in record else f"rank {record.get('rank')}"
             self._incident(record, _INCIDENTS[event], text)

@@ -165,7 +165,8 @@ class SyncMetrics:
         self._note(self._book.feed(self._tail.read()))
         for version in [version for version in self._undecided if version < self._book.newest_version]:
             del self._undecided[version]
-            if version not in self._book.settled:
+            # Of what is older, the journal may have told in a part that is lost.
+            if version not in self._book.settled and version >= (self._book.known_from or 0):
                 self._write_undelivered(version, "overtaken", "a newer version was published before it could be")
 
     def _note(self, entries: Iterable[Entry]) -> None:

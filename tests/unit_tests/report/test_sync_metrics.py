@@ -232,6 +232,20 @@ def test_every_version_has_a_row_also_one_that_a_newer_one_has_overtaken(tmp_pat
     assert rows_of(tmp_path).keys() - {(version, None) for version in outcomes} == {(v, "a") for v in (1, 5, 7, 8)}
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_versions_of_a_lost_part_of_the_journal_are_not_overtaken(tmp_path: Path, is_whole: bool) -> None:
+    """A long journal loses its oldest part, while metrics.jsonl is there from the first step."""
+    journal = Journal(tmp_path)
+    if is_whole:
+        journal.start("e1")
+    for version in (98, 100):
+        journal.publish(version)
+    metrics = SyncMetrics(tmp_path, [{"policy_version": version} for version in range(1, 101)])
+    metrics.close()
+    expected = {*range(1, 98), 99} if is_whole else {99}
+    assert {version for version, _ in rows_of(tmp_path)} == expected
+
+
 def test_a_thread_computes_the_same_while_the_trainer_goes_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     metrics = SyncMetrics(tmp_path)
