@@ -201,16 +201,55 @@ def test_registry_hears_who_has_got_how_much_of_which_snapshot() -> None:
     assert half.channel is not None
     half.channel.close("it leaves")
     world.run(0.5)
-    got: Counter[tuple[str, int]] = Counter()
-    for message in world.told_of("moved"):
-        for name, serial, count in message["moved"]:
-            got[name, serial] += count
+    got = _moved(world)
     assert set(got) == {("half", first), ("whole", second)}
     assert 0 < got["half", first] < BUCKETS * BUCKET_BYTES
     assert got["whole", second] == 3 * BUCKETS * BUCKET_BYTES
     count = len(world.told)
     world.run(1.0)
     assert len(world.told) == count, "nothing moves"
+
+
+@pytest.mark.parametrize("seconds_per_bucket", [1e-9, 0.02])
+def test_bytes_count_to_the_snapshot_that_they_are_of_also_if_the_next_pull_begins_at_once(
+    seconds_per_bucket: float,
+) -> None:
+    """One pull is over, or in the middle of a bucket."""
+    world = World()
+    first, second = world.fill(0), world.fill(1)
+    actor = world.actor(rate=BUCKET_BYTES / seconds_per_bucket)
+    actor.send({"type": "open", "pull": 1, "serial": first, "buckets": [[0, BUCKETS]]})
+    world.run(0.03)
+    actor.send({"type": "open", "pull": 2, "serial": second, "buckets": [[0, BUCKETS]]})
+    world.run(1.0)
+    assert sent_buckets(actor, 2) == [0, 1, 2, 3]
+    sent = len(sent_buckets(actor, 1))
+    assert _moved(world) == {("a", first): sent * BUCKET_BYTES, ("a", second): BUCKETS * BUCKET_BYTES}
+    assert sent == BUCKETS or seconds_per_bucket > 0.01
+
+
+def test_bytes_that_move_while_the_registry_is_away_are_told_to_the_next_one() -> None:
+    world = World()
+    serial = world.fill(0)
+    actor = world.actor()
+    assert world.channel is not None
+    registry = world.rank.server.registry
+    registry.drop("killed")
+    actor.say("open", pull=1, serial=serial, buckets=[[0, BUCKETS]])
+    world.run(1.0)
+    assert not registry.connected and not world.told_of("moved")
+    registry.start()
+    world.run(1.0)
+    assert _moved(world) == {("a", serial): BUCKETS * BUCKET_BYTES}
+
+
+def _moved(world: World) -> Counter[tuple[str, int]]:
+    """What the registry has been told in total."""
+    moved: Counter[tuple[str, int]] = Counter()
+    for message in world.told_of("moved"):
+        for name, serial, count in message["moved"]:
+            moved[name, serial] += count
+    return moved
 
 
 def test_next_pull_ends_what_was_asked_for_before() -> None:

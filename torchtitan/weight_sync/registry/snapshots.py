@@ -16,6 +16,8 @@ from torchtitan.weight_sync.registry.state import Settings
 REST = 10.0
 # Shard servers count what has moved five times a second, so a pull that has ended is judged this much later.
 SETTLE_SECONDS = 1.0
+# So much of a version shard servers have to have sent to an actor that says that it has all of it.
+STAGED_SHARE = 0.5
 
 
 @dataclass
@@ -28,6 +30,15 @@ class Pull:
     bytes: int = 0
     relayed: bool = False
     """Whether another actor was to send it. Unless the actor comes to a shard server, it needs no snapshot"""
+    is_old: bool = False
+    """Whether it may have begun before this registry"""
+    is_staged: bool = False
+    """Whether the actor has said that it has the whole version"""
+
+    def lacks(self, count: float) -> bool:
+        """Return whether shard servers have sent less than `count` bytes, though they were to send the whole
+        version."""
+        return self.bytes < count and not self.relayed and not self.is_old
 
 
 @dataclass
@@ -89,7 +100,7 @@ class Snapshots:
             self.pulls[actor] = self._held.pop(actor).pull
         # A restarted registry hears of pulls before it has published anything.
         elif self.newest is None or self.lives(serial):
-            self.pulls[actor] = Pull(serial, now, relayed=relayed)
+            self.pulls[actor] = Pull(serial, now, relayed=relayed, is_old=self.newest is None)
 
     def moved(self, actor: str, serial: int, count: int, now: float) -> None:
         """Record that a shard server has sent an actor `count` bytes more of this snapshot."""
@@ -116,6 +127,7 @@ class Snapshots:
         """Record that the actor has a complete version."""
         self.lost.pop(actor, None)
         if actor in self.pulls:
+            self.pulls[actor].is_staged = True
             self.holds[actor] = self.pulls[actor].serial
         self.end(actor)
 
@@ -137,7 +149,9 @@ class Snapshots:
             held.ended_at = now if held.ended_at is None else held.ended_at
             if now - held.ended_at > SETTLE_SECONDS:
                 del self._held[actor]
-                if held.pull.bytes < self.version_bytes and self.settings.sees_bytes:
+                # Counts get lost with a shard server or a connection, so whoever says that it has all needs half.
+                needed = self.version_bytes * (STAGED_SHARE if held.pull.is_staged else 1.0)
+                if self.settings.sees_bytes and held.pull.lacks(needed):
                     self._rest(actor, held.ended_at - held.since, now)
         self._sweep()
         return late
@@ -156,7 +170,7 @@ class Snapshots:
     def _is_behind(self, pull: Pull, held_s: float) -> bool:
         """Return whether a pull is too slow to end within the lease of its snapshot."""
         due = (held_s - self.settings.progress_timeout_s) / self.settings.lease_s * self.version_bytes
-        return self.settings.sees_bytes and pull.bytes < due
+        return self.settings.sees_bytes and pull.lacks(due)
 
     def _keeps(self, actor: str, pull: Pull) -> bool:
         return actor not in self.resting and (pull.bytes > 0 or not pull.relayed)

@@ -80,8 +80,8 @@ class ShardServer(BucketServer):
         self._reported_failure = 0
         self._without_reference = -1
         """The snapshot of which this has been said last"""
-        self._moved_before: Counter[tuple[str, int]] = Counter()
-        """(actor, serial) -> bytes that went to it over connections that have closed since the registry was told"""
+        self._untold: Counter[tuple[str, int]] = Counter()
+        """(actor, serial) -> bytes that have gone to it, of which the registry was not told"""
         fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_registry_message)
 
@@ -108,18 +108,31 @@ class ShardServer(BucketServer):
 
     def _tell_moved(self) -> None:
         """Tell the registry who has got how much of which snapshot: it does not take an actor's word for that."""
-        moved: Counter[tuple[str, int]] = Counter()
+        if not self.registry.connected:
+            return
         for reader in self.channels.values():
-            moved[reader.actor, reader.serial if reader.sending is None else reader.sending] += reader.take_moved()
-        rows = [[actor, serial, count] for (actor, serial), count in (moved + self._moved_before).items() if count > 0]
-        self._moved_before.clear()
+            self._count_moved(reader)
+        rows = [[actor, serial, count] for (actor, serial), count in self._untold.items() if count > 0]
+        self._untold.clear()
         if rows:
             self.registry.tell({"type": "moved", "moved": rows})
 
     def _on_lost(self, channel: Channel, reason: str) -> None:
-        reader = self.channels[channel]
-        self._moved_before[reader.actor, reader.serial] += reader.take_moved()
+        self._count_moved(self.channels[channel])
         super()._on_lost(channel, reason)
+
+    def _open(self, reader: Reader, message: Message) -> None:
+        self._count_moved(reader)
+        super()._open(reader, message)
+
+    def sent(self, reader: Reader) -> None:
+        """A bucket has been sent: count it to its snapshot, since the next one may be of another."""
+        self._count_moved(reader)
+        super().sent(reader)
+
+    def _count_moved(self, reader: Reader) -> None:
+        serial = reader.serial if reader.sending is None else reader.sending
+        self._untold[reader.actor, serial] += reader.take_moved()
 
     def _works(self) -> bool:
         """Return whether all threads progress. Otherwise there is no beat, and the parent restarts this server."""
