@@ -389,7 +389,7 @@ def beside_a_peer() -> tuple[World, Server, Message]:
     world, key = World(), role_key(TOKEN, PEER, "a")
     peer = Server(world.machine, OTHER, PEER, {"rank": 0})
     peer.sheets = world.sheets
-    return world, peer, {"name": "b", "address": OTHER, "key": key}
+    return world, peer, {"name": "b", "address": OTHER, "key": key, "fanout": 1}
 
 
 def test_pull_from_another_actor_is_counted_as_such() -> None:
@@ -427,7 +427,7 @@ def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) 
 
 
 def test_actor_that_relays_much_more_slowly_than_the_trainer_is_left() -> None:
-    """A byte comes often enough, but after two seconds there is less than a quarter of what the trainer sent."""
+    """A byte comes often enough, but after two seconds there is less than its share of what the trainer sent."""
     world, _peer, source = beside_a_peer()
     world.newest(1, 0)
     world.server.process.rate = world.process.rate = BUCKETS * BUCKET_BYTES / 0.4
@@ -443,6 +443,30 @@ def test_actor_that_relays_much_more_slowly_than_the_trainer_is_left() -> None:
         world.run(0.5)
     assert RELAY_SECONDS < world.machine.now - begun < RELAY_SECONDS + 1.5
     assert world.server.last("open")["serial"] == 2 and world.puller.transfer is pull and pull.source == ""
+
+
+@pytest.mark.parametrize("fanout", [1, 2, 4])
+def test_actor_that_relays_to_several_is_not_left_for_sending_each_its_share(fanout: int) -> None:
+    world, _peer, source = beside_a_peer()
+    world.newest(1, 0, source={**source, "fanout": fanout})
+    pull = world.puller.transfer
+    assert pull is not None
+    # The trainer sent 1,000 bytes per second to this actor alone.
+    pull.received["bytes_relayed"] = 10_000 // (4 * fanout)
+    assert not pull.lags(1000.0, pull.begun + RELAY_SECONDS + 10.0)
+    assert pull.lags(1000.0, pull.begun + RELAY_SECONDS + 10.1)
+
+
+def test_connection_to_another_actor_that_is_reset_is_made_again() -> None:
+    world, peer, source = beside_a_peer()
+    world.newest(1, 0, source=source)
+    world.send(0, 0, peer)
+    peer.channels[-1].close("reset")
+    world.run(0.2)
+    assert peer.last("open")["buckets"] == [[1, 2]] and world.server.count("open") == 0
+    world.send(0, 1, peer)
+    world.run(0.1)
+    assert world.applied == [0] and world.registry.last("serving")["figures"]["source"] == "b"
 
 
 def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> None:

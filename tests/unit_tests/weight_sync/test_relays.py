@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from deterministic.parts import BUCKET_BYTES, TOKEN
+from tests.unit_tests.weight_sync.clients import Client
 from tests.unit_tests.weight_sync.test_registry import World
+from torchtitan.weight_sync.memory.manifest import Manifest
 from torchtitan.weight_sync.registry.relays import relay_sources
 from torchtitan.weight_sync.registry.state import ActorRecord
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, role_key
@@ -113,6 +115,56 @@ def test_source_that_has_died_was_not_left() -> None:
     assert world.announce() == {"c": "b"} and not world.events("relay_left")
 
 
+def test_actor_that_cannot_begin_at_once_relays_nothing_and_is_not_blamed() -> None:
+    """It applies a version, is pinned by an evaluation, or pulls an older version."""
+    world = Relaying("abc")
+    world.announce()
+    world.sends(*"abc")
+    a, trainer = world.clients["a"], world.trainer()
+    a.say("pulling", serial=1, version=1)
+    a.say("ended", version=1, outcome="staged", reason="")
+    assert world.announce() == {"c": "b"}, "a applies version 1"
+    a.say("serving", version=1, digest=_digest(a, 1), figures={})
+    world.sends(*"ab")
+    assert world.announce() == {"b": "a", "c": "b"}
+    trainer.say("pin", version=1)
+    world.sends("b")
+    assert world.announce() == {"c": "b"}, "a is pinned"
+    trainer.say("pin", version=None)
+    a.say("pulling", serial=world.serial, version=world.serial)
+    world.sends("a", count=10)
+    assert world.announce() == {"c": "b"}, "a goes on with the older version"
+    a.say("ended", version=world.serial - 1, outcome="gone", reason="")
+    world.sends("a")
+    assert world.announce() == {"b": "a", "c": "b"} and not world.events("relay_left")
+
+
+def test_source_that_has_not_begun_with_a_version_is_not_blamed_for_it() -> None:
+    world = Relaying("abc")
+    world.announce()
+    world.sends(*"abc")
+    assert world.announce() == {"b": "a", "c": "b"}
+    world.sends("b")
+    assert world.announce() == {"c": "b"} and not world.events("relay_left")
+    # It relays again when it has taken a version from the trainer.
+    world.sends("a", count=VERSION_BYTES - 1)
+    assert world.announce() == {"c": "b"}
+    world.sends("a")
+    assert world.announce() == {"b": "a", "c": "b"}
+    # One that had it from another actor had something to pass on, too.
+    world.clients["b"].say("pulling", serial=world.serial, version=world.serial)
+    world.clients["b"].say("ended", version=world.serial, outcome="staged", reason="")
+    world.clients["b"].say("serving", version=world.serial, digest=world.digest, figures={})
+    world.sends("a", "c")
+    assert world.announce() == {}
+    assert [(event["actor"], event["reason"]) for event in world.events("relay_left")] == [("c", "by b")]
+
+
+def _digest(client: Client, version: int) -> str:
+    (newest,) = [one for one in client.heard if one["type"] == "newest" and one["version"] == version]
+    return Manifest.from_json(newest).digest
+
+
 def _relaying(seconds: float | None, host: str, away: bool = False, port: int = 1) -> ActorRecord:
     channel: Any = None if away else SimpleNamespace(peer_host=host)
     return ActorRecord(channel, "i", host and f"{host}:{port}", 0.0, took_s=seconds)
@@ -126,7 +178,7 @@ def test_who_passes_versions_on() -> None:
     sources = relay_sources({**actors, **others}, {"slow"}, 2, TOKEN)
     assert {child: source["name"] for child, source in sources.items()} == {"b": "at once", "late": "at once"}
     key = role_key(role_key(TOKEN, ACTOR, "at once"), PEER, "b")
-    assert sources["b"] == {"name": "at once", "address": "10.0.0.4:1", "key": key}
+    assert sources["b"] == {"name": "at once", "address": "10.0.0.4:1", "key": key, "fanout": 2}
     assert relay_sources(actors, (), 0, TOKEN) == {}
 
 

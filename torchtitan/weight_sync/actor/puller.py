@@ -278,7 +278,8 @@ class Puller:
         if self._peer != peer:
             self._peer = peer
             self._move_sources()
-        transfer.source = "" if peer is None else str(peer["name"])
+        if peer is not None:
+            transfer.source, transfer.fanout = str(peer["name"]), max(1, int(peer["fanout"]))
         self.transfer = transfer
         self._tell_pulling(transfer)
         if not missing:

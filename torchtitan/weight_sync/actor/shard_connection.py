@@ -89,8 +89,9 @@ class ShardServerConnection(ServerConnection):
         if self._wanted.transfer is not None:  # between two versions it is idle, and the server closes it
             logger.info("no connection to the shard server of rank %d: %s", self.rank, reason)
         self._wanted.lost(self.rank)
-        if not self._wanted.leave_peer():
-            # The first retry is immediate, because a channel also closes when the snapshot that it was sending is gone.
+        # The first retry is immediate, because a channel also closes when the snapshot that it was sending is gone. A
+        # connection that is reset is no reason to leave an actor that relays, but one that cannot be made again is.
+        if self._failures == 0 or not self._wanted.leave_peer():
             self._try_in(min(wire.RETRY_SECONDS * (2**self._failures - 1), MAX_RETRY_SECONDS))
             self._failures = min(self._failures + 1, 10)
 

@@ -20,7 +20,8 @@ BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 ADDED_UP = (*BYTES, "corrupt_buckets")
 
 
-# After so long, an actor that relays has to have sent this share of what the trainer would have.
+# After so long, an actor that relays has to have sent this share of what the trainer would have, divided by how many
+# actors it sends to.
 RELAY_SECONDS, RELAY_SHARE = 2.0, 0.25
 # So many threads at most read buckets that references name.
 READERS = 8
@@ -43,6 +44,8 @@ class Transfer:
     """When the last byte arrived"""
     source: str = ""
     """Name of the actor that relays it; empty: the trainer sends it"""
+    fanout: int = 1
+    """To how many other hosts, and how many actors of its own, that actor relays at most"""
     arriving: dict[BucketKey, Any] = field(default_factory=dict)
     """Arriving bucket -> its hasher, or a delta's bytes; None if a thread writes the bucket"""
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
@@ -116,8 +119,9 @@ class Transfer:
         return 0.0 if self.received["bytes_relayed"] or seconds <= 0 else self.received.total() / seconds
 
     def lags(self, bytes_per_s: float, now: float) -> bool:
-        """Return whether the actor that relays it is much slower than the trainer was, at this rate."""
-        due = (now - self.begun - RELAY_SECONDS) * bytes_per_s * RELAY_SHARE
+        """Return whether the actor that relays it is much slower than the trainer was, at this rate, though it divides
+        what it sends among `fanout` actors."""
+        due = (now - self.begun - RELAY_SECONDS) * bytes_per_s * RELAY_SHARE / self.fanout
         return bool(self.source) and self.received["bytes_relayed"] < due
 
     def plan(self, key: BucketKey, reference: Any, held: int | None) -> tuple[Any, int, bool, str]:

@@ -19,17 +19,19 @@ def relay_sources(
     actors: Mapping[str, ActorRecord], slow: Container[str], fanout: int, token: str
 ) -> dict[str, Message]:
     """Map each actor that pulls from another one to its source and the key for it. Those that pull from the trainer are
-    left out, as is everybody who has not yet taken a version from there: nobody knows how fast it is. The fastest actor
-    of each host gets versions over the network, and the others of its host from it.
+    left out, as is everybody who has not yet taken a version from there: nobody knows how fast it is. Whoever cannot
+    begin with a new version at once has nothing to pass on: one that applies another version, is pinned or late. The
+    fastest actor of each host gets versions over the network, and the others of its host from it.
 
+    slow: who is left out besides.
     fanout: how many hosts pull from the trainer, and from each other host; also how many actors pull from each actor
     of their host; 0: no actor relays. token: actors' keys are derived from it, and from those the keys of their peers
     (see bucket_server.Relay).
     """
     hosts: dict[str, list[str]] = {}
     for name, actor in sorted(actors.items(), key=lambda item: (item[1].speed_class, item[0])):
-        may = fanout and actor.address and actor.took_s is not None and not actor.disputes and name not in slow
-        if may and actor.channel is not None:
+        knows = fanout and actor.address and actor.took_s is not None and not actor.disputes and name not in slow
+        if knows and actor.is_ready and actor.channel is not None:
             hosts.setdefault(actor.channel.peer_host, []).append(name)
     found: dict[str, Message] = {}
     # In each row, the first one is where versions come from: the trainer (""), or the host's fastest actor.
@@ -37,7 +39,7 @@ def relay_sources(
         for number, child in enumerate(row[1:]):
             if parent := row[number // fanout]:
                 key = role_key(role_key(token, ACTOR, parent), PEER, child)
-                found[child] = {"name": parent, "address": actors[parent].address, "key": key}
+                found[child] = {"name": parent, "address": actors[parent].address, "key": key, "fanout": fanout}
     return found
 
 
@@ -61,11 +63,14 @@ class Relays:
     def announce(self, serial: int, now: float) -> dict[str, Message]:
         """Return the source of each actor for the version that is announced now; whoever is missing pulls from the
         trainer."""
+        if self._announced_at:
+            self._judge(max(self._announced_at))
         times = {**self._announced_at, serial: now}
         self._announced_at = {each: time for each, time in times.items() if self._snapshots.lives(each)}
-        self._judge()
         try:
-            found = relay_sources(self._actors, self._snapshots.lost, self._fanout, self._token)
+            # Whoever still pulls an older version begins with this one later.
+            slow = {*self._snapshots.lost, *self._snapshots.pulls}
+            found = relay_sources(self._actors, slow, self._fanout, self._token)
         except Exception:
             # Whatever is wrong with an actor: the newest version is announced to all.
             logger.exception("no actor relays snapshot %d", serial)
@@ -94,12 +99,18 @@ class Relays:
             if child.source == name:
                 child.source, child.left_source = "", True
 
-    def _judge(self) -> None:
-        """Of an actor that has left its source and this source one is wrong: from now on both pull from the trainer,
-        and neither relays. A source that has left its own had nothing to pass on."""
+    def _judge(self, serial: int) -> None:
+        """Of an actor that has left its source for snapshot `serial` and this source one is wrong: from now on both
+        pull from the trainer, and neither relays. A source that has left its own had nothing to pass on. Neither had a
+        source that did not begin with that snapshot, which takes a version from the trainer before it relays again."""
         left = {name: actor.source for name, actor in self._actors.items() if actor.left_source}
         for name, source in left.items():
-            if source in self._actors and source not in left:
+            if source not in self._actors or source in left:
+                continue
+            about = self._actors[source]
+            if not about.is_ready or not (about.got[0] == serial or self._snapshots.holds.get(source) == serial):
+                about.took_s = None
+            else:
                 version = self._actors[name].version
                 self._write("relay_left", {"actor": name, "version": version, "reason": f"by {source}"})
-                self._actors[name].disputes = self._actors[source].disputes = True
+                self._actors[name].disputes = about.disputes = True

@@ -147,6 +147,11 @@ class ActorRecord:
         return self.channel is not None and self.version >= 0 and self.state != "POISONED"
 
     @property
+    def is_ready(self) -> bool:
+        """Return whether it begins with a new version at once, as far as it says."""
+        return self.applies_since is None and not self.pinned and not self.late and self.state != "POISONED"
+
+    @property
     def speed_class(self) -> float:
         """Return the rounded log of the time that it took, so coarse that similar actors keep their sources across
         versions."""
