@@ -21,10 +21,10 @@ def plain_message(message: Any) -> dict[str, Any]:
 
     Raises ValueError if that is impossible.
     """
-    keys = set(message) if isinstance(message, dict) else set()
-    if "role" not in keys or not keys & {"content", "tool_calls", "function_call"}:
+    plain = _without_nulls(message) if isinstance(message, dict) else {}
+    # A content may be null, beside calls or in an empty answer; a role may not.
+    if "role" not in plain or not message.keys() & {"content", "tool_calls", "function_call"}:
         raise ValueError("a chat message needs the keys 'role' and 'content'")
-    plain = _without_nulls(message)
     content, thought = _read_content(plain.get("content", ""))
     if plain["role"] == ASSISTANT:
         given = {key: plain.pop(key) for key in THOUGHTS if isinstance(plain.get(key), (str, list, dict))}

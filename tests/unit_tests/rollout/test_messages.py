@@ -126,6 +126,7 @@ def test_other_spellings_of_a_message(message: dict[str, Any], plain: dict[str, 
         ({"content": {"text": "4"}}, "content must be text"),
         ({"content": "", "tool_calls": [CALL], "function_call": CALL}, "keep one"),
         ({"content": [SO], "role": "user"}, "role 'user' has a thought"),
+        ({"content": "4", "role": None}, "needs the keys 'role' and 'content'"),
     ],
 )
 def test_messages_that_cannot_be_read(message: dict[str, Any], problem: str) -> None:
