@@ -289,7 +289,8 @@ def _check_columns(rows: Sequence[Row], config: JobConfig, where: str, functions
     """Check the columns that reward functions get: their names, and the references."""
     column = config.rewards.answer_column
     names = {name for row in rows for name in row} - {config.rollout.prompt_column, column}
-    if not all(map(is_built_in, functions)) and (hidden := ARGUMENTS & names):
+    own = {name for name in functions - {environment_name(config), ""} if not is_built_in(name)}
+    if own and (hidden := ARGUMENTS & names):
         raise UserError(
             f"{where}: a reward function would not see column{'s' if len(hidden) > 1 else ''} "
             f"{', '.join(map(repr, sorted(hidden)))}, because one of its arguments has that name: rename the column"

@@ -51,6 +51,13 @@ def test_a_column_that_an_argument_would_hide_is_refused(tmp_path: Path, name: s
     config = config_of(OWN)
     config.rewards.answer_column = name
     load_datasets(config)
+    # An environment's own reward is no function; beside it, a function's arguments count as before.
+    config = config_of("accuracy")
+    config.environment.factory, config.rewards.functions = "tests.environments:Guess", []
+    load_datasets(config)
+    config.rewards.functions = [OWN]
+    with pytest.raises(UserError, match=f"would not see column '{name}'"):
+        load_datasets(config)
 
 
 def test_a_function_gets_these_arguments_and_the_columns() -> None:
