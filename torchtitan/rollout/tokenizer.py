@@ -5,6 +5,7 @@ The `tokenizers` library reads tokenizer.json. No torch here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -118,7 +119,7 @@ class Tokenizer:
                 f"does not read; it reads {', '.join(sorted(known)) or 'nothing'}"
             )
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """Highest token id + 1; a model's embedding may have more rows."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -249,8 +249,9 @@ def stop_ids(call: Call, tokenizer: Tokenizer) -> list[int]:
     Raises WrongCall for a token that does not exist.
     """
     given = [*call.token_ids, *call.stop_token_ids]
-    if wrong := [one for one in given if one >= tokenizer.vocab_size]:
-        raise WrongCall(f"stop_token_ids or token_ids: {wrong[0]} is not in 0..{tokenizer.vocab_size - 1}")
+    size = tokenizer.vocab_size
+    if wrong := [one for one in given if one >= size]:
+        raise WrongCall(f"stop_token_ids or token_ids: {wrong[0]} is not in 0..{size - 1}")
     encoded = [tokenizer.encode(text) for text in call.stop]
     return list(dict.fromkeys([*call.stop_token_ids, *(ids[0] for ids in encoded if len(ids) == 1)]))
 
