@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 import os
@@ -325,6 +326,38 @@ async def test_a_key_is_worth_nothing_after_its_episode(tmp_path: Path) -> None:
         async with http.get(f"{url}/v1/models", headers={"X-Api-Key": key}) as response:
             assert response.status == 410
         assert len(engine.log) == 1
+
+
+@asynchronous
+async def test_bodies_are_read_as_programs_write_them(tmp_path: Path) -> None:
+    """With half of an emoji, as JSON.stringify writes it, and a byte order mark; others are refused with the reason."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        headers = {"X-Api-Key": await opened(server, "raw", stop)}
+        bodies = [
+            ("chat/completions", json.dumps({"messages": [{"role": "user", "content": text}]}).encode(), "")
+            for text in ("a?", "a\ud83d", "a\ude42", "a\ude42\ud83d", "a🙂")
+        ]
+        bodies += [("messages", b'{"max_tokens": 4, "messages": [{"role": "user", "content": "a?"}]}', "")]
+        bodies += [(path, codecs.BOM_UTF8 + body, why) for path, body, why in bodies]
+        half = b'{"messages": [{"role": "user", "content": "\\ud83d"}], "top_p": '
+        bodies += [
+            ("chat/completions", half + b"NaN}", "not JSON"),
+            ("chat/completions", half, "not JSON"),
+            ("chat/completions", half + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON"),
+            ("chat/completions", b'["\\ud83d"]', "not an object"),
+            ("chat/completions", codecs.BOM_UTF8, "not JSON"),
+            ("chat/completions", b'{"messages": [{"role": null, "content": "a"}]}', "needs the keys"),
+        ]
+        for path, body, why in bodies:
+            async with http.post(f"{url}/v1/{path}", data=body, headers=headers) as response:
+                data = await response.json()
+            assert response.status == (400 if why else 200), (body[:99], data)
+            assert why in str(data), data
+        prompts = [server._tokenizer.decode(prompt) for prompt, _ in engine.log]
+        assert len(prompts) == 12
+        assert [prompts[0] == prompt for prompt in prompts] == [True, True, True, False, False, True] * 2
+        assert "a??" in prompts[3] and "a🙂" in prompts[4]
 
 
 async def told(_name: str, **_more: Any) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import json
 import logging
 import os
+import re
 import secrets
 import sys
 import time
@@ -21,6 +23,7 @@ from aiohttp import web
 from torchtitan.errors import UserError
 from torchtitan.inference.engine_server import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
+from torchtitan.rollout.data.tool_formats.format import refuse_constant
 from torchtitan.rollout.data.tool_formats.registry import find_format
 from torchtitan.rollout.gateway.calls import (
     Answer,
@@ -43,7 +46,7 @@ from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import HttpSite, has_token, raise_descriptor_limit
 from torchtitan.utils.logs import log_to
-from torchtitan.utils.typed_json import Object, WrongForm, decode
+from torchtitan.utils.typed_json import Object, WrongForm, decode, without_collection
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ MAX_UNDER_WAY = 1024
 TRANSFER_S = 60.0
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), AnthropicMessages(), OpenAIResponses())
@@ -353,11 +357,29 @@ class GatewayServer:
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = await asyncio.wait_for(request.read(), TRANSFER_S)
-        return decode(Object, body, len(body))
     except asyncio.TimeoutError:
         raise WrongCall(f"the body took longer than {TRANSFER_S:g} s", status=408) from None
+    try:
+        return decode(Object, body, len(body))
     except WrongForm as error:
-        raise WrongCall(f"the body is not JSON, or not an object: {error}") from None
+        if (data := _lenient(body)) is None:
+            raise WrongCall(f"the body is not JSON, or not an object: {error}") from None
+        return data
+
+
+def _lenient(body: bytes) -> dict[str, Any] | None:
+    """Return an object that only `json` reads, with a byte order mark or half of a surrogate pair; None if it is none.
+
+    JSON.stringify and json.dumps write such a half where a text was cut inside an emoji.
+    """
+    if not body.startswith(codecs.BOM_UTF8) and SURROGATE.search(body) is None:
+        return None
+    try:
+        with without_collection():
+            data = json.loads(body.decode("utf-8-sig"), parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 async def _no_route(request: web.Request) -> web.Response:

@@ -103,9 +103,9 @@ def call_of_object(value: Any) -> Call:
     return make_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
 
 
-def _refuse_constant(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
+DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
 SPACE = re.compile(r"\s*")
