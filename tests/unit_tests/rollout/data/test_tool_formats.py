@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,59 @@ def test_calls_with_faults_are_read_or_told(form: str, text: str, arguments: dic
             parse_tool_calls(f"<tool_call>{text}", form, tools)
     else:
         assert parse_tool_calls(f"<tool_call>{text}", form, tools) == ("", [ToolCall("f", arguments)])
+
+
+@pytest.mark.parametrize("between", ["", " ", " \n"])
+def test_a_blank_before_the_object_of_a_mistral_call_is_no_name(between: str) -> None:
+    text = f'[TOOL_CALLS]{between}{{"name": "f", "arguments": {{"path": "a"}}}}'
+    assert parse_tool_calls(text, "mistral", TOOLS) == ("", [ToolCall("f", {"path": "a"})])
+    text = f'[TOOL_CALLS]{between}f{between}[ARGS]{{"path": "a"}}'
+    assert parse_tool_calls(text, "mistral", TOOLS) == ("", [ToolCall("f", {"path": "a"})])
+
+
+class Counting:
+    """A pattern that counts the characters it is searched through."""
+
+    def __init__(self, pattern: re.Pattern[str]):
+        self.pattern, self.searched = pattern, 0
+
+    def finditer(self, text: str, begin: int = 0) -> Iterator[re.Match[str]]:
+        place = begin
+        for found in self.pattern.finditer(text, begin):
+            self.searched += found.end() - place
+            place = found.end()
+            yield found
+        self.searched += len(text) - place
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "read"),
+    [
+        ("a>\nx\n</function>\n</tool_call>", "", True),
+        ("a>x</parameter> t </function></tool_call>", "", True),
+        ("a>x</tool_call>", "", True),
+        ("a>x</tool_call>", "</parameter><parameter=a>y", False),
+    ],
+)
+def test_calls_without_closing_tags_take_linear_time(
+    first: str, end: str, read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = FORMATS["qwen3_coder"]
+    counting = Counting(form._bounds)  # type: ignore[attr-defined]
+    monkeypatch.setattr(form, "_bounds", counting)
+    text = f"<tool_call><function=f><parameter={first} text " * 100 + end
+    calls = form.read(text).calls
+    assert len(calls) == (100 if read else 1)
+    assert all(isinstance(call, ToolCall) == read for call in calls)
+    assert counting.searched <= 4 * len(text)
+
+
+def test_a_value_without_a_closing_tag_ends_before_the_next_call() -> None:
+    text = f"<tool_call>{CODER_BEGIN}path>\na\n{CODER_END}\nand\n<tool_call>{CODER_BEGIN}depth>\n3\n{CODER_END} done"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    assert FORMATS["qwen3_coder"].read(text, tools=tools).calls == [
+        ToolCall("f", {"path": "a"}), ToolCall("f", {"depth": 3})
+    ]  # fmt: skip
 
 
 def test_a_closing_tag_alone_is_told() -> None:

@@ -18,7 +18,9 @@ from torchtitan.rollout.data.tool_formats.format import (
 )
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-NAME = re.compile(r"\s*(?P<name>[^\[\]{}\n]{1,200}?)\s*(?:\[CALL_ID\][^\[\]{}\n]{0,200})?(?:\[ARGS\]|(?=\{))")
+NAME = re.compile(
+    r"\s*(?P<name>[^\s\[\]{}][^\[\]{}\n]{0,199}?)\s*(?:\[CALL_ID\][^\[\]{}\n]{0,200})?(?:\[ARGS\]|(?=\{))"
+)
 
 
 class Mistral(ToolFormat):

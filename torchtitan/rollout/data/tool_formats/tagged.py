@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from torchtitan.rollout.data.marks import plain
@@ -9,6 +10,13 @@ from torchtitan.rollout.data.tool_formats.format import SPACE, Call, Schemas, To
 from torchtitan.rollout.data.tool_formats.schema import parameters_of, typed_arguments
 
 CALL_END = "</tool_call>"
+
+
+@functools.lru_cache(maxsize=1)
+def _last_end(bounds: re.Pattern[str], text: str) -> int:
+    """Return the end of the last tag that ends a value for certain, or 0. It is found once for all values of a text:
+    looking through the rest of the text for each of them would take quadratic time."""
+    return max((found.end() for found in bounds.finditer(text) if found["next"] is None), default=0)
 
 
 class TaggedFormat(ToolFormat):
@@ -41,24 +49,28 @@ class TaggedFormat(ToolFormat):
     def read_call(self, text: str, found: re.Match[str], tools: Schemas) -> tuple[list[Call], int]:
         header = self.header.match(text, found.start())
         if header is None or not header["name"].strip():
-            return self._unreadable(text, found)
+            return self._unreadable(text, found, found.end())
         name, place = header["name"].strip(), header.end()
         known = parameters_of(name, tools).get("properties")
         pairs: dict[str, str] = {}
         while (key := self.key.match(text, SPACE.match(text, place).end())) is not None:  # type: ignore[union-attr]
             label = key["key"].strip()
-            bounds = self._end_of_value(text, key.end(), known, {*pairs, label})
-            if label in pairs or bounds is None:
-                return self._unreadable(text, found)
+            if label in pairs or (bounds := self._end_of_value(text, key.end(), known, {*pairs, label})) is None:
+                return self._unreadable(text, found, place)
             pairs[label] = plain(text[key.end() : bounds[0]])
             place = bounds[1]
         if (end := self.end.match(text, place)) is None:
-            return self._unreadable(text, found)
+            return self._unreadable(text, found, place)
         return [make_call(name, typed_arguments(name, list(pairs.items()), tools))], end.end()
 
     def _end_of_value(self, text: str, begin: int, known: object, given: set[str]) -> tuple[int, int] | None:
         """Return where a value ends and where the call goes on; None if that cannot be told."""
+        last = None
+        if begin >= _last_end(self._bounds, text):  # No tag ends this value: it ends with the call.
+            last = self._any_end.search(text, begin)
         for bound in self._bounds.finditer(text, begin):
+            if last is not None and bound.start() >= last.start():
+                break
             if bound["closed"] is not None:
                 return bound.span()
             if bound["end"] is not None:
@@ -66,10 +78,11 @@ class TaggedFormat(ToolFormat):
             label = bound["key"].strip()
             if label not in given and (label in known if isinstance(known, dict) else bound[0].startswith("\n")):
                 return bound.start(), bound.start()
-        last = self._any_end.search(text, begin)
+        last = last or self._any_end.search(text, begin)
         return None if last is None else (last.start(), last.start())
 
-    def _unreadable(self, text: str, found: re.Match[str]) -> tuple[list[Call], int]:
-        closing = found.start() if found[0] == CALL_END else text.find(CALL_END, found.end())
+    def _unreadable(self, text: str, found: re.Match[str], place: int) -> tuple[list[Call], int]:
+        """place: up to where the call could be read; what its values took is not read again as other calls."""
+        closing = found.start() if found[0] == CALL_END else text.find(CALL_END, place)
         end = closing + len(CALL_END) if closing >= 0 else len(text)
         return [UnreadableCall(f"a tool call must be {self.shape}")], end
