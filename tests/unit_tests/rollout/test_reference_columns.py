@@ -64,17 +64,25 @@ def test_a_function_gets_these_arguments_and_the_columns() -> None:
     names = ("completions", "completion_ids", "finish_reasons", "thoughts", "final_texts", "well_formed")
     samples = {name: [0] for name in names} | {"environments": [{"score": 1}], "prompt": "", "columns": {"level": 3}}
     samples |= {"prefill": "", "max_completion_tokens": 1}
-    arguments, _ = worker.begin(lambda **arguments: arguments, {"samples": samples, "state": {}})
+    message = {"function": OWN, "samples": samples, "state": {}}
+    arguments, _ = worker.begin(lambda **arguments: arguments, message)
     assert arguments.keys() == {"level", *ARGUMENTS}
+    # Only the built-in format gets well_formed; another function gets the column of that name.
+    samples["columns"] = {"well_formed": "a column"}
+    for name, expected in ((OWN, "a column"), ("format", 0)):
+        assert worker.begin(lambda well_formed, **_: well_formed, {**message, "function": name})[0] == [expected]
 
 
-UNREADABLE = [float("nan"), float("inf"), {"value": 4}, ["4"], b"4"]
+UNREADABLE = [float("nan"), float("inf"), {"value": 4}, ["4", "5"], [["4"]], [], b"4"]
 UNREADABLE_MATHEMATICS = ["", r"\frac{1}{", "x^2 +", r"\{x \mid x > 2\}", "because " * 20]
 READABLE = [
     None,
     4,
     4.5,
     True,
+    ["4"],
+    ["$2$"],
+    [2],
     "72",
     "#### 72",
     "yes",
@@ -98,7 +106,7 @@ def test_references_that_nothing_can_read_are_found() -> None:
 @pytest.mark.parametrize(
     ("function", "references", "refused"),
     [
-        ("accuracy", [{"value": 1}, float("nan")], True), ("exact_match", [["4"], ["5"]], True),
+        ("accuracy", [{"value": 1}, float("nan")], True), ("exact_match", [["4", "5"], []], True),
         ("accuracy", ["4", float("nan")], False), ("format", [float("nan")], None), ("accuracy", ["4", "5"], None),
     ],
 )  # fmt: skip

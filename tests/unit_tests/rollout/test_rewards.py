@@ -48,7 +48,8 @@ def call(name: str, completions: list[Any], **arguments: Any) -> list[float | No
         (r"\boxed{\frac{2}{4}}", "0.5", 1.0), (r"\boxed{1+x^2}", "x^2+1", 1.0), (r"\boxed{1+x^2}", "$x^3+1$", 0.0),
         (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1.0), (r"<think>\boxed{5}</think> \boxed{6}", "6", 1.0),
         (r"<think>\boxed{5}</think> \boxed{6}", "5", 0.0), ("no number", "72", 0.0), (r"\boxed{7", "7", 1.0),
-        ("72", "hello world", 0.0), ("72", "x^2 +", None), ("72", "", None), ("72", None, None),
+        ("72", "hello world", 0.0), ("72", "x^2 +", None), ("72", "", None), ("72", None, None), ("72", ["72"], 1.0),
+        (r"\boxed{72}", [72], 1.0), ("72", ["$71$"], 0.0), ("72", ["72", "73"], None), ("72", [["72"]], None),
         ("72", "72 square feet", 1.0), (r"\boxed{50}", r"50\%", 1.0),
         # Found by reviews.
         (r"\boxed{0.5}", r"50\%", 1.0), (r"\boxed{50\%}", "0.5", 1.0), (r"\boxed{50\%}", "50", 1.0),

@@ -32,7 +32,11 @@ SAID = re.compile(
 )
 CHOSEN = re.compile(rf"(?i:final|correct|right|best)\s+(?i:choice|option){_LINK}(?={_ADVERB}(?P<said>[^\n]{{1,200}}))")
 EMPHASISED = re.compile(r"\*\*([^*\n]{1,200})\*\*|\$([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)")
-SENTENCE_END = re.compile(r"(?<!\bDr)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bSt)(?<!\bMt)[.!?][\"'*_)]*(?=\s|$)|[。！？]")
+# After an initial: another one, or a word that ends the sentence. "C. The others are wrong" is choice C and a sentence.
+_NAME = r"\.\s+(?:[A-Z]\.|[^\W\d_]+(?:\W*$|[.!?]|\s+(?:because|since)\b))"
+SENTENCE_END = re.compile(
+    rf"(?<!\bDr)(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bSt)(?<!\bMt)(?:(?<!\b[A-Z])|(?!{_NAME}))[.!?][\"'*_)]*(?=\s|$)|[。！？]"
+)
 REASON = re.compile(
     r",?\s+(?:because|since)\b|,\s+(?:as|so|which|where|not)\b|\s+\(\w|(?:(?<=^yes)|(?<=^no))(?:\s*[,;:—]|\s+-\s)", re.I
 )
@@ -62,8 +66,10 @@ def final_answer(text: str, in_words: bool = False) -> str | None:
 
 
 def reference_text(gold: Any) -> str | None:
-    """Return a reference as text; None for null, and for what is neither text nor a number: NaN, bytes, a list, an
-    object."""
+    """Return a reference as text, also if it is alone in a list; None for null, and for what is neither text nor a
+    number: NaN, bytes, a longer list, an object."""
+    if isinstance(gold, list) and len(gold) == 1:
+        gold = gold[0]
     if isinstance(gold, str):
         return gold
     if gold is None or isinstance(gold, Iterable):  # bytes too
@@ -100,7 +106,7 @@ def _last_expression(text: str) -> str | None:
     mark, announcement = text.rfind(GSM8K_MARK), max(text.rfind("nswer"), text.rfind("NSWER"))
     if mark > announcement:
         said = tidy(_bare(text[mark + len(GSM8K_MARK) :].partition("\n")[0].strip()))
-        if not HEADING.match(said) and as_number(said):
+        if not HEADING.match(said) and (as_number(said) or _lists_numbers(said)):
             return said
     announced = ANNOUNCED.match(text, announcement) if announcement >= 0 else None
     if announced is not None:
@@ -136,7 +142,7 @@ def _last_words(text: str) -> str | None:
     if not candidates:
         line = TAG.sub(" ", next((line for line in reversed(text.splitlines()) if line.strip()), ""))
         candidates = [next(filter(None, match.groups())) for match in EMPHASISED.finditer(line)][-1:]
-        candidates.append(first[0] if (first := YES_OR_NO.match(line)) else COPULA.sub("", line, count=1))
+        candidates.append(first[0] if (first := YES_OR_NO.match(line)) else _after_copula(line))
     for candidate in candidates:
         said = SENTENCE_END.split(candidate.strip(), maxsplit=1)[0]
         said = REASON.split(LEADING.sub("", TAG.sub(" ", said)), maxsplit=1)[0]
@@ -144,6 +150,11 @@ def _last_words(text: str) -> str | None:
         if is_text(said):
             return said
     return None
+
+
+def _after_copula(line: str) -> str:
+    found = COPULA.match(line)
+    return line[found.end() :] if found else line
 
 
 def _bare(word: str) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torchtitan.rollout.data.thoughts import last_text, read_turn
 from torchtitan.rollout.rewards.answers import final_answer, gold_answer, reference_text
-from torchtitan.rollout.rewards.comparison import compare, is_text
+from torchtitan.rollout.rewards.comparison import compare, is_text, words
 from torchtitan.rollout.rewards.mathematics import same_mathematics
+from torchtitan.rollout.rewards.quantities import tidy
 
 PARTIAL_CREDIT = 0.5
 REPETITION_NGRAM = 4
@@ -98,13 +99,20 @@ def accuracy(*, completions: Sequence[Completion], answer: Sequence[Any], **kwar
     unclear: dict[int, tuple[str, str | None]] = {}
     for number, (text, gold) in enumerate(zip(answer_texts(completions, **kwargs), answer, strict=True)):
         wanted = gold_answer(gold)
-        given = final_answer(text, in_words=wanted is not None and is_text(wanted))
+        in_words = wanted is not None and is_text(wanted)
+        given = wanted if wanted is not None and _says_only(text, wanted) else final_answer(text, in_words=in_words)
         rewards.append(None if wanted is None else compare(wanted, given))
         if wanted is not None and rewards[-1] is None:
             unclear[number] = (wanted, given)
     for number, verdict in zip(unclear, same_mathematics(list(unclear.values())), strict=True):
         rewards[number] = verdict
     return rewards
+
+
+def _says_only(text: str, wanted: str) -> bool:
+    """Whether the words of a reference, which may be a sentence, are all of the text."""
+    expected = words(wanted)
+    return expected is not None and words(tidy(text)) == expected
 
 
 # DAPO penalises the last 4,096 of 20,480 tokens.

@@ -25,7 +25,10 @@ Decide = Callable[[str, str | None], float | None]
 
 DIMENSIONS = {"", *(dimension for dimension, _ in UNITS.values())}
 CHOICE = re.compile(
-    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?\(?(?P<letter>[A-Z])(?:(?:\)\s*|[.:]\s+)(?P<rest>\S.*)|[).]?)", re.DOTALL
+    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?\(?(?P<letter>[A-Z])"
+    # But not the initials of a name: J. K. Rowling.
+    r"(?:(?:\)\s*|(?P<mark>[.:])\s+(?![A-Z]\.))(?P<rest>\S.*)|[).]?)",
+    re.DOTALL,
 )
 # Several choices: BD, B and D, (B), (D).
 CHOICES = re.compile(r"\(?[A-J]\)?(?:(?:\s|[,;&]|\b(?:and|or)\b)*\(?[A-J]\)?)*")
@@ -38,6 +41,12 @@ LETTERS = re.compile(r"[^\W\d_]+")
 TOKENS = re.compile(r"[^\W\d_]+|\d+")
 NO_WORDS = re.compile(r"[\\^_{}=<>+*/|~@]|\w\(|\d[a-zA-Z]|[a-zA-Z]\d|(?<!\w)[-\d]+(?!\w)\s*[-+]")
 SPACES = re.compile(r"\\[ ,;:!]|\\q?quad\b|~|[$\u200b]")
+# Words joined by a stroke: true/false.
+STROKE = re.compile(r"(?<=[^\W\d_]{4})/(?=[^\W\d_]{3})|(?<=[^\W\d_]{3})/(?=[^\W\d_]{4})")
+# The point between the parts of a foreign name, as tidied: 卡尔·马克思.
+_FOREIGN = r"[^\W\d_a-zA-Z\u00c0-\u024f\u0370-\u03ff\u1f00-\u1fff]"
+NAME_POINT = re.compile(rf"(?<={_FOREIGN})\\cdot (?={_FOREIGN})")
+ABBREVIATION = re.compile(r"[a-zA-Z][.&][A-Z]")  # Ph.D., AT&T
 ARTICLE = re.compile(r"(?:the|an?) (?=\w)")
 # Names in formulas, which are no words though they are spelled with letters.
 MATHEMATICS = frozenset(
@@ -136,7 +145,9 @@ def _numbers(expected: str, answer: str | None) -> float | None:
     if wanted is None or given is None:
         right, said = (CHOICE.fullmatch(TEXT_MACRO.sub(r"\1 ", text).strip()) for text in (expected, answer or ""))
         if right and said:
-            return float(right["letter"] == said["letter"])
+            # E. coli and E. faecalis are names, and no choice E.
+            differ = right["mark"] and said["mark"] and compare(right["rest"], said["rest"]) == 0.0
+            return float(right["letter"] == said["letter"] and not differ)
         wanted, given = (as_number(one["rest"] or "") if one else it for one, it in ((right, wanted), (said, given)))
     if wanted is None or given is None:
         return None
@@ -180,15 +191,17 @@ def words(text: str) -> str | None:
     """Return the words of a text in lower case, without punctuation, marks and a leading article; None for a formula.
 
     A text is words if it has a letter that is neither Latin nor Greek, a run of three letters that is no name in
-    formulas, or is one run of two letters; numbers may stand beside at most three words in all.
+    formulas, an abbreviation such as Ph.D., or is one run of two letters; numbers may stand beside at most three words
+    in all.
     """
     if len(text) > MAX_ANSWER_CHARACTERS or not LETTERS.search(text):
         return None
-    bare = SPACES.sub(" ", text)
+    bare = SPACES.sub(" ", NAME_POINT.sub(" ", text))
     inside = [part for part in TEXT_MACRO.findall(bare) if LETTERS.search(part)]
-    bare = TEXT_MACRO.sub(r" \1 ", bare)
+    bare = STROKE.sub(" ", TEXT_MACRO.sub(r" \1 ", bare))
     if NO_WORDS.search(bare):
         return None
+    abbreviated = ABBREVIATION.search(bare)
     bare = unicodedata.normalize("NFKC", bare).casefold()
     if bare.isascii():
         tokens = TOKENS.findall(bare)
@@ -197,11 +210,20 @@ def words(text: str) -> str | None:
     runs = [token for token in tokens if not token.isdigit()]
     most = MAX_WORDS if len(runs) == len(tokens) else NUMBERED_WORDS
     spelled = any(_is_word(run) for run in runs) or (len(tokens) == 1 and len(tokens[0]) == 2)
-    if not (spelled or any(len(part.strip()) > 1 for part in inside)):
+    if not (spelled or abbreviated or any(len(part.strip()) > 1 for part in inside)):
         return None
-    if len(tokens) > most or not (INFINITY if len(tokens) == 1 else MATHEMATICS).isdisjoint(runs):
+    if len(tokens) > most or _is_mathematics(tokens, runs):
         return None
     return ARTICLE.sub("", " ".join(tokens), count=1) if len(tokens) > 1 else tokens[0]
+
+
+def _is_mathematics(tokens: list[str], runs: list[str]) -> bool:
+    """Whether names in formulas stand beside numbers or only variables, as in log 2 and sin x, not in gamma rays."""
+    if len(tokens) == 1:
+        return not INFINITY.isdisjoint(runs)
+    if MATHEMATICS.isdisjoint(runs):
+        return False
+    return len(runs) < len(tokens) or not any(_is_word(run) and run not in MATHEMATICS for run in runs)
 
 
 def _is_word(run: str) -> bool:

@@ -38,8 +38,8 @@ TIDY: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] =
     (re.compile(rf"\\(?:{UPRIGHT})\s*\{{\s*({_NO_UNIT})\s*\}}"), r"\1 "),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\\$|\b(?:USD|EUR|GBP|US(?=\$))\b"), ""),
-    # 1\,234, 1'234 and 1_234; with a space between the groups, 1 234 but not 12345 678.
-    (re.compile(r"(?:(?<=\d)(?:\\[,;:! ]|[~'_])+|(?<=,)\\!)(?=\d{3}(?!\d))"), ""),
+    # 1\,234, 1'234, 1_234 and 1,\! 234; with a space between the groups, 1 234 but not 12345 678.
+    (re.compile(r"(?:(?<=\d)(?:\\[,;:! ]|[~'_])+|(?<=,)\\!\s*)(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<![\d.,/^_])\d{1,3}(?: \d{3})+(?![\d/])"), lambda match: match[0].replace(" ", "")),
     (re.compile(r"(?<=\d)(?:st|nd|rd|th)\b"), ""),
     (re.compile(r"(?<![\d)}] )\b(?:minus|negative)\s+(?=[\d.])"), "-"),
@@ -71,7 +71,8 @@ SCALE = {
     "billion": 10**9, "trillion": 10**12, "百万": 10**6, "千万": 10**7, "百": 100, "千": 1000, "万": 10**4,
     "萬": 10**4, "亿": 10**8, "億": 10**8,
 }  # fmt: skip
-SCALED = re.compile(rf"(?:(?<=\d)\s*|\s+)(?P<scale>{'|'.join(SCALE)})(?:\b|(?<=[^\x00-\x7f])(?![米克瓦]))", re.I)
+# "a": otherwise ſ and ı would match s and i, though lower() leaves them.
+SCALED = re.compile(rf"(?:(?<=\d)\s*|\s+)(?P<scale>(?ai:{'|'.join(SCALE)}))(?:\b|(?<=[^\x00-\x7f])(?![米克瓦]))", re.I)
 FOLLOWING = re.compile(rf"(?:{'|'.join(SCALE)}|per\s?cent)\b|\\?%", re.I)
 # Words after a number that change its value or are mathematics, for which math-verify decides.
 NOT_A_UNIT = re.compile(
@@ -109,7 +110,7 @@ UNITS = {
     for name in (single, f"{single}s")
 }
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
-_MONTH = rf"(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
+_MONTH = rf"(?P<month>(?ai:{'|'.join(_MONTHS)}))[a-z]*\.?"
 DATES = (
     re.compile(
         r"(?P<year>\d{4})(?:(?P<by>[-/])(?P<number>\d\d)(?P=by)(?P<day>\d\d)|年(?P<n>\d\d?)月(?P<d>\d\d?)[日号])"

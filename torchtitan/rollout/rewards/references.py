@@ -48,8 +48,9 @@ def check_references(references: Sequence[Any], where: str, functions: Sequence[
 
 
 def unreadable(references: Sequence[Any], as_mathematics: bool) -> list[int]:
-    """Return the positions of references that are not null and that no answer can equal: NaN, a list, an object, bytes;
-    as mathematics also empty text, or a formula that math-verify cannot parse or does not find equal to itself."""
+    """Return the positions of references that are not null and that no answer can equal: NaN, a list of several, an
+    object, bytes; as mathematics also empty text, or a formula that math-verify cannot parse or does not find equal to
+    itself."""
     if not as_mathematics:
         return [i for i, one in enumerate(references) if one is not None and reference_text(one) is None]
     answers = {i: gold_answer(reference) for i, reference in enumerate(references) if reference is not None}

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward
+from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, is_built_in, load_reward
 from torchtitan.rollout.workers.inside import protect, read_message, serve, set_up, write_message
 
 # Arguments with one entry per completion.
@@ -75,7 +75,8 @@ def begin(function: Callable[..., Any], message: dict[str, Any]) -> tuple[Any, L
     arguments |= {"log_extra": log.extra, "log_metric": log.metric}
     for name in (*PER_SAMPLE, "max_completion_tokens", "prefill"):
         arguments[name] = samples[name]
-    if "well_formed" in inspect.signature(function).parameters:  # the built-in format
+    # The built-in format; for other functions, well_formed may be a column of the dataset.
+    if is_built_in(message["function"]) and "well_formed" in inspect.signature(function).parameters:
         arguments["well_formed"] = samples["well_formed"]
     if any(samples["environments"]):
         arguments["environments"] = [SimpleNamespace(**attributes) for attributes in samples["environments"]]
