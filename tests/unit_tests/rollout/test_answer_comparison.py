@@ -53,6 +53,7 @@ TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("A", [r"\text{A}", "(A)", "A. Paris", "Option A"], ["AB", "B", "B. Paris"]),
         ("A. Paris", ["A", "(A) Paris", "A. Paris", "A. paris."], ["B", "A. London", "B. Paris"]),
         ("A: 5", ["A: 5", "A", "5", "A. 5.0"], ["A: 7", "B: 5"]),
+        ("A: " * 1000 + "x y", ["A", "A: " * 1000 + "z"], ["B"]),  # deep
         ("A. x^2", ["A", "A. $x^2$"], ["B. x^2"]),
     ],
     "units and languages": [
@@ -205,6 +206,9 @@ SAID = [
      ["Beautiful", "Life is Ugly"]),
     ("To be or not to be", ["To be or not to be", "to be, or not to be."], ["To be"]),
     ("Not so fast", ["Not so fast", "Not so fast!"], ["Not fast", "So fast"]),
+    ("N/A", ["N/A", " N/A\n"], ["N/B"]),
+    ("vitamin B12", ["vitamin B12"], ["B12"]),
+    ("George W. Bush", ["The answer is George W. Bush."], ["The answer is George W. Lee."]),
     ("Paris", ["So Paris", "It is Paris."], ["I think so Paris"]),
     ("May 5, 2024", ["The answer is May 5, 2024."], ["The answer is May 6, 2024."]),
 ]  # fmt: skip

@@ -110,7 +110,9 @@ def accuracy(*, completions: Sequence[Completion], answer: Sequence[Any], **kwar
 
 
 def _says_only(text: str, wanted: str) -> bool:
-    """Whether the words of a reference, which may be a sentence, are all of the text."""
+    """Whether a reference, or its words, which may be a sentence, are all of the text."""
+    if text.strip() == wanted:
+        return True
     expected = words(wanted)
     return expected is not None and words(tidy(text)) == expected
 

@@ -146,12 +146,20 @@ def _numbers(expected: str, answer: str | None) -> float | None:
         right, said = (CHOICE.fullmatch(TEXT_MACRO.sub(r"\1 ", text).strip()) for text in (expected, answer or ""))
         if right and said:
             # E. coli and E. faecalis are names, and no choice E.
-            differ = right["mark"] and said["mark"] and compare(right["rest"], said["rest"]) == 0.0
-            return float(right["letter"] == said["letter"] and not differ)
+            named = right["mark"] and said["mark"] and right["rest"] and said["rest"]
+            return float(right["letter"] == said["letter"] and not (named and _differ(right["rest"], said["rest"])))
         wanted, given = (as_number(one["rest"] or "") if one else it for one, it in ((right, wanted), (said, given)))
     if wanted is None or given is None:
         return None
     return _quantities(wanted, given)
+
+
+def _differ(wanted: str, given: str) -> bool:
+    """Whether numbers or words differ; formulas are not compared."""
+    numbers = as_number(wanted), as_number(given)
+    if numbers[0] and numbers[1]:
+        return _quantities(numbers[0], numbers[1]) != 1.0
+    return words(wanted) is not None and words(wanted) != words(given)
 
 
 def _quantities(wanted: Quantity, given: Quantity) -> float | None:
