@@ -72,6 +72,16 @@ def test_speed_is_what_shard_servers_see_and_not_what_an_actor_says() -> None:
     assert world.announce() == {"a": "b"}
 
 
+def test_speed_shows_also_where_versions_are_published_faster_than_bytes_are_told() -> None:
+    """Both ranks tell of two snapshots, the older of which is gone by then."""
+    world = Relaying("ab")
+    for _ in range(2):
+        world.announce()
+    for rank in world.all_ranks:
+        rank.say("moved", moved=[[name, serial, VERSION_BYTES // 2] for serial in (1, 2) for name in "ab"])
+    assert world.registry.actors["a"].took_s is not None and world.announce() == {"b": "a"}
+
+
 def test_host_is_where_the_connection_comes_from() -> None:
     """All say that they are at one address; one of them is."""
     records = {name: _relaying(1.0, f"10.0.0.{number}") for number, name in enumerate(("a", "b", "c"), 1)}

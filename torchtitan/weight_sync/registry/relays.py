@@ -12,6 +12,9 @@ from torchtitan.weight_sync.registry.state import ActorRecord
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, role_key
 from torchtitan.weight_sync.wire.runtime import Message
 
+# In small runs several versions are published before shard servers tell what has moved.
+REMEMBERED_SNAPSHOTS = 64
+
 logger = logging.getLogger("torchtitan.weight_sync.registry.relays")
 
 
@@ -58,15 +61,16 @@ class Relays:
         self._actors, self._snapshots, self._fanout, self._token = actors, snapshots, fanout, token
         self._write = write
         self._announced_at: dict[int, float] = {}
-        """By the serial of each live snapshot"""
+        """By serial, of the last snapshots"""
 
     def announce(self, serial: int, now: float) -> dict[str, Message]:
         """Return the source of each actor for the version that is announced now; whoever is missing pulls from the
         trainer."""
         if self._announced_at:
             self._judge(max(self._announced_at))
-        times = {**self._announced_at, serial: now}
-        self._announced_at = {each: time for each, time in times.items() if self._snapshots.lives(each)}
+        self._announced_at[serial] = now
+        if len(self._announced_at) > REMEMBERED_SNAPSHOTS:
+            del self._announced_at[min(self._announced_at)]
         try:
             # Whoever still pulls an older version begins with this one later.
             slow = {*self._snapshots.lost, *self._snapshots.pulls}
@@ -86,9 +90,10 @@ class Relays:
             actor = self._actors.get(name)
             if actor is None or serial not in self._announced_at:
                 continue
-            before = actor.got[1] if actor.got[0] == serial else 0
-            actor.got = serial, before + count
-            if before < self._snapshots.version_bytes <= actor.got[1]:
+            before = actor.got.get(serial, 0)
+            actor.got = {each: seen for each, seen in actor.got.items() if each in self._announced_at}
+            actor.got[serial] = before + count
+            if before < self._snapshots.version_bytes <= before + count:
                 actor.took_s = now - self._announced_at[serial]
             # Another actor was to send it.
             actor.left_source |= bool(actor.source) and serial == self._snapshots.newest
@@ -108,7 +113,7 @@ class Relays:
             if source not in self._actors or source in left:
                 continue
             about = self._actors[source]
-            if not about.is_ready or not (about.got[0] == serial or self._snapshots.holds.get(source) == serial):
+            if not about.is_ready or not (about.got.get(serial) or self._snapshots.holds.get(source) == serial):
                 about.took_s = None
             else:
                 version = self._actors[name].version

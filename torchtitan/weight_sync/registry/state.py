@@ -131,8 +131,8 @@ class ActorRecord:
     """Whether it has come to a shard server for the newest version, which its source was to send"""
     took_s: float | None = None
     """Seconds from the announcement of the last version that it got from shard servers until they had sent all of it"""
-    got: tuple[int, int] = (-1, 0)
-    """Serial and bytes of what shard servers have sent it last"""
+    got: dict[int, int] = field(default_factory=dict)
+    """Serial -> bytes that shard servers have sent it of this snapshot, of the last ones"""
     disputes: bool = False
     """Whether it says of another actor, or another one of it, that what was relayed is not what the trainer sent, or
     came too slowly. One of the two is wrong, so both pull from the trainer, and neither relays."""
