@@ -180,7 +180,10 @@ def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("width", [1, 500])
-def test_an_actor_causes_lines_of_a_bounded_length_and_those_left_out_are_counted(tmp_path: Path, width: int) -> None:
+def test_an_actor_causes_lines_of_a_bounded_length_and_those_left_out_are_counted(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "GATHER_SECONDS", 0.0)  # each line is written for itself here
     now = [0.0]
     runtime: Any = SimpleNamespace(now=lambda: now[0], work=lambda _thread, function, done: done(function(), None))
     journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
@@ -201,6 +204,7 @@ def test_an_actor_causes_lines_of_a_bounded_length_and_those_left_out_are_counte
 
 def test_a_full_journal_is_set_aside_and_readers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "JOURNAL_BYTES", 2000)
+    monkeypatch.setattr(main, "GATHER_SECONDS", 0.0)
     runtime: Any = SimpleNamespace(
         now=lambda: 0.0, work=lambda _thread, function, done: done(function(), None), finish_work=lambda *_: None
     )
