@@ -102,7 +102,7 @@ def test_a_curriculum_is_compared_with_dropped_groups(debug_checkpoint: Path) ->
 
 def test_each_hostile_actor_is_refused_for_what_it_does(debug_checkpoint: Path) -> None:
     figures = run_quickly("hostile_actors", {"kinds_refused"}, "--model", str(debug_checkpoint))
-    assert figures["kinds_refused"] == 8 and figures["steps"] == figures["steps_without"] == 25
+    assert figures["kinds_refused"] == 11 and figures["steps"] == figures["steps_without"] == 25
 
 
 @pytest.mark.benchmark

@@ -220,7 +220,9 @@ def test_what_not_all_workers_apply_is_applied_again_by_all(
 def test_what_workers_hold_counts_where_it_is_what_the_engine_serves(
     job: Job, workers: Callable[..., tuple[Group, list[Engine]]], held: list[int | None], counts: bool
 ) -> None:
-    group, _ = workers(held, served=Served(EPOCH, 5, "d5"))
+    assert job.publication.published is not None
+    job.publication.published.add(5, "5d" * 16)
+    group, _ = workers(held, served=Served(EPOCH, 5, "5d" * 16))
     wait_for(lambda: group.seen().get("state") in ("READY", "POISONED"), "it joins")
     assert group.seen()["version"] == (5 if counts else -1)
     assert group.leader.status()["poisoned"] is not counts

@@ -278,7 +278,10 @@ class Checkpointer:
                     f"{path} holds adapters of lora.{key} = {found:g}, but this run has {own:g}: resume with "
                     f"lora.{key} = {found:g}, or start a new run"
                 )
-        (other, *_) = self._on_ranks(lambda: self._changed_origin(facts, policy_only))
+        try:
+            (other, *_) = self._on_ranks(lambda: self._changed_origin(facts, policy_only))
+        except OSError as error:
+            raise UserError(f"{path} cannot be continued: {error}") from error
         if other:
             raise UserError(f"{path} cannot be continued: {other}")
         try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +37,26 @@ class Counter:
 
     def bad(self, action: str) -> Any:
         return None
+
+
+class Kernel(Counter):
+    """Has a process of its own, in a session of its own, from one episode to the next; and tells what is in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernel = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+    def reset(self, **row: Any) -> str:
+        return repr(row.get("image"))
+
+    def bad(self, action: str) -> Any:
+        return f"kernel: {self._kernel.poll()}"
+
+
+class Talkative(Counter):
+    def bad(self, action: str) -> Any:
+        for number in range(20):
+            setattr(self, f"numbers{number}", [1] * 21_000)
 
 
 class Hangs(Counter):

@@ -61,6 +61,34 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def test_what_an_environment_has_started_stays_for_its_next_episode(tmp_path: Path) -> None:
+    """As a kernel, a browser or a shell; and the bytes of a row arrive as bytes."""
+
+    async def work(pool: EnvironmentPool) -> Any:
+        said = []
+        for _ in range(4):  # each of two workers has two
+            async with await pool.episode() as episode:
+                said.append(
+                    (await episode.reset({"image": b"\x89PNG"}), (await episode.act("bad")).messages[0]["content"])
+                )
+                await episode.finish()
+        return said
+
+    assert run(tmp_path, work, "Kernel") == [("b'\\x89PNG'", "kernel: None")] * 4
+
+
+def test_many_attributes_are_as_many_as_a_reply_may_have(tmp_path: Path) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        async with await pool.episode() as episode:
+            await episode.reset({})
+            await episode.act("bad")
+            return (await episode.finish()).attributes
+
+    attributes = run(tmp_path, work, "Talkative")
+    kept = [name for name in attributes if name.startswith("numbers")]
+    assert 6 <= len(kept) < 20 and all(len(attributes[name]) == 21_000 for name in kept)
+
+
 def test_steps_of_many_episodes_side_by_side(tmp_path: Path) -> None:
     async def work(pool: EnvironmentPool) -> Any:
         async def play(number: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import platform
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +22,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.environments import agent_worker
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt
-from torchtitan.rollout.workers import control_group, isolation, restrictions, seen_files, usage
+from torchtitan.rollout.workers import control_group, isolation, process, restrictions, seen_files, usage
 from torchtitan.rollout.workers.control_group import candidates, make_control_group, our_groups
 
 MIB = 1 << 20
@@ -75,7 +77,7 @@ def test_system_calls_are_refused_and_namespaces_are_not(shared_memory_bytes: in
 
 def test_a_machine_without_known_numbers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "vax")
-    assert restrictions.restrict(0) == "no filter of system calls is known for vax"
+    assert restrictions.restrict(0) == "no filter of system calls is known for Linux on vax"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_a_control_group_bounds_what_no_process_has_mapped() -> None:
     fill = "import os; f = os.memfd_create('f')\nfor _ in range(200): os.write(f, bytes(1 << 20))"
     try:
         done = subprocess.run([*group.command(), sys.executable, "-c", fill], capture_output=True)
-        assert done.returncode == -9 and group.killed_for_memory
+        assert done.returncode == -9 and group.killed_for_memory == 1
         if "cpu" in our_groups():
             assert group.shares_processors
         fits = subprocess.run([*group.command(), "/bin/sh", "-c", "echo $0 $1", "a b", "c"], capture_output=True)
@@ -155,9 +157,27 @@ def test_groups_are_made_where_controllers_are_shared_out(tmp_path: Path) -> Non
         f"30 1 0:2 / {unified} rw - cgroup2 cgroup2 rw\n"
         f"31 1 0:3 / {memory} rw - cgroup cgroup rw,memory\n"
         f"32 1 0:4 /job {pids}/job rw - cgroup cgroup rw,pids\n"
+        "33 1 0:5 / /odd rw - tmpfs  rw\n"  # a mount without a source
     )
+    with (tmp_path / "mountinfo").open("ab") as file:
+        file.write(b"34 1 0:6 / /old\xff rw - tmpfs tmpfs rw\n")
     assert candidates(our_groups(tmp_path)) == [(scope.parent,), (memory / "job", pids / "job")]
     assert candidates(our_groups(tmp_path / "nowhere")) == []
+
+
+def test_a_group_ends_with_all_that_it_has(children: list[subprocess.Popen[bytes]]) -> None:
+    """Also what its starter has left in a session of its own."""
+    group = make_control_group(64 * MIB)
+    if group is None:
+        pytest.skip("this user can make no control group here")
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, start_new_session=True).pid)"
+    done = subprocess.run([*group.command(), sys.executable, "-c", code], capture_output=True, text=True)
+    assert Path(f"/proc/{done.stdout.strip()}").exists()
+    group.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while not group.remove():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_groups_of_ended_processes_are_removed(tmp_path: Path) -> None:
@@ -234,6 +254,41 @@ def test_of_the_home_folder_programs_and_what_is_needed_are_seen(home: Path) -> 
     }
     # A run that is started in the home folder itself needs what lies there, but nothing that begins with a dot.
     assert seen(home, [home]) == PROGRAMS | project | {"notes.txt"}
+
+
+def test_caches_are_seen_where_variables_say_that_they_are(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("hf/hub/model", "hf/token", "t/hub/weights", "cargo/bin/rg", "cargo/credentials.toml"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    monkeypatch.setenv("HF_HOME", str(home / "hf"))
+    monkeypatch.setenv("TORCH_HOME", str(home / "t"))
+    monkeypatch.setenv("CARGO_HOME", str(home / "cargo"))
+    assert seen(home, []) == PROGRAMS | {"hf/hub/model", "t/hub/weights", "cargo/bin/rg"}
+
+
+def test_a_home_folder_behind_a_link_shows_the_same(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(home)
+    monkeypatch.setenv("HOME", str(link))
+    monkeypatch.setenv("PATH", os.environ["PATH"].replace(str(home), str(link)))
+    assert seen(home, []) == PROGRAMS
+    assert seen_files.is_withheld(str(link / "notes.txt"))
+
+
+def test_code_in_an_editable_installation_is_seen(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no folder of sys.path: a finder of its own knows where it lies."""
+    package = home / "src" / "my_package_of_rewards"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    spec = importlib.util.spec_from_file_location(
+        package.name, package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    finder = SimpleNamespace(find_spec=lambda name, path, target=None: spec if name == package.name else None)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    found = list(process._code_of({"functions": [f"{package.name}:f", "accuracy"], "agent": "run --this"}))
+    assert found == [package]
 
 
 def test_what_is_withheld_is_known(home: Path) -> None:

@@ -97,6 +97,8 @@ class EnvironmentPool(WorkerPool):
         }
         module = f"torchtitan.rollout.environments.{self.module}"
         super().__init__(table, self.what, module, setup, log_file, run_dir, self._cut)
+        # An instance is reused, with what it has started: a kernel, a browser, a shell.
+        self._settings.keeps_processes = True
         self._config, self._events = table, events
         self._numbers, self._reported = itertools.count(), 0
         self._ended: set[WorkerProcess] = set()
@@ -232,6 +234,7 @@ class AgentPool(EnvironmentPool):
         # Agents' programs reserve far more memory than they use: not what they reserve is limited, but what they use.
         settings.setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
         settings.memory_per_user_mb = environment.memory_limit_mb
+        settings.keeps_processes = False
         # The files of a command line, and verifiers' tokenizer.
         settings.visible += [*shlex.split(environment.agent), config.model.hf_assets_path]
         if environment.verifiers:

@@ -45,6 +45,8 @@ ARGUMENT = re.compile(r"^\s+(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P<text>.+)$")
 STACK_BYTES = 4 << 20
 # The largest attribute of an environment that reward functions get, in characters of JSON.
 LARGEST_ATTRIBUTE = 1 << 16
+# And of all attributes together: no JSON of this length has more values than a reply may have (workers/replies.py).
+ALL_ATTRIBUTES = 1 << 19
 
 
 @dataclass
@@ -239,9 +241,12 @@ class Instance:
         reward = self._reward if self._program.steps else None
         if get_reward is not None:
             reward = read_number(await self._run(get_reward), "get_reward")
-        attributes = {}
+        attributes, left = {}, ALL_ATTRIBUTES
         for name, value in getattr(self._object, "__dict__", {}).items():
-            if not name.startswith("_") and (plain := _plain(value)) is not None:
+            if name.startswith("_") or (plain := _plain(value)) is None:
+                continue
+            left -= len(json.dumps({name: plain[0]}))
+            if left >= 0:
                 attributes[name] = plain[0]
         return {"reward": reward, "attributes": attributes}
 

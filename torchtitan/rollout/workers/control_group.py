@@ -15,6 +15,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchtitan.rollout.workers import usage
+
 PREFIX = "torchtitan-"
 # Threads count as well, and a worker of agents has thousands of them.
 MAX_TASKS = 16384
@@ -42,14 +44,23 @@ class ControlGroup:
         return any((folder / name).exists() for folder in self._folders for name in ("cpu.weight", "cpu.shares"))
 
     @property
-    def killed_for_memory(self) -> bool:
-        """Whether the kernel has ended a process of the group because the group had all of its memory."""
+    def killed_for_memory(self) -> int:
+        """How many of its processes the kernel has ended because the group had all of its memory."""
         for folder in self._folders:
             for name in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError):
                     fields = dict(line.split() for line in (folder / name).read_text(encoding="ascii").splitlines())
-                    return int(fields.get("oom_kill", 0)) > 0
-        return False
+                    return int(fields.get("oom_kill", 0))
+        return 0
+
+    def kill(self) -> None:
+        """Kill all of its processes, also those that their starters have left."""
+        for folder in self._folders:
+            try:
+                (folder / "cgroup.kill").write_text("1", encoding="ascii")
+            except OSError:  # version 1, or a kernel before 5.14
+                with contextlib.suppress(OSError):
+                    usage.kill(map(int, (folder / "cgroup.procs").read_text(encoding="ascii").split()))
 
     def remove(self) -> bool:
         """Remove the group; return False while one of its processes has not ended yet."""
@@ -142,8 +153,8 @@ def candidates(ours: Mapping[str, tuple[Path, Path]]) -> list[tuple[Path, ...]]:
 def our_groups(of_process: Path = Path("/proc/self")) -> dict[str, tuple[Path, Path]]:
     """Return, for each controller of version 1, and "" for version 2, the folder of our group and the mount's own."""
     try:
-        groups = (of_process / "cgroup").read_text(encoding="utf-8").splitlines()
-        mounts = (of_process / "mountinfo").read_text(encoding="utf-8").splitlines()
+        groups = (of_process / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        mounts = (of_process / "mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     group_of: dict[str, str] = {}
@@ -154,7 +165,7 @@ def our_groups(of_process: Path = Path("/proc/self")) -> dict[str, tuple[Path, P
     for line in mounts:
         left, _, right = line.partition(" - ")
         root, mounted = left.split()[3:5]
-        kind, _, options = right.split()[:3]
+        kind, _, options = right.split(" ")[:3]  # the source may be empty
         for controller in {"cgroup2": [""], "cgroup": options.split(",")}.get(kind, []):
             if controller in group_of:
                 found[controller] = (_folder_of(group_of[controller], root, Path(mounted)), Path(mounted))

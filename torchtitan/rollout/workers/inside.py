@@ -95,7 +95,7 @@ def read_message(file: BinaryIO) -> Any:
     header = file.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    return json.loads(file.read(HEADER.unpack(header)[0]), object_hook=_restored)
+    return _decoded(file.read(HEADER.unpack(header)[0]))
 
 
 def written(message: dict[str, Any]) -> bytes:
@@ -107,6 +107,11 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return {BYTES: base64.b64encode(value).decode()}
     return str(value)
+
+
+def _decoded(data: bytes) -> Any:
+    """Return a message that written() has written."""
+    return json.loads(data, object_hook=_restored)
 
 
 def _restored(value: dict[str, Any]) -> Any:
@@ -181,7 +186,7 @@ async def serve(
     with contextlib.suppress(asyncio.IncompleteReadError):  # the parent has closed the input
         while True:
             (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-            message = json.loads(await reader.readexactly(length))
+            message = _decoded(await reader.readexactly(length))
             if message.get("do") == "drop":
                 drop(message["episode"])
                 continue

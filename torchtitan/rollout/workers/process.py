@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import logging
 import os
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import torchtitan
 from torchtitan.errors import UserError
 from torchtitan.rollout.workers import isolation, usage
 from torchtitan.rollout.workers.control_group import ControlGroup, make_control_group
@@ -47,7 +51,8 @@ WATCH_INTERVAL_S = 0.5
 START_MEMORY_MB = 1024
 # The number of times, and the seconds between them, that the removal of a control group is tried.
 REMOVAL_ATTEMPTS, REMOVAL_INTERVAL_S = 20, 0.05
-# A path in an error.
+# A module, and a path, in an error.
+MISSING_MODULE = re.compile(r"No module named '([A-Za-z_]\w*)")
 PATH_IN_TEXT = re.compile(r"/[^\s'\":;,]+")
 # Signs in errors of memory, threads, processes, files or disk that neighbours in the same process may have used up.
 SIGNS_OF_LACK = ("MemoryError", "Errno 11]", "Errno 12]", "Errno 24]", "Errno 28]", "start new thread")
@@ -100,6 +105,8 @@ class WorkerSettings:
     memory_per_user_mb: int | None = None
     """How much memory a process and what it starts may take for each call in flight, beyond what it starts with; None
     where the process limits what it reserves itself"""
+    keeps_processes: bool = False
+    """Programs that they have started may stay between their calls"""
     restricted: bool = True
     """They give up keyrings and some system calls (restrictions.py)"""
 
@@ -126,9 +133,13 @@ class WorkerProcess:
         self._what = settings.what
         self._command = [settings.python, "-m", settings.module]
         if isolation is not None:
-            paths = [*settings.visible, *sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             needed: list[str | Path] = [
-                *paths,
+                *settings.visible,
+                *_code_of(settings.setup),
+                # An editable installation is in no folder of sys.path, this package's own neither.
+                Path(torchtitan.__file__).parent.parent,
+                *sys.path,
+                *os.environ.get("PYTHONPATH", "").split(os.pathsep),
                 Path.cwd(),
                 sys.prefix,
                 sys.base_prefix,
@@ -197,8 +208,9 @@ class WorkerProcess:
             except asyncio.TimeoutError:
                 reason = f"not ready within {START_TIMEOUT_S:g} s"
             except (OSError, WrongForm, asyncio.IncompleteReadError) as error:
-                await self.stop()
+                await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
                 reason = str(error) if isinstance(error, WrongForm) else self._describe_end()
+                await self.stop()
             except asyncio.CancelledError:
                 await self.stop()  # nobody would read its replies
                 raise
@@ -249,6 +261,7 @@ class WorkerProcess:
             await asyncio.to_thread(self._scratch.cleanup)
             self._scratch = None
         if self._group is not None:
+            self._group.kill()
             await self._remove_group(self._group)
             self._group = None
         if self.forward is not None:
@@ -313,34 +326,38 @@ class WorkerProcess:
         processors from the trainer."""
         own_limit = self._memory_limit
         while self.alive and self._process.pid is not None:
-            processes = self._processes()
             calls = max(1, self.users)
             allowed = MAX_PROCESSES + PROCESSES_PER_CALL * (calls - 1)
             limit = own_limit
             if self._settings.memory_per_user_mb is not None:
                 limit = min(own_limit, (START_MEMORY_MB + calls * self._settings.memory_per_user_mb) << 20)
-            excess = ""
-            if len(processes) > allowed:
-                excess = f"more than {allowed} processes"
-            elif usage.exceeds(processes, limit):
-                excess = f"more than {limit >> 20} MiB of memory"
-            if excess:
+            # Hundreds of processes take a while to look at, which is none of the loop's.
+            if excess := await asyncio.to_thread(self._excess, allowed, limit, 1 + calls):
                 more = f"; {self._settings.table}.num_workers spreads calls over more workers" if self.users > 1 else ""
                 self._reason = f"{self._what} was stopped: its processes were, or had, {excess}{more}"
                 await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
                 return
-            usage.end_before_us(processes)
-            if self._group is None or not self._group.shares_processors:
-                usage.put_behind(processes, allowed=1 + calls)
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def _excess(self, allowed: int, memory_limit: int, running: int) -> str:
+        """Return what its processes have too much of; empty if nothing. Then they are kept behind the trainer."""
+        processes, group = self._processes(), self._group
+        if len(processes) > allowed:
+            return f"more than {allowed} processes"
+        if usage.exceeds(processes, memory_limit):
+            return f"more than {memory_limit >> 20} MiB of memory"
+        usage.end_before_us(processes)
+        if group is None or not group.shares_processors:
+            usage.put_behind(processes, running)
+        return ""
 
     def _processes(self) -> list[int]:
         return [] if self._process.pid is None else usage.descendants(self._process.pid, MAX_PROCESSES)
 
     def end_leftovers(self) -> None:
         """Kill what calls that are over have left behind in sessions of its own, as daemons are; what was there when
-        the process was ready stays."""
-        if self.alive and self._process.pid is not None:
+        the process was ready stays, and all that environments keep for their next episode."""
+        if not self._settings.keeps_processes and self.alive and self._process.pid is not None:
             session = usage.session_of(self._process.pid)
             left = [pid for pid in self._processes() if pid not in self._started_with]
             usage.kill(pid for pid in left if usage.session_of(pid) not in (session, None))
@@ -364,7 +381,9 @@ class WorkerProcess:
         self._calls.clear()
 
     def _describe_end(self) -> str:
-        if not self._reason and self._group is not None and self._group.killed_for_memory:
+        # Of its group, programs that it had started may have been killed for their memory before.
+        was_killed = self._process.end_code(wrapped=self._settings.isolation is not None) == -signal.SIGKILL
+        if not self._reason and was_killed and self._group is not None and self._group.killed_for_memory:
             self._reason = (
                 f"{self._what} was stopped: its processes had more than {self._memory_limit >> 20} MiB of memory"
             )
@@ -388,6 +407,8 @@ class WorkerProcess:
         own = error.partition(QUOTES)[0]
         if str(Path.cwd()) in SCRATCH and any(cause in own for cause in ("No module named", "No such file")):
             return f"{error} (it is isolated and cannot see the working folder {Path.cwd()}: start in another one)"
+        if (module := MISSING_MODULE.search(own)) and _find(module[1]) is not None:
+            return f"{error} (it is isolated: {table}.readable would show it the folder in which that module lies)"
         if withheld := [path for path in PATH_IN_TEXT.findall(own) if is_withheld(path)]:
             key = f"{table}.readable = {json.dumps(withheld[:1])}"
             return f"{error} (it is isolated and sees little of the home folder: {key} would show it that)"
@@ -414,3 +435,23 @@ class WorkerProcess:
 def _lacks_what_is_shared(error: str) -> bool:
     """Whether an error says that the process had no more of what all its episodes share."""
     return any(sign in error for sign in SIGNS_OF_LACK)
+
+
+def _code_of(setup: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield where the user's code lies that a set-up names: an editable installation is in no folder of sys.path."""
+    names = [*setup.get("functions", ()), *setup.get("tools", ()), setup.get("factory"), setup.get("agent")]
+    for name in names:
+        package = str(name or "").partition(":")[0].partition(".")[0]
+        spec = _find(package) if package.isidentifier() else None
+        if spec is not None and spec.submodule_search_locations:
+            yield from map(Path, spec.submodule_search_locations)
+        elif spec is not None and spec.has_location and spec.origin:
+            yield Path(spec.origin)
+
+
+def _find(package: str) -> ModuleSpec | None:
+    """Return where Python finds a package here; None where it does not."""
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None

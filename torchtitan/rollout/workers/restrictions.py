@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +56,9 @@ def restrict(shared_memory_bytes: int) -> str:
     Returns:
         What could not be done and why; empty if all was done.
     """
-    machine = MACHINES.get(platform.machine())
+    machine = MACHINES.get(platform.machine()) if sys.platform == "linux" else None
     if machine is None or struct.calcsize("P") != 8:
-        return f"no filter of system calls is known for {platform.machine()}"
+        return f"no filter of system calls is known for {platform.system()} on {platform.machine()}"
     libc = ctypes.CDLL(None, use_errno=True)
     # Before the filter, which refuses it. It fails where a container's filter refuses it already.
     libc.syscall(machine.keyctl, KEYCTL_JOIN_SESSION_KEYRING, None)

@@ -17,11 +17,19 @@ SCRATCH = ("/tmp", "/dev/shm")
 # Where programs are installed and data is cached in a home folder. No program keeps a key in one of these.
 PROGRAMS_AND_CACHES = (
     ".bun/bin", ".bun/install", ".cache/huggingface/assets", ".cache/huggingface/datasets", ".cache/huggingface/hub",
-    ".cache/huggingface/modules", ".cache/nltk", ".cache/torch", ".cache/torchtitan", ".cache/uv", ".cargo/bin",
+    ".cache/huggingface/modules", ".cache/ms-playwright",
+    ".cache/nltk", ".cache/torch", ".cache/torchtitan", ".cache/uv", ".cargo/bin",
     ".deno/bin", ".fnm", ".local/bin", ".local/lib", ".local/pipx/venvs", ".local/share/claude/versions",
     ".local/share/fnm", ".local/share/pipx", ".local/share/pnpm", ".local/share/uv", ".npm/_cacache", ".npm/_npx",
     ".npm-global", ".nvm", ".pyenv", ".rustup", ".volta", "go/bin", "nltk_data",
 )  # fmt: skip
+# Variables that name another place for what PROGRAMS_AND_CACHES holds, and what of that place is shown.
+PLACES = {
+    "CARGO_HOME": ("bin",), "HF_DATASETS_CACHE": ("",), "HF_HOME": ("assets", "datasets", "hub", "modules"),
+    "HF_HUB_CACHE": ("",), "NLTK_DATA": ("",), "NVM_DIR": ("",), "PLAYWRIGHT_BROWSERS_PATH": ("",), "PYENV_ROOT": ("",),
+    "TORCH_HOME": ("",), "UV_PYTHON_INSTALL_DIR": ("",), "UV_TOOL_DIR": ("",), "VOLTA_HOME": ("bin", "tools"),
+    "XDG_CACHE_HOME": ("huggingface/datasets", "huggingface/hub", "ms-playwright", "nltk", "torch", "torchtitan", "uv"),
+}  # fmt: skip
 # Tokens that Hugging Face's library keeps in HF_HOME, and variables that name a file with keys, or several.
 TOKENS = ("token", "stored_tokens")
 KEY_FILES = ("AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "KUBECONFIG", "NETRC")
@@ -73,7 +81,7 @@ def mounts_over(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[M
 
 def is_withheld(path: str) -> bool:
     """Return whether a path exists in a home folder, where an isolated process may not see it."""
-    return os.path.exists(path) and any(home in Path(os.path.abspath(path)).parents for home in homes())
+    return os.path.exists(path) and any(home in Path(os.path.realpath(path)).parents for home in homes())
 
 
 def _of_kernel() -> Iterator[str]:
@@ -109,8 +117,13 @@ def _unseen_of_home(home: Path, needed: set[str]) -> list[Path]:
 def _programs_of_home(home: Path) -> Iterator[Path]:
     """Yield where programs and caches lie in a home folder."""
     yield from (home / name for name in PROGRAMS_AND_CACHES)
+    for variable, names in PLACES.items():
+        for place in filter(None, os.environ.get(variable, "").split(os.pathsep)):
+            real = Path(os.path.realpath(place))
+            if home in real.parents:
+                yield from (real / name for name in names)
     for text in os.environ.get("PATH", "").split(os.pathsep):
-        folder = Path(os.path.abspath(text)) if text else home
+        folder = Path(os.path.realpath(text)) if text else home
         if home not in folder.parents:
             continue
         yield from _installed_around(folder, home)
