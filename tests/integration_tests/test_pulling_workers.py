@@ -88,6 +88,10 @@ class Group:
             process.join(PATIENCE_S)
 
 
+def digest_of(version: int) -> str:
+    return f"{version:032x}"
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path, apply_timeout_s=20.0)
@@ -176,7 +180,7 @@ def workers(job: Job) -> Iterator[Callable[..., tuple[Group, list[Engine]]]]:
         group, engines = closing.enter_context(contextlib.closing(Group(job, **options))), [Engine(), Engine()]
         for number, engine in enumerate(engines):
             held = None if all_hold is None else all_hold[number]
-            start(group, number, engine, None if held is None else Served(EPOCH, held, f"d{held}"))
+            start(group, number, engine, None if held is None else Served(EPOCH, held, digest_of(held)))
         return group, engines
 
     def start(group: Group, number: int, engine: Engine, served: Served | None) -> None:
@@ -221,8 +225,8 @@ def test_what_workers_hold_counts_where_it_is_what_the_engine_serves(
     job: Job, workers: Callable[..., tuple[Group, list[Engine]]], held: list[int | None], counts: bool
 ) -> None:
     assert job.publication.published is not None
-    job.publication.published.add(5, "5d" * 16)
-    group, _ = workers(held, served=Served(EPOCH, 5, "5d" * 16))
+    job.publication.published.add(5, digest_of(5))
+    group, _ = workers(held, served=Served(EPOCH, 5, digest_of(5)))
     wait_for(lambda: group.seen().get("state") in ("READY", "POISONED"), "it joins")
     assert group.seen()["version"] == (5 if counts else -1)
     assert group.leader.status()["poisoned"] is not counts

@@ -45,8 +45,8 @@ ARGUMENT = re.compile(r"^\s+(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P<text>.+)$")
 STACK_BYTES = 4 << 20
 # The largest attribute of an environment that reward functions get, in characters of JSON.
 LARGEST_ATTRIBUTE = 1 << 16
-# And of all attributes together: no JSON of this length has more values than a reply may have (workers/replies.py).
-ALL_ATTRIBUTES = 1 << 19
+# The most numbers, texts and lists in all attributes together: a reply may not have many more (workers/replies.py).
+VALUES_OF_ATTRIBUTES = 60_000
 
 
 @dataclass
@@ -241,13 +241,13 @@ class Instance:
         reward = self._reward if self._program.steps else None
         if get_reward is not None:
             reward = read_number(await self._run(get_reward), "get_reward")
-        attributes, left = {}, ALL_ATTRIBUTES
+        attributes, left = {}, VALUES_OF_ATTRIBUTES
         for name, value in getattr(self._object, "__dict__", {}).items():
             if name.startswith("_") or (plain := _plain(value)) is None:
                 continue
-            left -= len(json.dumps({name: plain[0]}))
-            if left >= 0:
-                attributes[name] = plain[0]
+            count = _count(plain[0])
+            if count <= left:
+                attributes[name], left = plain[0], left - count
         return {"reward": reward, "attributes": attributes}
 
     async def close(self) -> None:
@@ -320,6 +320,12 @@ def _plain(value: Any) -> tuple[Any] | None:
         return (value,) if len(json.dumps(value, allow_nan=False)) <= LARGEST_ATTRIBUTE else None
     except (TypeError, ValueError):
         return None
+
+
+def _count(value: Any) -> int:
+    """Return how many values JSON has for this one."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return 1 + sum(map(_count, inner))
 
 
 def allow_for_a_thread() -> None:

@@ -13,8 +13,8 @@ import msgspec
 from torchtitan.utils.reader_process import read_answer
 from torchtitan.utils.typed_json import IN_PLACE_BYTES, WrongForm, decode
 
-# The most values in a reply that is too long to be read at once. Attributes of an environment may be so many.
-MAX_VALUES = 1 << 18
+# The most values in a reply that is too long to be read at once.
+MAX_VALUES = 1 << 16
 
 
 class ReplyHead(msgspec.Struct):
