@@ -30,6 +30,7 @@ from torchtitan.rollout.workers.replies import ReplyHead, check_reply
 from torchtitan.rollout.workers.seen_files import SCRATCH, is_withheld
 from torchtitan.utils.child_process import ChildProcess, child_environment, is_secret
 from torchtitan.utils.machine import host_memory
+from torchtitan.utils.reader_process import ReaderUnavailable
 from torchtitan.utils.typed_json import Kind, Object, WrongForm, decode
 
 logger = logging.getLogger(__name__)
@@ -300,9 +301,11 @@ class WorkerProcess:
         try:
             while True:
                 await self._take(await self._receive(self._longest))
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-            # The process has ended, or its output is corrupt and cannot be resynchronised.
-            if not isinstance(error, asyncio.IncompleteReadError | OSError):
+        except (OSError, ValueError, ReaderUnavailable, asyncio.IncompleteReadError) as error:
+            # The process has ended, or its output is corrupt, or cannot be read, and cannot be resynchronised.
+            if isinstance(error, ReaderUnavailable):
+                self._reason = f"{self._what} was stopped: nothing here reads its long reply ({error})"
+            elif not isinstance(error, asyncio.IncompleteReadError | OSError):
                 self._reason = f"{self._what} was stopped: it sent something that is not a reply ({error})"
             self.broken = True
             await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
