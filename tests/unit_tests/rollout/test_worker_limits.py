@@ -170,7 +170,9 @@ def test_a_group_ends_with_all_that_it_has(children: list[subprocess.Popen[bytes
     group = make_control_group(64 * MIB)
     if group is None:
         pytest.skip("this user can make no control group here")
-    code = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, start_new_session=True).pid)"
+    code = (
+        "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3, start_new_session=True).pid)"
+    )
     done = subprocess.run([*group.command(), sys.executable, "-c", code], capture_output=True, text=True)
     assert Path(f"/proc/{done.stdout.strip()}").exists()
     group.kill()

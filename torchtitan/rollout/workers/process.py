@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -384,9 +383,8 @@ class WorkerProcess:
         self._calls.clear()
 
     def _describe_end(self) -> str:
-        # Of its group, programs that it had started may have been killed for their memory before.
-        was_killed = self._process.end_code(wrapped=self._settings.isolation is not None) == -signal.SIGKILL
-        if not self._reason and was_killed and self._group is not None and self._group.killed_for_memory:
+        # An exit code does not tell: what isolates it has one of its own where the kernel kills it for its memory.
+        if not self._reason and self._group is not None and self._group.killed_for_memory:
             self._reason = (
                 f"{self._what} was stopped: its processes had more than {self._memory_limit >> 20} MiB of memory"
             )
