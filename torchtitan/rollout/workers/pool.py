@@ -49,7 +49,7 @@ class WorkerPool:
             [*visible, *table.readable], [*table.variables, *secrets], isolation, type(table).__name__.lower(),
         )  # fmt: skip
         self._settings.restricted = table.isolate is not False
-        self._shall_be_isolated = isolation is None and table.isolate == "auto"
+        self._misses_isolation = isolation is None and table.isolate == "auto"
         self._count, self._replaced = table.num_workers, replaced
         self._workers: list[WorkerProcess] = []
         self._retired: set[WorkerProcess] = set()
@@ -77,7 +77,7 @@ class WorkerPool:
     def missing_isolation(self) -> str:
         """Why the workers run other people's code without isolation, although isolate = "auto" asks for it where it
         can be had; empty if they are isolated, or were told not to be."""
-        return self._shut_in if self._shall_be_isolated else ""
+        return self._shut_in if self._misses_isolation else ""
 
     @property
     def about(self) -> dict[str, Any]:

@@ -17,11 +17,10 @@ SCRATCH = ("/tmp", "/dev/shm")
 # Where programs are installed and data is cached in a home folder. No program keeps a key in one of these.
 PROGRAMS_AND_CACHES = (
     ".bun/bin", ".bun/install", ".cache/huggingface/assets", ".cache/huggingface/datasets", ".cache/huggingface/hub",
-    ".cache/huggingface/modules", ".cache/ms-playwright",
-    ".cache/nltk", ".cache/torch", ".cache/torchtitan", ".cache/uv", ".cargo/bin",
-    ".deno/bin", ".fnm", ".local/bin", ".local/lib", ".local/pipx/venvs", ".local/share/claude/versions",
-    ".local/share/fnm", ".local/share/pipx", ".local/share/pnpm", ".local/share/uv", ".npm/_cacache", ".npm/_npx",
-    ".npm-global", ".nvm", ".pyenv", ".rustup", ".volta", "go/bin", "nltk_data",
+    ".cache/huggingface/modules", ".cache/ms-playwright", ".cache/nltk", ".cache/torch", ".cache/torchtitan",
+    ".cache/uv", ".cargo/bin", ".deno/bin", ".fnm", ".local/bin", ".local/lib", ".local/pipx/venvs",
+    ".local/share/claude/versions", ".local/share/fnm", ".local/share/pipx", ".local/share/pnpm", ".local/share/uv",
+    ".npm/_cacache", ".npm/_npx", ".npm-global", ".nvm", ".pyenv", ".rustup", ".volta", "go/bin", "nltk_data",
 )  # fmt: skip
 # Variables that name another place for what PROGRAMS_AND_CACHES holds, and what of that place is shown.
 PLACES = {
