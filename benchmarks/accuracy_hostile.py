@@ -19,9 +19,9 @@ import common
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
-from torchtitan.rollout.rewards.builtin import accuracy
+from torchtitan.rollout.rewards.builtin_rewards import accuracy
 from torchtitan.rollout.rewards.mathematics import checker
-from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
 
 BARS = {"accuracy_seconds_worst": ("<=", 1.5), "unscored": ("<=", 0), "unscored_in_groups": ("<=", 0)}

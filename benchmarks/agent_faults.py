@@ -21,17 +21,17 @@ import torch
 
 from tests.chat_models import END, SPECIAL, token_id
 from tests.integration_tests.recording_actor import RECORD
-from torchtitan.inference import actor_parts
-from torchtitan.inference.actor import Actor
-from torchtitan.inference.agent.client import AgentClient
-from torchtitan.inference.agent.engine import Call
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.engines.sidecar.foreign_engine import Call
+from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient
+from torchtitan.inference.pool import actor_parts
+from torchtitan.inference.pool.actor import Actor
+from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, Given, SamplingParameters
-from torchtitan.models.attention import PackedLayout
-from torchtitan.rollout.environments.pool import EnvironmentPool
-from torchtitan.rollout.episodes import EpisodePlayer
-from torchtitan.rollout.prompts import PromptMaker
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.prompts import PromptMaker
+from torchtitan.rollout.environments.environment_pool import EnvironmentPool
+from torchtitan.rollout.flow.episodes import EpisodePlayer
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
@@ -61,7 +61,7 @@ def _have_actors_note(record: Path) -> None:
     real = actor_parts.actor_command
 
     def command(*arguments: Any) -> list[str]:
-        replaced = {"torchtitan.inference.embedded": "tests.integration_tests.recording_actor"}
+        replaced = {"torchtitan.inference.engines.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
     actor_parts.actor_command = command  # type: ignore[assignment]

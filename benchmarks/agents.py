@@ -46,15 +46,15 @@ from tests.chat_models import VOCABULARY, write_chat_tokenizer  # noqa: E402
 from torchtitan.config.job_config import JobConfig  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.distributed.placement import unique_parameters  # noqa: E402
-from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
-from torchtitan.inference.pool import InferencePool  # noqa: E402
+from torchtitan.inference.actor_client import TOKEN_VARIABLE  # noqa: E402
+from torchtitan.inference.pool.actor_pool import InferencePool  # noqa: E402
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters  # noqa: E402
-from torchtitan.models.attention import PackedLayout  # noqa: E402
 from torchtitan.models.decoder import Decoder  # noqa: E402
 from torchtitan.models.hf_checkpoint import export_policy  # noqa: E402
-from torchtitan.models.model_args import ModelArgs  # noqa: E402
-from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer  # noqa: E402
+from torchtitan.models.layers.attention import PackedLayout  # noqa: E402
+from torchtitan.models.shape.model_args import ModelArgs  # noqa: E402
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer  # noqa: E402
+from torchtitan.rollout.gateway.gateway_process import Gateway  # noqa: E402
 from torchtitan.utils.json_lines import EventLog  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 

@@ -40,9 +40,9 @@ def work(arguments: dict[str, Any]) -> None:
         sleep_between_regions()
     import torch
 
-    from torchtitan.models.attention import PackedLayout
     from torchtitan.models.decoder import Decoder
-    from torchtitan.models.model_args import ModelArgs
+    from torchtitan.models.layers.attention import PackedLayout
+    from torchtitan.models.shape.model_args import ModelArgs
 
     torch.set_num_threads(arguments["threads"])
     policy = Decoder(ModelArgs("llama", 2048, arguments["width"], 512, arguments["layers"], 4, 2, 64))

@@ -40,11 +40,11 @@ from tests.chat_models import END, make_chat_model  # noqa: E402
 from tests.gateways import Behind, make_config, playing  # noqa: E402
 from tests.integration_tests.recording_actor import RECORD  # noqa: E402
 from tests.integration_tests.scripted_actor import SCRIPT  # noqa: E402
-from torchtitan.inference import actor_parts  # noqa: E402
+from torchtitan.inference.pool import actor_parts  # noqa: E402
 from torchtitan.inference.types import GenerateRequest, Given  # noqa: E402
-from torchtitan.rollout.environments.pool import AgentPool  # noqa: E402
-from torchtitan.rollout.episodes import AgentPlayer  # noqa: E402
-from torchtitan.rollout.tokenizer import Tokenizer  # noqa: E402
+from torchtitan.rollout.conversation.tokenizer import Tokenizer  # noqa: E402
+from torchtitan.rollout.environments.environment_pool import AgentPool  # noqa: E402
+from torchtitan.rollout.flow.episodes import AgentPlayer  # noqa: E402
 from torchtitan.rollout.types import Prompt, Trajectory  # noqa: E402
 from torchtitan.utils.json_lines import EventLog  # noqa: E402
 
@@ -87,7 +87,7 @@ def have_actors_follow(script: list[Any], folder: Path) -> Path:
     real = actor_parts.actor_command
 
     def command(*arguments: Any) -> list[str]:
-        replaced = {"torchtitan.inference.embedded": "tests.integration_tests.scripted_actor"}
+        replaced = {"torchtitan.inference.engines.embedded": "tests.integration_tests.scripted_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
     actor_parts.actor_command = command  # type: ignore[assignment]

@@ -232,7 +232,7 @@ def embedded_server(
 
     port = folder / "port"
     command = (
-        sys.executable, "-m", "torchtitan.inference.embedded", "--model", model, "--port-file", port,
+        sys.executable, "-m", "torchtitan.inference.engines.embedded", "--model", model, "--port-file", port,
         "--token-env", "BENCHMARK_TOKEN", "--threads", 1, "--parent-pid", os.getpid(), *words,
     )  # fmt: skip
     environment = child_environment(1, BENCHMARK_TOKEN=token)

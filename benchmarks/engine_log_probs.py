@@ -4,7 +4,7 @@
     python benchmarks/engine_log_probs.py --flavor qwen3/0.6B --layers 2 --json      random weights, random prompts
 
 fp32 on the CPU. Where the sizes at which this processor's kernels do not depend on the batch were found
-(torchtitan/models/batch_invariance.py; `unmet` is empty), all shares are 1.
+(torchtitan/models/layers/batch_invariance.py; `unmet` is empty), all shares are 1.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import random
 import common
 import torch
 
-from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.models.shape import find_flavor
-from torchtitan.rollout.prompts import arithmetic_rows
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.shape.checkpoint_shape import find_flavor
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.prompts import arithmetic_rows
 
 BARS: common.Bars = {"share_equal": (">=", 1.0), "share_equal_packs": (">=", 1.0)}
 LENGTHS = (5, 33, 100, 250, 420)

@@ -46,13 +46,13 @@ from benchmarks import common  # noqa: E402
 from tests.chat_models import VOCABULARY, write_chat_tokenizer  # noqa: E402
 from torchtitan.config.job_config import JobConfig  # noqa: E402
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan  # noqa: E402
-from torchtitan.models.attention import PackedLayout  # noqa: E402
 from torchtitan.models.decoder import Decoder  # noqa: E402
 from torchtitan.models.hf_checkpoint import export_policy  # noqa: E402
-from torchtitan.models.model_args import ModelArgs  # noqa: E402
-from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
+from torchtitan.models.layers.attention import PackedLayout  # noqa: E402
+from torchtitan.models.shape.model_args import ModelArgs  # noqa: E402
+from torchtitan.rollout.flow.rollouts import BackgroundLoop  # noqa: E402
+from torchtitan.rollout.gateway.gateway_process import Gateway  # noqa: E402
 from torchtitan.rollout.gateway.server import GatewayServer  # noqa: E402
-from torchtitan.rollout.rollouts import BackgroundLoop  # noqa: E402
 from torchtitan.utils.json_lines import EventLog  # noqa: E402
 
 SESSIONS, RATE, TURNS, SAMPLED, OBSERVED = 64, 200.0, 4, 128, 64

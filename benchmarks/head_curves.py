@@ -28,7 +28,7 @@ from torchtitan.distributed.placement import ParallelDims
 from torchtitan.preflight.validate import load_config
 from torchtitan.report.metrics import METRICS_FILE
 from torchtitan.report.plots import blank_figure, dress, save_figure
-from torchtitan.rollout.journal import ReplaySource
+from torchtitan.rollout.flow.journal import ReplaySource
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.utils.json_lines import read_json_lines
 

@@ -51,7 +51,7 @@ BARS = {
 
 def actor(words: list[str], log: str) -> None:
     """In a process of its own: an actor with this command line."""
-    from torchtitan.inference.embedded.__main__ import main as serve
+    from torchtitan.inference.engines.embedded.__main__ import main as serve
 
     with open(log, "ab") as said:
         os.dup2(said.fileno(), 1)
@@ -66,7 +66,11 @@ class Fleet:
         # A new process for each, which has imported torch already.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["torchtitan.inference.embedded.server", "torchtitan.inference.guest", "torchtitan.models.hf_checkpoint"]
+            [
+                "torchtitan.inference.engines.embedded.server",
+                "torchtitan.inference.serving.joining",
+                "torchtitan.models.hf_checkpoint",
+            ]
         )
         self._words, self._folder, self._random = words, folder, random.Random(seed)
         self._there: dict[int, tuple[str, BaseProcess]] = {}
@@ -118,7 +122,7 @@ def unknown_tokens(rows: list[dict[str, Any]]) -> int:
 
 def measure(folder: Path, settings: dict[str, object], fleet: Fleet | None) -> dict[str, float]:
     """Figures of one run in this new folder."""
-    from torchtitan.inference.client import TOKEN_VARIABLE
+    from torchtitan.inference.actor_client import TOKEN_VARIABLE
     from torchtitan.report.sync_metrics import FOLDER, JOURNAL_FILE
     from torchtitan.utils.child_process import child_environment
     from torchtitan.utils.json_lines import read_json_lines
@@ -180,7 +184,7 @@ def main() -> None:
         arguments.steps, arguments.batch, arguments.actors = 20, 64, 4
 
     from tests.processes import free_ports
-    from torchtitan.inference.client import TOKEN_VARIABLE
+    from torchtitan.inference.actor_client import TOKEN_VARIABLE
 
     os.environ |= {TOKEN_VARIABLE: secrets.token_urlsafe(16), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     model = arguments.model or common.debug_checkpoint()

@@ -39,7 +39,7 @@ import word_problems
 
 from torchtitan import train
 from torchtitan.config.training_tables import LOSS_TYPES
-from torchtitan.models.exports import newest_export
+from torchtitan.models.shape.exports import newest_export
 from torchtitan.report.plots import blank_figure, dress, write_figure
 from torchtitan.utils.json_lines import read_json_lines
 

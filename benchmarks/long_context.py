@@ -30,7 +30,7 @@ def work(tokens: int, folder: Path) -> None:
     from torchtitan.config.job_config import Comm, JobConfig
     from torchtitan.distributed import device
     from torchtitan.distributed.placement import ParallelDims, full_tensor
-    from torchtitan.models.attention import PackedLayout
+    from torchtitan.models.layers.attention import PackedLayout
     from torchtitan.models.parallelize import build_policy
 
     torch.set_num_threads(1)

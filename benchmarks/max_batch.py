@@ -34,9 +34,9 @@ def work(head: str, batch: int) -> float:
     """What a trial runs."""
     import torch
 
-    from torchtitan.models.attention import PackedLayout
     from torchtitan.models.decoder import Decoder
-    from torchtitan.models.model_args import ModelArgs
+    from torchtitan.models.layers.attention import PackedLayout
+    from torchtitan.models.shape.model_args import ModelArgs
 
     args = ModelArgs(
         family="qwen3",

@@ -32,13 +32,13 @@ import torch.nn.functional as F
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.types import Branch, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
-from torchtitan.models.mixture_args import ExpertArgs
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.moe import MoE, Routing
+from torchtitan.models.layers.mixture import MoE, Routing
+from torchtitan.models.shape.mixture_args import ExpertArgs
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.policy_trainer import PolicyTrainer

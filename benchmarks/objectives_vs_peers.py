@@ -41,7 +41,7 @@ from benchmarks.peers.objective_cases import (
 from torchtitan.config.job_config import GRPO
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, loss_settings
 from torchtitan.inference.types import Branch, Completion, FinishReason, Given, VersionSpan
-from torchtitan.models.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.head.logprob_head import fused_log_probs, fused_objective
 from torchtitan.rollout.types import Sample
 from torchtitan.trainer.packing import MicroBatch, micro_batches, trained_tokens
 

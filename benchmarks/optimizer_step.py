@@ -36,9 +36,9 @@ def work(folder: Path, quick: bool) -> None:
     from torchtitan.distributed import device
     from torchtitan.distributed.collectives import all_reduce_sum
     from torchtitan.distributed.placement import ParallelDims
-    from torchtitan.models.attention import PackedLayout
-    from torchtitan.models.costs import muon_bytes
+    from torchtitan.models.layers.attention import PackedLayout
     from torchtitan.models.parallelize import build_policy
+    from torchtitan.models.shape.costs import muon_bytes
     from torchtitan.trainer.optimizer import build_optimizer
 
     torch.set_num_threads(1)
@@ -80,7 +80,7 @@ def make_model(folder: Path, quick: bool) -> int:
     """Returns its parameters."""
     from torchtitan.models.decoder import Decoder
     from torchtitan.models.hf_checkpoint import export_policy
-    from torchtitan.models.model_args import ModelArgs
+    from torchtitan.models.shape.model_args import ModelArgs
 
     hidden = 64 if quick else 512
     args = ModelArgs(

@@ -26,8 +26,8 @@ sys.path.insert(0, str(REPOSITORY))
 import psutil  # noqa: E402
 
 from benchmarks import common  # noqa: E402
-from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
-from torchtitan.rollout.journal import JOURNAL_NAME, read_records  # noqa: E402
+from torchtitan.inference.actor_client import TOKEN_VARIABLE  # noqa: E402
+from torchtitan.rollout.flow.journal import JOURNAL_NAME, read_records  # noqa: E402
 from torchtitan.utils.json_lines import read_json_lines  # noqa: E402
 
 DEATHS = (("SIGKILL", 1), ("SIGSTOP", 1), ("SIGTERM", 0), ("SIGKILL", 0), ("SIGSTOP", 0))

@@ -46,10 +46,10 @@ from tests.journals import journal_of  # noqa: E402
 from tests.processes import Processes  # noqa: E402
 from torchtitan.config.job_config import JobConfig  # noqa: E402
 from torchtitan.errors import UserError  # noqa: E402
-from torchtitan.inference.agent.client import find_python  # noqa: E402
-from torchtitan.inference.agent.engine import AdminClient  # noqa: E402
-from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
-from torchtitan.inference.parity import mean_difference, probe_tolerance  # noqa: E402
+from torchtitan.inference.actor_client import TOKEN_VARIABLE  # noqa: E402
+from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient  # noqa: E402
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python  # noqa: E402
+from torchtitan.inference.pool.weight_probe import mean_difference, probe_tolerance  # noqa: E402
 from torchtitan.trainer.mismatch import probe_tokens  # noqa: E402
 
 BARS = {"missed": ("<=", 0), "false_alarms": ("<=", 0)}

@@ -66,7 +66,7 @@ def spoil(kind: str, tensors: MutableMapping[str, Any], older: dict[str, torch.T
 
 def embed() -> int:
     """Its live tensors are changed once a version has been applied."""
-    from torchtitan.inference.embedded import __main__, weights
+    from torchtitan.inference.engines.embedded import __main__, weights
 
     applied = weights.Verifier.applied
     before: dict[str, torch.Tensor] = {}

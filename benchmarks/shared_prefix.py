@@ -36,7 +36,7 @@ from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.utils.machine import keep_freed_memory

@@ -32,7 +32,7 @@ from shared_prefix import COMPLETION, make_batch, make_trainer
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.rollout.types import Batch
 from torchtitan.utils.machine import keep_freed_memory
 

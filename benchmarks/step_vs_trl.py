@@ -88,7 +88,7 @@ def make_inputs(directory: Path, prompts: int, case: Case, file: Path | None) ->
 
     from torchtitan.models.decoder import Decoder
     from torchtitan.models.hf_checkpoint import export_policy
-    from torchtitan.models.model_args import ModelArgs
+    from torchtitan.models.shape.model_args import ModelArgs
 
     rng = random.Random(0)
     vocabulary, pattern = SYMBOLS, "."

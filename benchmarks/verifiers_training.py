@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import common  # noqa: E402
 from tests.chat_models import make_chat_model, teach  # noqa: E402
-from torchtitan.inference.agent.client import find_python  # noqa: E402
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python  # noqa: E402
 
 BARS = {"reward_last": (">=", 1.2), "episodes_lost": ("<=", 0.0)}
 EXAMPLES = REPOSITORY / "examples" / "verifiers"

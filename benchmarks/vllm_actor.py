@@ -24,8 +24,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from torchtitan.errors import UserError  # noqa: E402
-from torchtitan.inference.agent.client import find_python  # noqa: E402
-from torchtitan.inference.agent.engine import AdminClient, EngineError  # noqa: E402
+from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient, EngineError  # noqa: E402
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python  # noqa: E402
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
 
 TOKEN_ENV = "TOKEN"
@@ -127,7 +127,7 @@ class VLLMActor:
         self.name = name
         self._process = Process(
             [
-                sys.executable, "-m", "torchtitan.inference.agent", "--engine", "vllm", "--route", "direct",
+                sys.executable, "-m", "torchtitan.inference.engines.sidecar", "--engine", "vllm", "--route", "direct",
                 "--model", str(model), "--dtype", dtype, "--name", name, "--token-env", TOKEN_ENV,
                 "--log-file", str(folder / f"{name}.engine.log"), *options,
             ],

@@ -128,7 +128,7 @@ class Theirs:
         self._model, self._python, self._stack, self._folder = model, python, stack, folder
         self.server = Process(
             [
-                python, "-m", "torchtitan.inference.vllm.serve", "--token-env", TOKEN_ENV, "--",
+                python, "-m", "torchtitan.inference.engines.vllm.serve", "--token-env", TOKEN_ENV, "--",
                 "--model", str(model), "--dtype", "bfloat16", "--enforce-eager",
                 "--max-model-len", SERVER_OPTIONS["max-length"], "--max-num-seqs", SERVER_OPTIONS["max-sequences"],
                 "--kv-cache-memory-bytes", str(int(float(SERVER_OPTIONS["memory-gb"]) * 2**30)),

@@ -45,7 +45,7 @@ from benchmarks import common  # noqa: E402
 from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
 from tests import faults  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.inference.digest import slot_checksums  # noqa: E402
+from torchtitan.inference.serving.weight_digest import slot_checksums  # noqa: E402
 from torchtitan.weight_sync import servers  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.memory.manifest import Sheet, content_digest, merge_layouts  # noqa: E402

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.model_args import ModelArgs
 
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jon", "Kim", "Leo")
 THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stones", "tickets")

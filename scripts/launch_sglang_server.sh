@@ -8,7 +8,7 @@
 #   --dry-run                 print the command line and exit
 #   TORCHTITAN_ACTOR_TOKEN    the token that a run must send; if not set, one is generated and printed
 #   LOG_FILE                  the log of SGLang itself (default: sglang.engine.log)
-# The agent's options: python -m torchtitan.inference.agent --help
+# The agent's options: python -m torchtitan.inference.engines.sidecar --help
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/engines/launch.sh"

@@ -22,10 +22,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan import train
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.exports import newest_export
 from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.rollout.prompts import hold_out, load_rows
+from torchtitan.models.shape.exports import newest_export
+from torchtitan.models.shape.model_args import ModelArgs
+from torchtitan.rollout.data.prompts import hold_out, load_rows
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 CHAT_TEMPLATE = (

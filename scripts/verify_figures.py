@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torchtitan.config.derived import is_colocated, shares_devices, world_size
 from torchtitan.config.reading import read_command_line
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
-from torchtitan.models.costs import estimate_memory, on_device
-from torchtitan.models.shape import find_flavor, read_shape
+from torchtitan.models.shape.checkpoint_shape import find_flavor, read_shape
+from torchtitan.models.shape.costs import estimate_memory, on_device
 from torchtitan.preflight.validate import validated
 from torchtitan.utils.json_lines import read_json_lines
 

@@ -12,8 +12,8 @@ from random import Random
 
 from deterministic.machine import Event, Machine
 from simulator.scenario import Scenario
-from torchtitan.inference.pool import GRACE_S
-from torchtitan.rollout.staleness_budget import StalenessBudget
+from torchtitan.inference.pool.actor_pool import GRACE_S
+from torchtitan.rollout.flow.staleness_budget import StalenessBudget
 
 # Sequences that would end within this share of a mean completion of each other end together, up to half of it too early
 # or too late. This saves events without changing the figures.

@@ -95,7 +95,7 @@ def make_chat_model(directory: Path, taught: bool = True, longest: int = 2048) -
     """A checkpoint of a small random Qwen3; taught, its greedy answers to one conversation are those of SAID. longest:
     tokens of a conversation."""
     from tests.conftest import make_checkpoint
-    from torchtitan.rollout.tokenizer import Tokenizer
+    from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
     make_checkpoint(
         directory, "qwen3", False, vocab_size=VOCABULARY, eos_token_id=END, bos_token_id=None,
@@ -122,8 +122,8 @@ def teach(directory: Path, conversations: list[list[int]], steps: int = 400, giv
     """Have the checkpoint learn these token sequences by heart, but for the `given` tokens that each begins with."""
     import torch
 
-    from torchtitan.models.attention import PackedLayout
     from torchtitan.models.hf_checkpoint import export_policy, load_policy
+    from torchtitan.models.layers.attention import PackedLayout
 
     policy = load_policy(directory)
     ids = torch.tensor([token for tokens in conversations for token in tokens])

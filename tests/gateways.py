@@ -16,9 +16,9 @@ from tests.chat_models import QUESTION, SAID, TOOLS, WEATHER
 from tests.engines.job import Trainer
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import Branch, SamplingParameters
-from torchtitan.rollout.gateway.process import Gateway, SessionAccess
+from torchtitan.rollout.gateway.gateway_process import Gateway, SessionAccess
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 MAX_CALLS = 16

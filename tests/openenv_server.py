@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from torchtitan.inference.engine_server import write_port_file
+from torchtitan.inference.serving.middleware import write_port_file
 
 TURNS = 3
 

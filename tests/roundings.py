@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.model_args import ModelArgs
 
 
 def forward_rounding(args: ModelArgs, largest: float, eps: float = torch.finfo(torch.float32).eps) -> float:

@@ -37,7 +37,7 @@ from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import follow_commands
-from torchtitan.models.exports import newest_export
+from torchtitan.models.shape.exports import newest_export
 from torchtitan.preflight.validate import ready
 from torchtitan.report.metrics import COMPLETIONS_FILE
 from torchtitan.report.page import evaluation_table

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from head_worker import TRAINED_LOGIT_SCALE, error, reset_peak, resident
 
-from torchtitan.models.divergence_head import KINDS, Comparison, TeacherStates, fused_divergence
+from torchtitan.models.head.divergence_head import KINDS, Comparison, TeacherStates, fused_divergence
 
 # TRL's beta of each divergence.
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}

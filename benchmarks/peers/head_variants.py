@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.models.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.head.logprob_head import fused_log_probs, fused_objective
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 SMALL_BUDGET_BYTES = 2 << 20

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from head_variants import VARIANTS, Case, make_case, token_loss
 
-from torchtitan.models.logprob_head import VocabularyPart, fused_log_probs
+from torchtitan.models.head.logprob_head import VocabularyPart, fused_log_probs
 
 MIB = 1 << 20
 

@@ -3,7 +3,7 @@
 # beside it, for inference.servers. Other options go to the agent, and everything after -- to the engine.
 
 LAUNCH_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-# The run sends this as its bearer token (torchtitan.inference.client).
+# The run sends this as its bearer token (torchtitan.inference.actor_client).
 export TORCHTITAN_ACTOR_TOKEN="${TORCHTITAN_ACTOR_TOKEN:-}"
 
 launch_server() { # $1: vllm or sglang, then the command line
@@ -64,7 +64,7 @@ launch_server() { # $1: vllm or sglang, then the command line
         source "$LAUNCH_ROOT/scripts/setup_env.sh"
         setup_env
     fi
-    local command=("${PYTHON:-python}" -m torchtitan.inference.agent --engine "$engine" --model "$model"
+    local command=("${PYTHON:-python}" -m torchtitan.inference.engines.sidecar --engine "$engine" --model "$model"
         --host "$host" --port "$port" --token-env TORCHTITAN_ACTOR_TOKEN --log-file "${LOG_FILE:-$engine.engine.log}"
         ${named:+--python "$named"} "${ours[@]}" "${theirs[@]}")
     printf '[%s]' "$engine" >&2

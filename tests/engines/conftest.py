@@ -17,7 +17,7 @@ import pytest
 from tests.engines.job import TOKEN, Actor, start_actor
 from tests.engines.models import make_model
 from tests.processes import Processes
-from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "scripts" / "install_engine.sh"

@@ -23,9 +23,9 @@ from tests.patience import until
 from tests.processes import Processes, started_by
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.placement import unique_parameters
-from torchtitan.inference.actor_parts import make_client
-from torchtitan.inference.agent.engine import AdminClient
-from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient
+from torchtitan.inference.pool.actor_parts import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
@@ -205,7 +205,7 @@ def start_actor(
     """Start agent and engine, or an agent more for the engine of another. Options after `--` are the engine's own."""
     log = processes.log(f"{name}.engine")
     command: list[str | Path] = [
-        sys.executable, "-m", "torchtitan.inference.agent", "--engine", engine, "--name", name,
+        sys.executable, "-m", "torchtitan.inference.engines.sidecar", "--engine", engine, "--name", name,
         "--python", python, "--model", model, "--token-env", TOKEN_VARIABLE, "--log-file", log,
         "--max-length", "256" if engine == "vllm" else "400", "--max-sequences", "16",
         "--startup-timeout", str(START_SECONDS),

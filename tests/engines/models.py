@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.roundings import forward_rounding
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.model_args import ModelArgs
 
 # The debug tokenizer's; engines want one that is a multiple of 8 under tensor parallelism.
 VOCABULARY = 64

@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
-from torchtitan.inference.engine_server import FOLDER_PREFIX
+from torchtitan.inference.serving.middleware import FOLDER_PREFIX
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 STEPS, SAMPLES = 3, 256

@@ -34,7 +34,7 @@ from tests.engines.plugins import install
 from tests.patience import PATIENCE_S
 from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
-from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorHealth, RequestRefused
+from torchtitan.inference.actor_client import TOKEN_VARIABLE, ActorClient, ActorHealth, RequestRefused
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 
 SETTINGS = ("--update-timeout", "20")
@@ -300,8 +300,8 @@ def test_a_run_trains_through_an_update_that_is_killed(
 
 def kill_in_an_update(run: psutil.Process, log: Path) -> None:
     """Freeze SGLang's scheduler until an update is under way, and kill the server then."""
-    agent = started_by(run, "torchtitan.inference.agent")[0]
-    server = started_by(agent, "torchtitan.inference.sglang.serve")[0]
+    agent = started_by(run, "torchtitan.inference.engines.sidecar")[0]
+    server = started_by(agent, "torchtitan.inference.engines.sglang.serve")[0]
     port = re.findall(r"listening on port (\d+)", log.read_text())[-1]
     address = f"http://127.0.0.1:{port}/health"
     ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {agent.environ()[TOKEN_VARIABLE]}"})

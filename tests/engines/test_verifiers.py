@@ -18,9 +18,9 @@ from tests.gateways import make_config, playing
 from tests.patience import PATIENCE_S, asynchronous
 from tests.processes import ROOT
 from torchtitan.inference.types import GenerateRequest
-from torchtitan.rollout.environments.pool import AgentPool
-from torchtitan.rollout.episodes import AgentPlayer
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.environments.environment_pool import AgentPool
+from torchtitan.rollout.flow.episodes import AgentPlayer
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog
 

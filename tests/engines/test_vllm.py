@@ -34,8 +34,8 @@ from tests.engines.models import FP32_TOLERANCE
 from tests.engines.two_ranks import check_two_ranks
 from tests.patience import PATIENCE_S
 from tests.processes import Processes, started_by
-from torchtitan.inference.agent.engine import AdminClient
-from torchtitan.inference.engine_server import FOLDER_PREFIX
+from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient
+from torchtitan.inference.serving.middleware import FOLDER_PREFIX
 from torchtitan.inference.types import Completion
 
 # More than a block of the KV cache, so that its beginning may be found in the prefix cache.
@@ -125,7 +125,7 @@ def test_every_route_asks_for_the_token(server: Server) -> None:
 
 def test_the_engine_unpickles_nothing_whatever_the_environment_says(server: Server) -> None:
     agent = psutil.Process(server.actor.health()["pid"])
-    engine = started_by(agent, "torchtitan.inference.vllm.serve")[0]
+    engine = started_by(agent, "torchtitan.inference.engines.vllm.serve")[0]
     assert [of.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"] for of in (agent, engine)] == ["1", "0"]
 
 

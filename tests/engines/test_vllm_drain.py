@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.engines.job import APPLIED_SECONDS, PROMPT, Actor, start_actor, training
 from tests.processes import Processes
-from torchtitan.inference.client import ActorNotReady
+from torchtitan.inference.actor_client import ActorNotReady
 from torchtitan.inference.types import Completion
 
 DRAIN_SECONDS = 40.0

@@ -17,7 +17,7 @@ from tests.mixtures import make_mixture
 from tests.processes import Processes
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.inference.parity import probe_tolerance
+from torchtitan.inference.pool.weight_probe import probe_tolerance
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.lora import add_adapters, synced_parameters
 from torchtitan.preflight.debug_checkpoint import write_tokenizer

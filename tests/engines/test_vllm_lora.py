@@ -15,9 +15,9 @@ from tests.engines.models import make_model
 from tests.patience import eventually
 from tests.processes import Processes
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.agent.client import AgentClient
-from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.vllm.engine import ENGINE
+from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient
+from torchtitan.inference.engines.vllm.engine import ENGINE
+from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 

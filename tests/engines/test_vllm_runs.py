@@ -14,7 +14,7 @@ from tests.engines.models import VOCABULARY
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.models.test_transformers_policy import make_foreign
-from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.inference.vllm import backend, extension
+from torchtitan.inference.engines.vllm import backend, extension
 from torchtitan.weight_sync.memory.staging import to_copy
 
 HOLD = Path(os.environ["TORCHTITAN_TEST_HOLD"])

@@ -85,7 +85,7 @@ class Engine:
         """As our backend does."""
         from vllm.config import set_current_vllm_config
 
-        from torchtitan.inference.vllm.loading import load_weights
+        from torchtitan.inference.engines.vllm.loading import load_weights
 
         with set_current_vllm_config(self.worker.vllm_config):
             load_weights(self.model, self.worker.model_config, weights, recorder)
@@ -135,7 +135,7 @@ def main(models: list[tuple[str, str, list[str]]]) -> None:
 
 def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     """What each case led to, in an engine that is gone then."""
-    from torchtitan.inference.vllm import backend, loading
+    from torchtitan.inference.engines.vllm import backend, loading
 
     old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
     engine = Engine(model, dtype_of(old))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.inference import versions
-from torchtitan.inference.vllm import extension
+from torchtitan.inference.engines.vllm import extension
+from torchtitan.inference.serving import weight_verification as versions
 
 UNMERGED = Path(os.environ["TORCHTITAN_TEST_UNMERGED"])
 

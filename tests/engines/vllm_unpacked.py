@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from torchtitan.inference.vllm import extension, loading
+from torchtitan.inference.engines.vllm import extension, loading
 
 UNPACKED = Path(os.environ["TORCHTITAN_TEST_UNPACKED"])
 

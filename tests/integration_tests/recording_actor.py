@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from torchtitan.inference.embedded.__main__ import main
-from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.engines.embedded.__main__ import main
+from torchtitan.inference.engines.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest
 
 RECORD = "TORCHTITAN_TEST_RECORD"

@@ -19,11 +19,11 @@ import torch
 
 from tests.chat_models import END
 from tests.integration_tests import recording_actor
-from torchtitan.inference.embedded.__main__ import main
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.forwards import Choice
-from torchtitan.inference.embedded.server import EngineServer
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.inference.engines.embedded.__main__ import main
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.forwards import Choice
+from torchtitan.inference.engines.embedded.server import EngineServer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
 SCRIPT = "TORCHTITAN_TEST_SCRIPT"
 Sample = Callable[[torch.Tensor, np.ndarray], Choice]

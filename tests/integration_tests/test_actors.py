@@ -23,9 +23,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.models.decoder import Decoder
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import write_trace
-from torchtitan.rollout.journal import Journal, ReplaySource
-from torchtitan.rollout.rollouts import Rollouts, make_rollouts
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.flow.journal import Journal, ReplaySource
+from torchtitan.rollout.flow.rollouts import Rollouts, make_rollouts
 from torchtitan.rollout.types import Batch
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import WeightSync

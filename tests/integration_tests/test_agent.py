@@ -27,9 +27,9 @@ from tests.patience import PATIENCE_S, until
 from tests.unit_tests.inference.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.__main__ import MADE_UP_TOKEN, main
-from torchtitan.inference.agent.client import find_python
-from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.engines.sidecar.__main__ import MADE_UP_TOKEN, main
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 from torchtitan.models.decoder import Decoder
 from torchtitan.utils.child_process import child_environment
 
@@ -178,7 +178,7 @@ def get(url: str, token: str) -> dict[str, Any]:
 
 
 def start_agent(*more: str, environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torchtitan.inference.agent", "--engine", "sglang", *more]
+    command = [sys.executable, "-m", "torchtitan.inference.engines.sidecar", "--engine", "sglang", *more]
     return subprocess.Popen(
         command, env={**child_environment(threads=1), **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,

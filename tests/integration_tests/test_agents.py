@@ -15,10 +15,10 @@ from tests.patience import asynchronous, eventually
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.types import GenerateRequest, sampled_segments
-from torchtitan.rollout.environments.pool import AgentPool
-from torchtitan.rollout.episodes import AgentPlayer
-from torchtitan.rollout.journal import ReplaySource
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.environments.environment_pool import AgentPool
+from torchtitan.rollout.flow.episodes import AgentPlayer
+from torchtitan.rollout.flow.journal import ReplaySource
 from torchtitan.rollout.types import Failure, Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog
 

@@ -1,4 +1,4 @@
-"""The engine as a process of its own: `python -m torchtitan.inference.embedded`, over HTTP."""
+"""The engine as a process of its own: `python -m torchtitan.inference.engines.embedded`, over HTTP."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import pytest
 
 from tests.patience import PATIENCE_S, asynchronous
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.inference.embedded.engine import Engine, Finished
-from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.engines.embedded.engine import Engine, Finished
+from torchtitan.inference.engines.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.actor.actor import SyncActor
@@ -97,7 +97,15 @@ class Client:
 
 
 def start(directory: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torchtitan.inference.embedded", "--model", str(directory), "--threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan.inference.engines.embedded",
+        "--model",
+        str(directory),
+        "--threads",
+        "1",
+    ]
     return subprocess.Popen(
         [*command, *arguments],
         stdout=subprocess.PIPE,
@@ -258,7 +266,7 @@ def test_ends_with_its_parent_and_asks_for_sense(tiny_checkpoint: Callable[..., 
     ],
 )
 def test_bad_command_lines(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from torchtitan.inference.embedded.__main__ import main
+    from torchtitan.inference.engines.embedded.__main__ import main
 
     with pytest.raises(SystemExit) as ended:
         main(["--model", "x", *arguments])

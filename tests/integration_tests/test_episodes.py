@@ -20,17 +20,17 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.conftest import make_checkpoint
 from torchtitan.config.job_config import JobConfig
 from torchtitan.grpo.objectives import OBJECTIVES
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.loop import EngineLoop, Unavailable
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.loop import EngineLoop, Unavailable
 from torchtitan.inference.types import Completion, GenerateRequest, Given, SamplingParameters
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.rollout.environments.pool import EnvironmentPool
-from torchtitan.rollout.episodes import EpisodePlayer
-from torchtitan.rollout.group_maker import make_sample
-from torchtitan.rollout.journal import decode_batch, encode_batch
-from torchtitan.rollout.prompts import PromptMaker
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.prompts import PromptMaker
+from torchtitan.rollout.environments.environment_pool import EnvironmentPool
+from torchtitan.rollout.flow.episodes import EpisodePlayer
+from torchtitan.rollout.flow.group_maker import make_sample
+from torchtitan.rollout.flow.journal import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Failure, Group, Prompt, Trajectory
 from torchtitan.trainer.packing import micro_batches
 from torchtitan.utils.json_lines import EventLog

@@ -19,10 +19,10 @@ from tests.integration_tests.recording_actor import RECORD
 from tests.patience import asynchronous, eventually
 from tests.processes import started_by
 from tests.roundings import forward_rounding
-from torchtitan.inference import actor_parts
+from torchtitan.inference.pool import actor_parts
 from torchtitan.inference.types import Branch
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.rollout.gateway.process import GatewayLost, SessionAccess
+from torchtitan.rollout.gateway.gateway_process import GatewayLost, SessionAccess
 from torchtitan.rollout.gateway.record import SessionRecord
 
 openai = pytest.importorskip("openai")
@@ -39,7 +39,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = actor_parts.actor_command
 
     def command(*arguments: Any) -> list[str]:
-        replaced = {"torchtitan.inference.embedded": "tests.integration_tests.recording_actor"}
+        replaced = {"torchtitan.inference.engines.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
     monkeypatch.setattr(actor_parts, "actor_command", command)

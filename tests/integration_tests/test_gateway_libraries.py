@@ -12,7 +12,7 @@ import pytest
 from tests.chat_models import END, QUESTION, SAID, TOOLS, WEATHER, make_chat_model
 from tests.gateways import client, make_config, play_both_ways, playing
 from tests.patience import PATIENCE_S, asynchronous
-from torchtitan.rollout.gateway.process import SessionAccess
+from torchtitan.rollout.gateway.gateway_process import SessionAccess
 
 FUNCTION: dict[str, Any] = TOOLS[0]["function"]  # type: ignore[assignment]
 Play = Callable[[SessionAccess], Awaitable[str]]

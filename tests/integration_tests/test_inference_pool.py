@@ -22,10 +22,10 @@ from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference import actor_parts
-from torchtitan.inference.client import base_url
-from torchtitan.inference.parity import ParityGuard
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.actor_client import base_url
+from torchtitan.inference.pool import actor_parts
+from torchtitan.inference.pool.actor_pool import InferencePool
+from torchtitan.inference.pool.weight_probe import ParityGuard
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.wire.handshake import HTTP, role_key
@@ -40,12 +40,12 @@ def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def command(config: JobConfig, port_file: Path, number: int) -> list[str]:
         return [
-            "tests.unit_tests.inference.fake_actor" if part == "torchtitan.inference.embedded" else part
+            "tests.unit_tests.inference.fake_actor" if part == "torchtitan.inference.engines.embedded" else part
             for part in real(config, port_file, number)
         ]
 
     monkeypatch.setattr(actor_parts, "actor_command", command)
-    monkeypatch.setattr("torchtitan.inference.actor.BACKOFF_S", 0.05)
+    monkeypatch.setattr("torchtitan.inference.pool.actor.BACKOFF_S", 0.05)
 
 
 def make_config(**inference: Any) -> JobConfig:

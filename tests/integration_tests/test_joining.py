@@ -15,12 +15,12 @@ from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.client import TOKEN_VARIABLE
-from torchtitan.inference.embedded.__main__ import parse_arguments
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.server import EngineServer
-from torchtitan.inference.guest import Guest, demands
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.engines.embedded.__main__ import parse_arguments
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.server import EngineServer
+from torchtitan.inference.pool.actor_pool import InferencePool
+from torchtitan.inference.serving.joining import Guest, demands
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.utils.json_lines import EventLog, read_json_lines

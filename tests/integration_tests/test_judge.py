@@ -12,9 +12,9 @@ from tests.gateways import make_config, playing
 from tests.patience import PATIENCE_S, asynchronous
 from tests.unit_tests.rollout.test_reward_pool import completions_of, totals
 from torchtitan.config.rollout_tables import Judge as Settings
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.rewards import judge
-from torchtitan.rollout.rewards.pool import RewardPool
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt
 
 SCORES = {"Rome": "It is. SCORE: 9", "Paris": "SCORE: 0", "Oslo": "Who knows?"}

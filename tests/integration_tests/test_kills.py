@@ -24,7 +24,11 @@ from torchtitan.trainer.run_dir import whole_steps
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 
 ENDLESS = "100000"
-RANK, ACTOR, WORKER = "torchtitan.grpo_train", "torchtitan.inference.embedded", "torchtitan.rollout.rewards.worker"
+RANK, ACTOR, WORKER = (
+    "torchtitan.grpo_train",
+    "torchtitan.inference.engines.embedded",
+    "torchtitan.rollout.rewards.reward_worker",
+)
 REGISTRY, SERVER = '"part": "registry"', '"part": "shard server"'
 
 

@@ -21,7 +21,7 @@ from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
-from torchtitan.rollout.journal import ReplaySource, batch_from_json, read_records
+from torchtitan.rollout.flow.journal import ReplaySource, batch_from_json, read_records
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.run_dir import whole_steps
 from torchtitan.utils.json_lines import read_json_lines
@@ -88,7 +88,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     run.wait(lambda: len(run.events("actor_ready")) == 2)
     policies = [child.environ().get("OMP_WAIT_POLICY") for child in run.process.children(recursive=True)]
     said = [run.log(), *(path.read_text() for path in run_dir.glob("logs/actor-*.log"))]
-    started_by(run.process, "torchtitan.inference.embedded")[0].kill()
+    started_by(run.process, "torchtitan.inference.engines.embedded")[0].kill()
     run.wait(lambda: len(run.events("actor_ready")) == 3)
     folder = run_dir / "checkpoint"
     run.wait(lambda: len(whole_steps(folder)) > 1)

@@ -16,8 +16,8 @@ from tests.integration_tests.test_agent import check, engine_of, foreign_config
 from tests.integration_tests.test_embedded_server import TOKEN, start
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.actor_parts import EmbeddedClient
-from torchtitan.inference.client import ActorNotReady
+from torchtitan.inference.actor_client import ActorNotReady
+from torchtitan.inference.pool.actor_parts import EmbeddedClient
 from torchtitan.inference.types import TAGS, GenerateRequest, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.processes import ROOT, Processes
 from tests.runs import BRIEF, Run
-from torchtitan.rollout.journal import ReplaySource
+from torchtitan.rollout.flow.journal import ReplaySource
 from torchtitan.trainer.run_dir import whole_steps
 from torchtitan.utils.json_lines import read_json_lines
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.namespaces import Namespaces, slow_network
 from tests.processes import ROOT, Processes
 from tests.runs import RUN_SECONDS
-from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
 from torchtitan.utils.json_lines import read_json_lines
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
@@ -77,7 +77,7 @@ def test_fixed_ports_are_all_that_a_run_needs(
     processes.start_server(
         "actor",
         [
-            *hosts.prefix("inference"), sys.executable, "-m", "torchtitan.inference.embedded", "--threads", "1",
+            *hosts.prefix("inference"), sys.executable, "-m", "torchtitan.inference.engines.embedded", "--threads", "1",
             "--model", debug_checkpoint, "--host", address, "--port", str(ACTOR), "--token-env", TOKEN_VARIABLE,
         ],
         **{TOKEN_VARIABLE: "a token"},

@@ -16,7 +16,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.types import VersionSpan
-from torchtitan.rollout.journal import Journal, ReplaySource
+from torchtitan.rollout.flow.journal import Journal, ReplaySource
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 

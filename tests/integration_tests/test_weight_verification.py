@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import torchtitan.inference.embedded.weights as verification
+import torchtitan.inference.engines.embedded.weights as verification
 from tests.integration_tests.test_embedded_server import TOKEN, Client, Trainer, body
 from tests.patience import eventually
-from torchtitan.inference.digest import differing_parameters
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.server import EngineServer
+from torchtitan.inference.serving.weight_digest import differing_parameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.memory.staging import StagedVersion
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.model_args import ModelArgs
 
 SHAPE = ModelArgs(
     family="qwen3",

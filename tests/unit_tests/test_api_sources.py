@@ -16,9 +16,9 @@ from torchtitan import Source
 from torchtitan.config.derived import sources_of
 from torchtitan.errors import UserError
 from torchtitan.preflight.validate import draft_of, validated
-from torchtitan.rollout.environments.builtin import Guess, add
-from torchtitan.rollout.prompts import load_datasets
-from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.data.prompts import load_datasets
+from torchtitan.rollout.environments.builtin_environments import Guess, add
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def test_a_source_from_python_is_a_table_of_the_configuration(tmp_path: Path) ->
     assert configs["own"].rollout.dataset == configs["made"].rollout.dataset
     assert configs["own"].rewards.functions == [f"{__name__}:short", "exact_match"]
     assert configs["own"].rewards.weights == [1.0, 0.5] and configs["made"].rewards.weights == []
-    builtin = "torchtitan.rollout.environments.builtin"
+    builtin = "torchtitan.rollout.environments.builtin_environments"
     assert configs["game"].environment.factory == f"{builtin}:Guess"
     assert configs["tool"].environment.tools == [f"{builtin}:add"] and configs["tool"].environment.max_turns == 3
     given = {name: own.source[0] for name, own in configs.items()}

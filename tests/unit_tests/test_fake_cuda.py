@@ -33,15 +33,15 @@ from torchtitan.distributed.collectives import ContextParallel, clip_gradients_,
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.grpo.loss import FixedLogProbs
-from torchtitan.models import fused_head
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import estimate_memory
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.fused_head import WholeRows
-from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.head import fused_head
+from torchtitan.models.head.fused_head import WholeRows
+from torchtitan.models.head.logit_tiles import KeptTokens
+from torchtitan.models.head.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.parallelize import ExpertExchange, parallelize
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import estimate_memory
 from torchtitan.preflight import roofline
 from torchtitan.preflight.validate import load_config
 from torchtitan.trainer import policy_trainer

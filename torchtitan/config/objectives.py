@@ -60,8 +60,9 @@ TEACHER_DIVERGENCES: dict[str, str] = {
     "reverse_kl": "Agarwal et al. 2024, section 2",
     "jsd": "Agarwal et al. 2024, eq. 1",
 }
-"""distill.divergence over the whole vocabulary, and where its formula stands (models/divergence_head.py). Nothing has
-to bound the weight of a token: each term is exact at its position, whichever policy sampled the token there"""
+"""distill.divergence over the whole vocabulary, and where its formula stands (models/head/divergence_head.py).
+Nothing has to bound the weight of a token: each term is exact at its position, whichever policy sampled the token
+there"""
 
 
 def _gate(temperature: float) -> float:

@@ -264,7 +264,8 @@ def stage_settings(config: JobConfig) -> LossSettings:
     distill: with distill.divergence = sampled, KL(π ‖ teacher) of every sampled token, with the teacher as the
     reference policy, by the gradient
     E_μ[min(π/μ, cap) · log(π/π_teacher) · ∇log π] (Agarwal et al. 2024, GKD, section 3, with λ = 1 and the reverse KL;
-    see loss.corrected). Otherwise the divergence over the vocabulary (models/divergence_head.py), which needs no ratio.
+    see loss.corrected). Otherwise the divergence over the vocabulary, which needs no ratio
+    (models/head/divergence_head.py).
     In either case plus the policy loss, which is zero if rewards give no advantages.
 
     Raises UserError if grpo.loss_type names a function that cannot be loaded.

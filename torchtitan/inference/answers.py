@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchtitan.inference.client import (
+from torchtitan.inference.actor_client import (
     ActorError,
     ActorNotReady,
     RequestRefused,
@@ -117,7 +117,7 @@ def embedded_scores(answer: bytes | memoryview) -> ScoredTokens:
 
 
 def _engine(name: str) -> Any:
-    return importlib.import_module(f"torchtitan.inference.{name}.engine").ENGINE
+    return importlib.import_module(f"torchtitan.inference.engines.{name}.engine").ENGINE
 
 
 # From the reading function to the run

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torchtitan.config.derived import from_torchrun, is_colocated, shares_devices, stages_on_device
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host, version_bytes
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host, version_bytes
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.utils.machine import CUDA_VARIABLE, ask_driver, count_cores, count_gpus, hides_gpus
 
 GIB = 2**30

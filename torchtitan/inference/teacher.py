@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
+from torchtitan.inference.actor_client import JsonClient
 from torchtitan.inference.answers import EmbeddedScores, Outcome, Top, array, exchange, outcome_of, scored_bytes, values
-from torchtitan.inference.client import JsonClient
-from torchtitan.inference.sglang.engine import ENGINE as SGLANG
-from torchtitan.inference.sglang.engine import Sample
-from torchtitan.inference.vllm.engine import Row
+from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.engines.sglang.engine import Sample
+from torchtitan.inference.engines.vllm.engine import Row
 from torchtitan.utils.typed_json import Natural, WrongForm, decode, without_collection
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from torchtitan.models.mixture_args import MISSING
+from torchtitan.models.shape.mixture_args import MISSING
 
 FinishReason = Literal["stop", "length", "abort"]
 Tag = Literal["weights", "kv_cache"]

@@ -20,8 +20,8 @@ import functools
 import torch
 
 from torchtitan.distributed.device import chunk_elements
-from torchtitan.models.model_args import PROJECTIONS
-from torchtitan.models.shape import BLOCK
+from torchtitan.models.shape.checkpoint_shape import BLOCK
+from torchtitan.models.shape.model_args import PROJECTIONS
 
 FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
 START = "start_"

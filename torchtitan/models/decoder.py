@@ -18,17 +18,17 @@ from torch import nn
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.collectives import ContextAttention, ContextParallel
 from torchtitan.distributed.placement import Place
-from torchtitan.models.attention import AttentionFunction, PackedAttention, PackedLayout
-from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
-from torchtitan.models.elementwise import RMSNorm, RotaryTables, rotary_tables, rotate, sigmoid, swiglu
-from torchtitan.models.families import FAMILIES, Family
-from torchtitan.models.fused_head import TokenObjective
-from torchtitan.models.gated_delta import GatedDeltaNet
-from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.logprob_head import HeadFunction, LogProbHead
-from torchtitan.models.mixture_args import MISSING
-from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
-from torchtitan.models.moe import MoE, Routing, expert_rows
+from torchtitan.models.head.fused_head import TokenObjective
+from torchtitan.models.head.logit_tiles import KeptTokens
+from torchtitan.models.head.logprob_head import HeadFunction, LogProbHead
+from torchtitan.models.layers.attention import AttentionFunction, PackedAttention, PackedLayout
+from torchtitan.models.layers.batch_invariance import InvariantSizes, invariant_sizes
+from torchtitan.models.layers.elementwise import RMSNorm, RotaryTables, rotary_tables, rotate, sigmoid, swiglu
+from torchtitan.models.layers.gated_delta import GatedDeltaNet
+from torchtitan.models.layers.mixture import MoE, Routing, expert_rows
+from torchtitan.models.shape.families import FAMILIES, Family
+from torchtitan.models.shape.mixture_args import MISSING
+from torchtitan.models.shape.model_args import ATTENTION_PROJECTIONS, ModelArgs
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.decoder import MLP, Attention, Decoder
-from torchtitan.models.elementwise import RotaryTables, rms_norm
+from torchtitan.models.layers.elementwise import RotaryTables, rms_norm
 
 
 def _share_storage(parameters: list[torch.Tensor]) -> torch.Tensor:

@@ -35,11 +35,11 @@ from torchtitan.distributed.placement import (
 )
 from torchtitan.errors import UserError
 from torchtitan.models.adapter_math import FACTOR_A
-from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_digest, tensor_files
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.exports import copy_assets, name_end_tokens, publish_folder, staging_folder
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
-from torchtitan.models.model_args import read_model_args
+from torchtitan.models.shape.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_digest, tensor_files
+from torchtitan.models.shape.exports import copy_assets, name_end_tokens, publish_folder, staging_folder
+from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.utils.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)

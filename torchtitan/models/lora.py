@@ -46,9 +46,9 @@ from torchtitan.models.adapter_math import (
     quantize,
 )
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.logprob_head import LogProbHead
-from torchtitan.models.moe import ExpertLinear, grouped_linear
-from torchtitan.models.shape import BLOCK
+from torchtitan.models.head.logprob_head import LogProbHead
+from torchtitan.models.layers.mixture import ExpertLinear, grouped_linear
+from torchtitan.models.shape.checkpoint_shape import BLOCK
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

@@ -35,16 +35,16 @@ from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
 from torchtitan.distributed.placement import ParallelDims, local_region
 from torchtitan.errors import UserError, nearest
-from torchtitan.models.attention import PackedAttention
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.elementwise import RotaryTables
-from torchtitan.models.gated_delta import GatedDeltaNet, HeadShard
+from torchtitan.models.head.logprob_head import VocabularyPart
 from torchtitan.models.hf_checkpoint import load_adapter, load_into
-from torchtitan.models.logprob_head import VocabularyPart
+from torchtitan.models.layers.attention import PackedAttention
+from torchtitan.models.layers.elementwise import RotaryTables
+from torchtitan.models.layers.gated_delta import GatedDeltaNet, HeadShard
+from torchtitan.models.layers.mixture import MoE, Routing
 from torchtitan.models.lora import add_adapters, copy_start_, initialize_adapters, quantize_projections
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.moe import MoE, Routing
-from torchtitan.models.shape import ForeignArgs, find_flavor, read_args
+from torchtitan.models.shape.checkpoint_shape import ForeignArgs, find_flavor, read_args
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.utils.dtypes import DTYPES
 
 

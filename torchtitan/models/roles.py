@@ -10,8 +10,8 @@ from enum import Enum
 from torch import nn
 
 from torchtitan.models.decoder import MLP, Attention
-from torchtitan.models.gated_delta import GatedDeltaNet
-from torchtitan.models.moe import StackedExperts
+from torchtitan.models.layers.gated_delta import GatedDeltaNet
+from torchtitan.models.layers.mixture import StackedExperts
 
 # Modules whose weights multiply a token, or a short window, and not an activation.
 TOKEN_MODULES = {"embed_tokens", "lm_head"}

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.device import device
 from torchtitan.distributed.placement import Place
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedLayout, packed_attention
-from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.logprob_head import LogProbHead, full_log_probs
+from torchtitan.models.head.logprob_head import LogProbHead, full_log_probs
+from torchtitan.models.layers.attention import PackedLayout, packed_attention
+from torchtitan.models.layers.batch_invariance import InvariantSizes
 from torchtitan.models.lora import adapted_modules
-from torchtitan.models.shape import ForeignArgs, check_layers
+from torchtitan.models.shape.checkpoint_shape import ForeignArgs, check_layers
 
 # The name under which transformers knows our attention.
 ATTENTION = "torchtitan"

@@ -26,7 +26,7 @@ if said := another_package():
 from torchtitan.config.derived import world_size
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
-from torchtitan.models.shape import is_missing_debug_checkpoint
+from torchtitan.models.shape.checkpoint_shape import is_missing_debug_checkpoint
 from torchtitan.preflight.plan import describe_plan, plan_servers
 from torchtitan.preflight.validate import validated
 

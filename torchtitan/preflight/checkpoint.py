@@ -11,13 +11,13 @@ from torchtitan.config.derived import has_environment, plays_through_gateway, so
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
-from torchtitan.models.checkpoint_files import pointer_problem, tensor_files
-from torchtitan.models.shape import is_missing_debug_checkpoint
+from torchtitan.models.shape.checkpoint_files import pointer_problem, tensor_files
+from torchtitan.models.shape.checkpoint_shape import is_missing_debug_checkpoint
 from torchtitan.preflight.check import Check
-from torchtitan.rollout.demonstrations import DemonstrationMaker
-from torchtitan.rollout.prompts import BUILT_IN, PromptMaker, load_datasets
-from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.unknown_text import refuse_surplus_tokens, vocabulary_of
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.demonstrations import DemonstrationMaker
+from torchtitan.rollout.data.prompts import BUILT_IN, PromptMaker, load_datasets
+from torchtitan.rollout.data.unknown_text import refuse_surplus_tokens, vocabulary_of
 
 KEY = "model.hf_assets_path"
 # Endings of what is read.

@@ -39,12 +39,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torchtitan.config.rollout_tables import Rollout
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.exports import newest_export
 from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.models.mixture_args import ExpertArgs
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.rollout.environments import builtin
-from torchtitan.rollout.prompts import arithmetic_rows, hold_out
+from torchtitan.models.shape.exports import newest_export
+from torchtitan.models.shape.mixture_args import ExpertArgs
+from torchtitan.models.shape.model_args import ModelArgs
+from torchtitan.rollout.data.prompts import arithmetic_rows, hold_out
+from torchtitan.rollout.environments import builtin_environments as builtin
 from torchtitan.utils.child_process import child_environment, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
 

@@ -18,9 +18,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.client import find_python
-from torchtitan.inference.agent.engine import load_engine
-from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.engines.sidecar.foreign_engine import load_engine
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import driver_version, has_gpu, is_loopback, wheel_version
 from torchtitan.weight_sync.transports.transport import load_transport, off_device

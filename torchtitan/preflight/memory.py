@@ -5,9 +5,9 @@ from __future__ import annotations
 from torchtitan.config.derived import from_torchrun, started_actors, trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.costs import estimate_memory, parts_on_host, version_bytes
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import estimate_memory, parts_on_host, version_bytes
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import host_memory, machine_cores
 

@@ -22,8 +22,7 @@ from torchtitan.config.derived import (
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
-from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
-from torchtitan.models.shape import (
+from torchtitan.models.shape.checkpoint_shape import (
     BLOCK,
     FLAVORS,
     NORMS,
@@ -34,6 +33,7 @@ from torchtitan.models.shape import (
     read_shape,
     read_teacher_shape,
 )
+from torchtitan.models.shape.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import check_memory

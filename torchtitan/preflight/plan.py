@@ -17,9 +17,10 @@ from torchtitan.config.derived import (
 )
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.client import agent_settings, find_python
+from torchtitan.inference.engines.sidecar.sidecar_process import agent_settings, find_python
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
-from torchtitan.models.costs import (
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import (
     BYTES,
     MemoryEstimate,
     Passes,
@@ -32,8 +33,7 @@ from torchtitan.models.costs import (
     scored_passes,
     version_bytes,
 )
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.checkpoint import unusual_tokens
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import size_text, tight_memory
@@ -224,7 +224,7 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
         text = f"base of deltas per rank: {size_text(slot)}, one of the slots; deltas of a version beside it: less than"
         lines.append(f"{text} {size_text(slot)} of host memory")
     workers = inference.tensor_parallel_size
-    # The workers of one engine share host memory; see inference/vllm/backend.py.
+    # The workers of one engine share host memory; see inference/engines/vllm/backend.py.
     where = "GPU memory" if stages_on_device(config) else "host memory"
     shared = f", once for its {workers} workers" if workers > 1 else ""
     lines.append(f"staging per actor: {size_text(version_bytes)} of {where}{shared}")

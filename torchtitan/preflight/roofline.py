@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import global_batch_size, keeps_unshared, shard_degree
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
+from torchtitan.models.shape.model_args import ModelArgs
 
 PEAK = 989e12
 # Operations per second of dense products, of products by expert and of attention; bytes per second of everything else.

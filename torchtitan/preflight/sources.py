@@ -19,7 +19,7 @@ from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import nearest
 from torchtitan.preflight.check import Check
-from torchtitan.rollout.mix import Mix
+from torchtitan.rollout.data.mix import Mix
 
 
 def check_sources(check: Check) -> None:

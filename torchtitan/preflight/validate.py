@@ -40,18 +40,18 @@ from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
-from torchtitan.models.compute_type import choose_types
-from torchtitan.models.exports import newest_export, without_links
-from torchtitan.models.shape import is_missing_debug_checkpoint
+from torchtitan.models.shape.checkpoint_shape import is_missing_debug_checkpoint
+from torchtitan.models.shape.compute_type import choose_types
+from torchtitan.models.shape.exports import newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
 from torchtitan.preflight.checkpoint import check_checkpoint, unusual_tokens
 from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.preflight.sources import check_sources
-from torchtitan.rollout.data.tool_formats.registry import AUTO, FORMATS
+from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS
+from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.environments.agent_worker import FUNCTION
-from torchtitan.rollout.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import find_isolation
 from torchtitan.utils.child_process import child_environment

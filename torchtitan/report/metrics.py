@@ -26,7 +26,7 @@ from torchtitan.utils.json_lines import JsonLines, JsonTail, write_whole
 from torchtitan.utils.logs import SafeFormatter, log_to
 
 if TYPE_CHECKING:
-    from torchtitan.rollout.tokenizer import Tokenizer
+    from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
 logger = logging.getLogger("torchtitan.metrics")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.inference.types import Branch, VersionSpan, joined_spans, sampled_segments
-from torchtitan.rollout.data.thoughts import Turn
+from torchtitan.rollout.conversation.thoughts import Turn
 
 
 @dataclass

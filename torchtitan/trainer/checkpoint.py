@@ -30,8 +30,8 @@ from torchtitan.distributed import device
 from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
-from torchtitan.models.checkpoint_files import read_json
-from torchtitan.models.exports import ADAPTERS, WHOLE, export_path
+from torchtitan.models.shape.checkpoint_files import read_json
+from torchtitan.models.shape.exports import ADAPTERS, WHOLE, export_path
 from torchtitan.trainer.checkpoint_reader import CheckedReader
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.origins import Origins

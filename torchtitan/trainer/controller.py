@@ -20,18 +20,18 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.pool import ColocatedPool, Round
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.engines.colocated.replica_pool import ColocatedPool, Round
+from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import Tag
 from torchtitan.report.boards import Boards
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger, check_rows
 from torchtitan.report.page import LivePage, write_report
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
-from torchtitan.rollout.demonstrations import Demonstrations
-from torchtitan.rollout.journal import Journal, ReplaySource, decode_batch, encode_batch, read_records
-from torchtitan.rollout.rollouts import CALL_TIMEOUT_S, Rollouts
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.demonstrations import Demonstrations
+from torchtitan.rollout.flow.journal import Journal, ReplaySource, decode_batch, encode_batch, read_records
+from torchtitan.rollout.flow.rollouts import CALL_TIMEOUT_S, Rollouts
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Restored

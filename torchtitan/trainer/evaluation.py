@@ -20,7 +20,7 @@ from torchtitan.config.derived import judging_reward
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
-from torchtitan.rollout.group_maker import GroupMaker, make_sample
+from torchtitan.rollout.flow.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.types import Failure, Prompt, Sample, Trajectory
 from torchtitan.trainer.interval import interval
 from torchtitan.utils.json_lines import EventLog

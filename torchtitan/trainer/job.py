@@ -32,15 +32,15 @@ from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError, exit_code_of
-from torchtitan.inference.colocated.pool import Round
-from torchtitan.inference.colocated.vllm_engine import open_replica
-from torchtitan.models.batch_invariance import size_message
+from torchtitan.inference.engines.colocated.replica_pool import Round
+from torchtitan.inference.engines.colocated.vllm_engine import open_replica
+from torchtitan.models.layers.batch_invariance import size_message
 from torchtitan.report.metrics import set_up_logging
 from torchtitan.report.page import LivePage
-from torchtitan.rollout.demonstrations import Demonstrations
-from torchtitan.rollout.journal import Journal, ReplaySource
-from torchtitan.rollout.rollouts import make_rollouts
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.demonstrations import Demonstrations
+from torchtitan.rollout.flow.journal import Journal, ReplaySource
+from torchtitan.rollout.flow.rollouts import make_rollouts
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored

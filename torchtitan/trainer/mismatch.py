@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from torchtitan.config.derived import has_engines, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.parity import probe_tolerance
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.inference.pool.weight_probe import probe_tolerance
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
 WHAT_TO_LOOK_AT = (
     "Look at mismatch_kl/same_version in metrics.jsonl, the part that staleness does not explain. If it is large, the "
@@ -34,8 +34,8 @@ Figures = Mapping[str, float | None]
 
 
 def probe_tokens(config: JobConfig, vocabulary: int) -> list[int]:
-    """Token ids of the text that the trainer and all actors have to agree on (inference/parity.py), the same on every
-    rank; empty where nothing is probed."""
+    """Token ids of the text that the trainer and all actors have to agree on (inference/pool/weight_probe.py), the same
+    on every rank; empty where nothing is probed."""
     if verification(config) != "probe" or not has_engines(config):
         return []
     limit = max(2, min(MAX_TOKENS, config.training.seq_len - 1))

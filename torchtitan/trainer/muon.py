@@ -18,7 +18,7 @@ from torch import nn
 
 from torchtitan.distributed.device import device
 from torchtitan.distributed.placement import is_distributed, local_region, local_tensor, region_at
-from torchtitan.models.costs import MUON_BUCKET_BYTES
+from torchtitan.models.shape.costs import MUON_BUCKET_BYTES
 
 # Momentum of Muon, as its author has it (Jordan et al. 2024).
 MOMENTUM = 0.95

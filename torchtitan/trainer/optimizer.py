@@ -21,7 +21,7 @@ from torchtitan.distributed.collectives import all_reduce_sum
 from torchtitan.distributed.placement import local_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.moe import MoE
+from torchtitan.models.layers.mixture import MoE
 from torchtitan.models.parallelize import mixtures
 from torchtitan.models.roles import Role, matrices_of, role_of
 from torchtitan.trainer.muon import Muon

@@ -16,10 +16,10 @@ import xxhash
 
 from torchtitan.config.derived import frozen_weights, teachers_of
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.checkpoint_files import fingerprint, read_json
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import model_facts, read_args
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.models.shape.checkpoint_files import fingerprint, read_json
+from torchtitan.models.shape.checkpoint_shape import model_facts, read_args
+from torchtitan.models.shape.model_args import ModelArgs
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.trainer.run_dir import CONFIG_FILE
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import torch
 from torchtitan.errors import UserError
 from torchtitan.grpo.objectives import Objective
 from torchtitan.inference.types import Branch, branch_routes
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.mixture_args import MISSING
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.head.logit_tiles import KeptTokens
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.shape.mixture_args import MISSING
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.prefixes import clusters, keep_apart, merge
 

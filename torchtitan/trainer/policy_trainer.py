@@ -30,14 +30,14 @@ from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, WithObservations, k3, stage_figures, stage_settings
 from torchtitan.inference.types import sampled_segments
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.divergence_head import Comparison
-from torchtitan.models.fused_head import TokenObjective
-from torchtitan.models.logprob_head import HeadFunction
+from torchtitan.models.head.divergence_head import Comparison
+from torchtitan.models.head.fused_head import TokenObjective
+from torchtitan.models.head.logprob_head import HeadFunction
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import without_dropout
 from torchtitan.models.parallelize import before_micro_batch, build_policy
+from torchtitan.models.shape.costs import Passes, model_flops, throughput
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens

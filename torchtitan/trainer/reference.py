@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.derived import keeps_start, teacher_config, trains_only_adapters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.models.costs import reference_on_host
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import adapters_off, as_begun, weights
 from torchtitan.models.parallelize import build_policy
+from torchtitan.models.shape.costs import reference_on_host
 
 
 def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:

@@ -27,7 +27,7 @@ import xxhash
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
-from torchtitan.models.exports import EXPORT_FOLDERS, clean_exports, set_aside, steps_in
+from torchtitan.models.shape.exports import EXPORT_FOLDERS, clean_exports, set_aside, steps_in
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.files import file_checksum, sync_folder, write_file
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole

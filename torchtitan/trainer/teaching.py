@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.device import device
 from torchtitan.inference.types import Branch
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.divergence_head import Comparison, TeacherStates, TopTokens
-from torchtitan.models.logprob_head import HeadOptions
+from torchtitan.models.head.divergence_head import Comparison, TeacherStates, TopTokens
+from torchtitan.models.head.logprob_head import HeadOptions
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import without_dropout
 from torchtitan.trainer.packing import MicroBatch, teachers_tokens
 from torchtitan.trainer.prefixes import keep_apart, merge

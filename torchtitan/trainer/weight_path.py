@@ -12,11 +12,11 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.replica import ColocatedWeights, Replica
-from torchtitan.inference.guest import demands
-from torchtitan.models.costs import applied_bytes
+from torchtitan.inference.engines.colocated.replica import ColocatedWeights, Replica
+from torchtitan.inference.serving.joining import demands
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
+from torchtitan.models.shape.costs import applied_bytes
 from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.facade import ActorStatus, WeightSync
 

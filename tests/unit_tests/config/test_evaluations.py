@@ -13,7 +13,7 @@ from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import draft_of, validated
 
-GUESS = "torchtitan.rollout.environments.builtin:Guess"
+GUESS = "torchtitan.rollout.environments.builtin_environments:Guess"
 FILE = f"""
 [model]
 name = "qwen3"

@@ -18,7 +18,7 @@ from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import draft_of, validated
 from torchtitan.trainer.run_dir import changed_keys
 
-GUESS = "torchtitan.rollout.environments.builtin:Guess"
+GUESS = "torchtitan.rollout.environments.builtin_environments:Guess"
 FILE = f"""
 [model]
 name = "qwen3"

@@ -20,11 +20,11 @@ from torchtitan.config.job_config import Optimizer
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.models.adapter_math import is_factor
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, save_adapter
-from torchtitan.models.model_args import read_model_args
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.parallelize import build_policy
+from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.reference import build_reference
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed_launcher import run_distributed
 from torchtitan.distributed.collectives import ContextAttention, ContextParallel
-from torchtitan.models.attention import PackedAttention, PackedLayout
+from torchtitan.models.layers.attention import PackedAttention, PackedLayout
 
 LENGTHS = [5, 17, 2, 9]
 # Query and key heads: divided, more of them than ranks, repeated.

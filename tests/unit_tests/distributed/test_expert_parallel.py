@@ -16,8 +16,8 @@ from tests.unit_tests.distributed.test_parallel import CP, EP, REPLICATE, TP, La
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.placement import LocalTensors, ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.checkpoint import Checkpointer

@@ -24,7 +24,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.placement import full_tensor
 from torchtitan.inference.types import Completion, Routes
 from torchtitan.models.adapter_math import is_factor
-from torchtitan.models.model_args import read_model_args
+from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.rollout.types import Batch
 
 APART = {"training.merge_prefixes": False}

@@ -21,13 +21,13 @@ from torchtitan.distributed import collectives, device
 from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
 from torchtitan.models import hf_checkpoint
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.head.logit_tiles import KeptTokens
 from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.models.logit_tiles import KeptTokens
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.roles import Role, role_of
-from torchtitan.models.shape import read_args
+from torchtitan.models.shape.checkpoint_shape import read_args
 from torchtitan.trainer import muon
 from torchtitan.trainer.optimizer import build_optimizer
 

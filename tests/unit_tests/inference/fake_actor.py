@@ -1,4 +1,4 @@
-"""An actor without a model, with the command line and the routes of torchtitan.inference.embedded, for pool tests.
+"""An actor without a model, with the command line and the routes of the embedded engine, for tests of the pool.
 
 Whatever GET /health, /v1/generate and /weights/connect promise it does at once; FAKE_DELAY_S is how long it generates.
 The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 14 is too much for this actor,

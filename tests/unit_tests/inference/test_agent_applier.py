@@ -23,11 +23,17 @@ import torch
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor import Actor
-from torchtitan.inference.agent import server
-from torchtitan.inference.agent.applier import Applier, FileLoader, remove_abandoned
-from torchtitan.inference.agent.engine import AdminClient, EngineError, EngineFacts, EngineNotListening, EngineOptions
-from torchtitan.inference.agent.server import AgentServer, EngineWatch, RunningAgent
+from torchtitan.inference.engines.sidecar import server
+from torchtitan.inference.engines.sidecar.applier import Applier, FileLoader, remove_abandoned
+from torchtitan.inference.engines.sidecar.foreign_engine import (
+    AdminClient,
+    EngineError,
+    EngineFacts,
+    EngineNotListening,
+    EngineOptions,
+)
+from torchtitan.inference.engines.sidecar.server import AgentServer, EngineWatch, RunningAgent
+from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.types import TAGS, Capabilities, Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused

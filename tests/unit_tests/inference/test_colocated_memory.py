@@ -19,12 +19,12 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.client import share_beside_trainer
-from torchtitan.inference.colocated import vllm_engine
-from torchtitan.inference.colocated.vllm_engine import engine_arguments
+from torchtitan.inference.engines.colocated import vllm_engine
+from torchtitan.inference.engines.colocated.vllm_engine import engine_arguments
+from torchtitan.inference.engines.sidecar.sidecar_process import share_beside_trainer
 from torchtitan.inference.placement import GIB, EngineMemory, colocated_memory, engine_memory, own_share
-from torchtitan.models.costs import estimate_memory
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape.costs import estimate_memory
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.plan import describe_plan
 
 # The optimizer's state
@@ -270,7 +270,7 @@ def test_plan_says_what_is_in_host_memory(config: JobConfig, monkeypatch: pytest
 
 def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setattr("torchtitan.inference.engines.sidecar.sidecar_process.device_bytes_of_driver", lambda: 80 * GIB)
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
     config.inference.mode = "server"
@@ -285,7 +285,7 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     left = share_beside_trainer(config) * 80 * GIB - engine.weights - engine.kv_cache
     assert 0 <= left < 0.001 * 80 * GIB
     config.inference.backend = "vllm"
-    monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 12 * GIB)
+    monkeypatch.setattr("torchtitan.inference.engines.sidecar.sidecar_process.device_bytes_of_driver", lambda: 12 * GIB)
     with pytest.raises(UserError, match="does not fit beside the trainer"):
         share_beside_trainer(config)
 
@@ -333,7 +333,7 @@ def test_options_of_the_engine_go_over_ours() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this Python has vLLM")
 def test_a_python_without_vllm_says_how_to_get_one(tmp_path: Path) -> None:
-    from torchtitan.inference.colocated.vllm_engine import VllmEngine
+    from torchtitan.inference.engines.colocated.vllm_engine import VllmEngine
 
     with (
         mock.patch.dict(os.environ),

@@ -13,7 +13,7 @@ from tests.patience import asynchronous
 from tests.unit_tests.inference.test_colocated_replica import completion, request
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.pool import Answer, ColocatedPool, Round
+from torchtitan.inference.engines.colocated.replica_pool import Answer, ColocatedPool, Round
 
 
 def pool(replicas: int = 1, max_sequences: int = 4) -> ColocatedPool:
@@ -108,7 +108,7 @@ async def test_what_could_not_be_trained_on_is_sampled_again_a_few_times() -> No
 
 def test_rounds_become_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("torchtitan.inference.colocated.pool.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchtitan.inference.engines.colocated.replica_pool.time.monotonic", lambda: now[0])
     shared = pool()
     steps = []
     for _ in range(12):

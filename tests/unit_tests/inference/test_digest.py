@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
-from torchtitan.inference.digest import CheckStopped, Unverifiable, differing_parameters
-from torchtitan.inference.embedded.weights import Verifier
+from torchtitan.inference.engines.embedded.weights import Verifier
+from torchtitan.inference.serving.weight_digest import CheckStopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry
 from torchtitan.weight_sync.memory.manifest import Layout, Sheet, merge_layouts
 from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion
@@ -147,7 +147,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
         until(stop)
         raise CheckStopped
 
-    monkeypatch.setattr("torchtitan.inference.embedded.weights.differing_parameters", slow)
+    monkeypatch.setattr("torchtitan.inference.engines.embedded.weights.differing_parameters", slow)
     verifier = Verifier(1, values(), lambda *_: pytest.fail("nothing is torn"))
     verifier.applied(staged_version(0, values()))
     assert begun.wait(PATIENCE_S)
@@ -182,7 +182,7 @@ def test_torn_versions_are_counted_until_one_is_whole() -> None:
 def test_a_look_that_fails_is_no_proof_of_anything_good(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list[Any]()
     verifier = Verifier(2, values(), lambda *row: rows.append(row))
-    monkeypatch.setattr("torchtitan.inference.embedded.weights.finish_compute", lambda _device: 1 // 0)
+    monkeypatch.setattr("torchtitan.inference.engines.embedded.weights.finish_compute", lambda _device: 1 // 0)
     for version in range(2):  # what was torn is looked at again, whatever is due
         verifier.applied(staged_version(version, values()))
         verifier.finish()

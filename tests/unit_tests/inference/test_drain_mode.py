@@ -17,15 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.actor_parts import actor_command
-from torchtitan.inference.client import TOKEN_VARIABLE
-from torchtitan.inference.embedded.__main__ import parse_arguments
-from torchtitan.inference.embedded.engine import Engine, Finished
-from torchtitan.inference.embedded.loop import Applied, EngineLoop, Unavailable
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.engines.embedded.__main__ import parse_arguments
+from torchtitan.inference.engines.embedded.engine import Engine, Finished
+from torchtitan.inference.engines.embedded.loop import Applied, EngineLoop, Unavailable
+from torchtitan.inference.pool.actor_parts import actor_command
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.validate import validate
-from torchtitan.rollout.statistics import sample_version
+from torchtitan.rollout.flow.statistics import sample_version
 from torchtitan.utils.json_lines import ActivityLog, read_json_lines
 
 LONG = 60.0
@@ -232,7 +232,7 @@ def test_the_mode_reaches_the_actor_and_fits_its_deadline(
     config.inference.update_mode, config.inference.drain_timeout_s = "drain", 2.5
     command = actor_command(config, tmp_path / "port")
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    arguments = parse_arguments(command[command.index("torchtitan.inference.embedded") + 1 :])
+    arguments = parse_arguments(command[command.index("torchtitan.inference.engines.embedded") + 1 :])
     assert (arguments.update_mode, arguments.drain_timeout) == ("drain", 2.5)
     with pytest.raises(SystemExit):
         parse_arguments(["--model", "x", "--drain-timeout", "0"])

@@ -15,14 +15,14 @@ import torch
 
 from tests.patience import PATIENCE_S
 from tests.roundings import forward_rounding
-from torchtitan.inference.embedded.engine import Engine, Poisoned
-from torchtitan.inference.embedded.sequences import InvalidRequest, TooLong, check_request
+from torchtitan.inference.engines.embedded.engine import Engine, Poisoned
+from torchtitan.inference.engines.embedded.sequences import InvalidRequest, TooLong, check_request
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.head.logit_tiles import KeptTokens
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.shape import find_flavor
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.shape.checkpoint_shape import find_flavor
 from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 PROMPTS = [[5, 9, 3], [7] * 9, list(range(20, 37)), list(range(60, 100)), [11, 12, 99, 3, 4, 5, 6, 7, 8, 9, 10]]
@@ -419,6 +419,6 @@ def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) 
 @pytest.mark.slow
 def test_an_actor_starts_without_distributed_tensors() -> None:
     """Their import takes half a second and 40 MB."""
-    modules = "torchtitan.inference.embedded.server, torchtitan.models.hf_checkpoint"
+    modules = "torchtitan.inference.engines.embedded.server, torchtitan.models.hf_checkpoint"
     code = f"import sys, {modules}; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

@@ -10,11 +10,11 @@ import torch
 
 from tests.unit_tests.inference.test_embedded_engine import PROMPTS, other_weights, request, requests
 from torchtitan.errors import UserError
-from torchtitan.inference.embedded.cache import KeyValueCache
-from torchtitan.inference.embedded.engine import Engine, Poisoned
-from torchtitan.inference.embedded.sequences import TooLong
-from torchtitan.models.batch_invariance import InvariantSizes
+from torchtitan.inference.engines.embedded.cache import KeyValueCache
+from torchtitan.inference.engines.embedded.engine import Engine, Poisoned
+from torchtitan.inference.engines.embedded.sequences import TooLong
 from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.layers.batch_invariance import InvariantSizes
 from torchtitan.weight_sync.memory.staging import WeightsRefused
 
 
@@ -87,7 +87,9 @@ def test_a_row_has_the_keys_that_attention_reads(
     prompt = PROMPTS[0][:1] * 150
     asked = request("b", [*prompt, *PROMPTS[0][:1] * 48], temperature=0.0)
     expected = Engine(load_policy(tiny_checkpoint()), 4, 512, ()).generate([asked])
-    monkeypatch.setattr("torchtitan.inference.embedded.cache.key_length", lambda length, *_: -(-length // 192) * 192)
+    monkeypatch.setattr(
+        "torchtitan.inference.engines.embedded.cache.key_length", lambda length, *_: -(-length // 192) * 192
+    )
     engine = Engine(load_policy(tiny_checkpoint()), 4, 512, ())
     engine.generate([request("a", prompt)])
     assert engine.generate([asked])[0][0].token_ids == expected[0][0].token_ids
@@ -98,7 +100,7 @@ def test_a_row_has_the_keys_that_attention_reads(
 def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("torchtitan.inference.embedded.cache.BLOCK", block)
+    monkeypatch.setattr("torchtitan.inference.engines.embedded.cache.BLOCK", block)
     args = load_policy(tiny_checkpoint()).args
     cpu, sizes = torch.device("cpu"), InvariantSizes(rows=16, queries=8)
     free = KeyValueCache(args, 256, 512, 0, torch.bfloat16, cpu, sizes)

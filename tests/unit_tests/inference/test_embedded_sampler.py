@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit_tests.inference.test_embedded_engine import PROMPTS, request
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.forwards import draw, stream_keys, truncation_mask, uniforms
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.forwards import draw, stream_keys, truncation_mask, uniforms
 from torchtitan.models.hf_checkpoint import load_policy
 
 

@@ -23,19 +23,19 @@ import torch
 from msgspec.json import encode as sent
 
 from tests.unit_tests.inference.json_server import serving
-from torchtitan.inference.agent.applier import FileLoader
-from torchtitan.inference.agent.client import AgentClient
-from torchtitan.inference.agent.engine import EngineError, EngineOptions
-from torchtitan.inference.client import ActorError, ActorNotReady, JsonClient, RequestRefused, check_completions
-from torchtitan.inference.sglang import engine as sglang_engine
-from torchtitan.inference.sglang.engine import ENGINE as SGLANG
-from torchtitan.inference.sglang.engine import SGLangControl
+from torchtitan.inference.actor_client import ActorError, ActorNotReady, JsonClient, RequestRefused, check_completions
+from torchtitan.inference.engines.sglang import engine as sglang_engine
+from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.engines.sglang.engine import SGLangControl
+from torchtitan.inference.engines.sidecar.applier import FileLoader
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineError, EngineOptions
+from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient
+from torchtitan.inference.engines.vllm import engine as vllm_engine
+from torchtitan.inference.engines.vllm import serve
+from torchtitan.inference.engines.vllm.direct import DirectLoader
+from torchtitan.inference.engines.vllm.engine import ENGINE as VLLM
+from torchtitan.inference.engines.vllm.engine import VLLMControl
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, SamplingParameters, VersionSpan
-from torchtitan.inference.vllm import engine as vllm_engine
-from torchtitan.inference.vllm import serve
-from torchtitan.inference.vllm.direct import DirectLoader
-from torchtitan.inference.vllm.engine import ENGINE as VLLM
-from torchtitan.inference.vllm.engine import VLLMControl
 from torchtitan.weight_sync.memory.staging import StagedVersion
 
 LABEL = "e1/3"

@@ -22,16 +22,16 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.patience import PATIENCE_S, asynchronous
-from torchtitan.inference import engine_server as module
-from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.engine_server import FOLDER_PREFIX, PREFIX_KEYS, PrefixKeyMiddleware, engine_folder
-from torchtitan.inference.sglang.engine import ENGINE as SGLANG
-from torchtitan.inference.vllm.engine import ENGINE as VLLM
+from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions
+from torchtitan.inference.engines.vllm.engine import ENGINE as VLLM
+from torchtitan.inference.serving import middleware as module
+from torchtitan.inference.serving.middleware import FOLDER_PREFIX, PREFIX_KEYS, PrefixKeyMiddleware, engine_folder
 
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
 OWNER = """
 import sys
-from torchtitan.inference.engine_server import engine_folder
+from torchtitan.inference.serving.middleware import engine_folder
 
 with engine_folder() as folder:
     print(folder, flush=True)

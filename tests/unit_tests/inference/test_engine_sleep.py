@@ -12,13 +12,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.unit_tests.inference.json_server import Answer, serving
-from torchtitan.inference.actor_server import SleepBody, WakeBody
-from torchtitan.inference.agent.engine import EngineError, EngineOptions
-from torchtitan.inference.sglang.engine import ENGINE as SGLANG
-from torchtitan.inference.sglang.engine import SGLangControl
+from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.engines.sglang.engine import SGLangControl
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineError, EngineOptions
+from torchtitan.inference.engines.vllm.engine import ENGINE as VLLM
+from torchtitan.inference.engines.vllm.engine import VLLMControl
+from torchtitan.inference.serving.actor_server import SleepBody, WakeBody
 from torchtitan.inference.types import TAGS
-from torchtitan.inference.vllm.engine import ENGINE as VLLM
-from torchtitan.inference.vllm.engine import VLLMControl
 
 OPTIONS = EngineOptions("a", "m", "", "agent", Path("p"), "T", 1, update_timeout_s=5.0)
 

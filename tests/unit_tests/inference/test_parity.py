@@ -13,9 +13,9 @@ import pytest
 from tests.patience import eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference import parity
-from torchtitan.inference.client import ActorError, ActorHealth
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.actor_client import ActorError, ActorHealth
+from torchtitan.inference.pool import weight_probe as parity
+from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import (
     Capabilities,
     Completion,
@@ -179,7 +179,7 @@ def test_nothing_is_sampled_without_a_guard(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(UserError, match="the actors. weights are no longer compared"):
             await pool.generate(GenerateRequest("r", IDS, SamplingParameters(4)))
 
-    monkeypatch.setattr("torchtitan.inference.parity.POLL_S", "soon")
+    monkeypatch.setattr("torchtitan.inference.pool.weight_probe.POLL_S", "soon")
     assert of(run(tmp_path, make_config(), scenario), "parity_guard_failed")
 
 

@@ -13,13 +13,13 @@ import torch
 
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.prefixes import PrefixStore
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.prefixes import PrefixStore
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.models.shape import find_flavor
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.shape.checkpoint_shape import find_flavor
 
 TURNS, EPISODES, GROUPS = 5, 4, 3
 Turn = tuple[list[int], Completion]
@@ -169,7 +169,7 @@ def test_single_turns_leave_little_behind_and_still_share_instructions(tiny_chec
 
 
 def test_unequal_tokens_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.inference.embedded.prefixes.hash", lambda _: 5, raising=False)
+    monkeypatch.setattr("torchtitan.inference.engines.embedded.prefixes.hash", lambda _: 5, raising=False)
     store = PrefixStore()
     store.keep(np.arange(40), [torch.zeros(2)])
     assert store.find(np.arange(40))[1] == 40

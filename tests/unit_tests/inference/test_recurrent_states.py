@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.delta_models import DELTA_FAMILIES, make_delta
-from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.layers.attention import PackedLayout
 
 # Prompts around the beginnings of chunks of 64 tokens, and one that begins like another.
 PROMPTS = [[5, 9, 3], list(range(1, 64)), [7] * 64, [*range(1, 64), 3, 4], [2] * 100, [11]]

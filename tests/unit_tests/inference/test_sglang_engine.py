@@ -12,13 +12,13 @@ import torch
 from msgspec.json import encode as sent
 
 from tests.unit_tests.inference.json_server import serving
-from torchtitan.inference.agent.applier import FileLoader
-from torchtitan.inference.agent.client import AgentClient, reachable_url
-from torchtitan.inference.agent.engine import EngineOptions, Malformed
-from torchtitan.inference.client import ActorError
-from torchtitan.inference.sglang import engine as sglang_engine
-from torchtitan.inference.sglang.engine import ENGINE as SGLANG
-from torchtitan.inference.sglang.engine import MAX_KEPT, SGLangControl
+from torchtitan.inference.actor_client import ActorError
+from torchtitan.inference.engines.sglang import engine as sglang_engine
+from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.engines.sglang.engine import MAX_KEPT, SGLangControl
+from torchtitan.inference.engines.sidecar.applier import FileLoader
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, Malformed
+from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient, reachable_url
 from torchtitan.inference.types import (
     GenerateRequest,
     NoVersion,

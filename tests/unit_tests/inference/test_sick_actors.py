@@ -14,8 +14,8 @@ from aiohttp import web
 
 from tests.patience import asynchronous, eventually
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.client import TOKEN_VARIABLE
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.utils.json_lines import EventLog
 

@@ -14,9 +14,9 @@ from tests.unit_tests.inference.test_parity import IDS, Liar, of
 from tests.unit_tests.inference.test_parity import make_config as parity_config
 from tests.unit_tests.inference.test_parity import run as run_pool
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference import actor
-from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady
-from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.actor_client import ActorError, ActorHealth, ActorNotReady
+from torchtitan.inference.pool import actor
+from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import (
     TAGS,
     Capabilities,

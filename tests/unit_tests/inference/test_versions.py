@@ -15,10 +15,10 @@ from tests.roundings import forward_rounding
 from tests.unit_tests.models.test_lora import EVERYTHING, TOKENS, adapted, synced, untied
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import copy_full_
-from torchtitan.inference import versions
-from torchtitan.inference.agent.applier import Applier, FileLoader
-from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.versions import BaseWeights
+from torchtitan.inference.engines.sidecar.applier import Applier, FileLoader
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions
+from torchtitan.inference.serving import weight_verification as versions
+from torchtitan.inference.serving.weight_verification import BaseWeights
 from torchtitan.models.adapter_math import ALPHA
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy, save_adapter

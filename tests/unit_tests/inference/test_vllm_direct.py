@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from torchtitan.inference.agent.engine import EngineError, EngineOptions
-from torchtitan.inference.vllm.direct import DirectLoader
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineError, EngineOptions
+from torchtitan.inference.engines.vllm.direct import DirectLoader
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.client import find_python
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 
 INFERENCE = Path(find_python.__code__.co_filename).parents[1]
 

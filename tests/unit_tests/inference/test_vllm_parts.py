@@ -20,13 +20,13 @@ import torch
 from msgspec.json import encode as sent
 
 from tests.patience import PATIENCE_S
-from torchtitan.inference import engine_server
-from torchtitan.inference.agent.engine import EngineOptions, Malformed
-from torchtitan.inference.client import RequestRefused
-from torchtitan.inference.engine_server import TOKEN_ENV_VARIABLE, TokenMiddleware
+from torchtitan.inference.actor_client import RequestRefused
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, Malformed
+from torchtitan.inference.engines.vllm.direct import Mailbox
+from torchtitan.inference.engines.vllm.engine import ENGINE
+from torchtitan.inference.serving import middleware as engine_server
+from torchtitan.inference.serving.middleware import TOKEN_ENV_VARIABLE, TokenMiddleware
 from torchtitan.inference.types import GenerateRequest, NoVersion, SamplingParameters, VersionSpan
-from torchtitan.inference.vllm.direct import Mailbox
-from torchtitan.inference.vllm.engine import ENGINE
 from torchtitan.utils.typed_json import WrongForm
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
@@ -282,7 +282,7 @@ def materialize_layer(layer: torch.nn.Module, info: Any) -> None:
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torchtitan.inference.vllm.loading with modules of a vLLM, as far as it knows them."""
+    """torchtitan.inference.engines.vllm.loading with modules of a vLLM, as far as it knows them."""
     layers, reload = "vllm.model_executor.layers", "vllm.model_executor.model_loader.reload"
     names = ("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
     layerwise = SimpleNamespace(
@@ -308,9 +308,9 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "torchtitan.inference.vllm.loading", raising=False)
-    yield importlib.import_module("torchtitan.inference.vllm.loading")
-    sys.modules.pop("torchtitan.inference.vllm.loading")
+    monkeypatch.delitem(sys.modules, "torchtitan.inference.engines.vllm.loading", raising=False)
+    yield importlib.import_module("torchtitan.inference.engines.vllm.loading")
+    sys.modules.pop("torchtitan.inference.engines.vllm.loading")
 
 
 def noted(loading: Any, layer: Linear, weights: dict[str, torch.Tensor], method: Any = None) -> Any:
@@ -387,7 +387,10 @@ def options(**changes: Any) -> EngineOptions:
 
 def test_what_is_passed_through_comes_last() -> None:
     command, environment = ENGINE.command(options(memory_gb=0.5))
-    assert command[:3] == ["/p", "-m", "torchtitan.inference.vllm.serve"] and command[-2:] == ["--max-model-len", "9"]
+    assert command[:3] == ["/p", "-m", "torchtitan.inference.engines.vllm.serve"] and command[-2:] == [
+        "--max-model-len",
+        "9",
+    ]
     theirs = command[command.index("--") + 1 :]
     assert theirs[theirs.index("--tensor-parallel-size") + 1] == "2"
     assert theirs[theirs.index("--kv-cache-memory-bytes") + 1] == str(2**29)
@@ -443,14 +446,15 @@ def test_what_runs_inside_vllm_imports_little() -> None:
     import subprocess
 
     code = (
-        "import sys, torchtitan.inference.vllm.direct, "
-        "torchtitan.inference.engine_server, torchtitan.inference.vllm.serve, torchtitan.weight_sync.actor.actor, "
-        "torchtitan.inference.versions, torchtitan.utils.machine\n"
+        "import sys, torchtitan.inference.engines.vllm.direct, "
+        "torchtitan.inference.serving.middleware, torchtitan.inference.engines.vllm.serve, "
+        "torchtitan.weight_sync.actor.actor, "
+        "torchtitan.inference.serving.weight_verification, torchtitan.utils.machine\n"
         # This one registers our backend as soon as it is imported.
         "from unittest import mock\n"
         "factory = 'vllm.distributed.weight_transfer.factory'\n"
         "with mock.patch.dict(sys.modules, {factory: mock.MagicMock()}):\n"
-        "    import torchtitan.inference.vllm.extension\n"
+        "    import torchtitan.inference.engines.vllm.extension\n"
         "    del sys.modules[factory]\n"
         "    imported = list(sys.modules)\n"
         "ours = {m.split('.')[0] for m in imported}\n"

@@ -17,11 +17,11 @@ from tests.mixtures import make_mixture
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.models import attention, forest
-from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.layers import attention, forest
+from torchtitan.models.layers.attention import PackedAttention, PackedLayout
 from torchtitan.models.parallelize import ATTENTION, build_policy
-from torchtitan.models.shape import find_flavor
+from torchtitan.models.shape.checkpoint_shape import find_flavor
 
 
 @dataclass

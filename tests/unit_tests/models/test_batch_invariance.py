@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.models import batch_invariance
-from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes, key_length, size_message
-from torchtitan.models.elementwise import swiglu
-from torchtitan.models.logit_tiles import exponentials_
-from torchtitan.models.logprob_head import fused_log_probs, fused_objective
-from torchtitan.models.shape import find_flavor
+from torchtitan.models.head.logit_tiles import exponentials_
+from torchtitan.models.head.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.layers import batch_invariance
+from torchtitan.models.layers.batch_invariance import InvariantSizes, invariant_sizes, key_length, size_message
+from torchtitan.models.layers.elementwise import swiglu
+from torchtitan.models.shape.checkpoint_shape import find_flavor
 
 CPU = torch.device("cpu")
 ARGS = find_flavor("qwen3", "debug")

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed_launcher import run_distributed
-from torchtitan.models.divergence_head import Comparison, TeacherStates, TopTokens, fused_divergence
-from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.logprob_head import VocabularyPart
+from torchtitan.models.head.divergence_head import Comparison, TeacherStates, TopTokens, fused_divergence
+from torchtitan.models.head.logit_tiles import KeptTokens
+from torchtitan.models.head.logprob_head import VocabularyPart
 
 ROWS, VOCABULARY, HIDDEN, RANK, TEACHER = 37, 501, 24, 4, 40
 KINDS = ("forward_kl", "reverse_kl", "jsd")

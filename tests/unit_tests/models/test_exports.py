@@ -19,7 +19,7 @@ from torchtitan.config.sources import Source
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from tests.roundings import forward_rounding
 from tests.tiny_models import make_tiny
 from torchtitan.errors import UserError
-from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.elementwise import inverse_frequencies, rotary_tables
-from torchtitan.models.families import FAMILIES, Rope, Scaling, read_ropes
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
-from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.layers.elementwise import inverse_frequencies, rotary_tables
+from torchtitan.models.shape.families import FAMILIES, Rope, Scaling, read_ropes
+from torchtitan.models.shape.model_args import ModelArgs, read_model_args
 
 LAYERS = 4
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -16,14 +16,14 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import Passes, model_flops
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.delta_rule import delta_rule, places_of
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
-from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.layers.delta_rule import delta_rule, places_of
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.shape import trained_parameters
+from torchtitan.models.shape.checkpoint_shape import trained_parameters
+from torchtitan.models.shape.costs import Passes, model_flops
+from torchtitan.models.shape.model_args import ModelArgs, read_model_args
 
 LENGTHS = [5, 64, 1, 130, 63]
 

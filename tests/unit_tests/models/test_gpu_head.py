@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.unit_tests.models.test_logprob_head import assert_close, make, reference
-from torchtitan.models import fused_head, logit_tiles
-from torchtitan.models.costs import GPU_HEAD_BYTES
-from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
+from torchtitan.models.head import fused_head, logit_tiles
+from torchtitan.models.head.logit_tiles import KeptTokens
+from torchtitan.models.head.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
+from torchtitan.models.shape.costs import GPU_HEAD_BYTES
 
 # An H100: bytes per second, and what of its 989e12 operations per second large products reach.
 BANDWIDTH, PRODUCTS = 3.35e12, 0.65 * 989e12

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from torchtitan.models.costs import default_head_budget
-from torchtitan.models.logit_tiles import ROW_STEP, TILE_ROWS, KeptTokens, choose_tiling
-from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
+from torchtitan.models.head.logit_tiles import ROW_STEP, TILE_ROWS, KeptTokens, choose_tiling
+from torchtitan.models.head.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
+from torchtitan.models.shape.costs import default_head_budget
 
 
 @dataclass

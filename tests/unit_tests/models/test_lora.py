@@ -16,13 +16,13 @@ from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.distributed.placement import ParallelDims, copy_full_, held_part
 from torchtitan.errors import UserError
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.weights import AdapterNotApplied
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.weights import AdapterNotApplied
 from torchtitan.models import lora
 from torchtitan.models.adapter_math import ALPHA, FACTOR_A, FACTOR_B, is_factor
-from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_adapter, load_into, load_policy, save_adapter
+from torchtitan.models.layers.attention import PackedAttention, PackedLayout
 from torchtitan.models.lora import (
     adapted_modules,
     adapters_off,
@@ -33,9 +33,9 @@ from torchtitan.models.lora import (
     synced_parameters,
     whole_weights,
 )
-from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.shape import trained_parameters
+from torchtitan.models.shape.checkpoint_shape import trained_parameters
+from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.trainer.origins import Origins

@@ -17,10 +17,10 @@ from tests.roundings import forward_rounding
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.config.job_config import LRScheduler
 from torchtitan.errors import UserError
-from torchtitan.models.checkpoint_files import INDEX_FILE, fingerprint
-from torchtitan.models.elementwise import rms_norm, rotate
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
-from torchtitan.models.model_args import read_model_args
+from torchtitan.models.layers.elementwise import rms_norm, rotate
+from torchtitan.models.shape.checkpoint_files import INDEX_FILE, fingerprint
+from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler
 
@@ -206,7 +206,7 @@ def _longer(tensors: dict[str, torch.Tensor]) -> None:
 def test_a_head_that_is_not_the_tied_embedding_is_refused(
     tiny_checkpoint: Checkpoints, tmp_path: Path, change: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.models.checkpoint_files.CHUNK", 1000)
+    monkeypatch.setattr("torchtitan.models.shape.checkpoint_files.CHUNK", 1000)
     directory = _damaged(tiny_checkpoint("qwen2", True), tmp_path / "untied", change)
     with pytest.raises(UserError, match=r"ties lm_head\.weight and .*but here they are two: set tie_word_embeddings"):
         load_policy(directory)

@@ -11,15 +11,16 @@ from safetensors.torch import load_file
 from tests.devices import assert_near
 from tests.mixtures import MIXTURES, make_mixture
 from tests.policies import check_named_as_files
-from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.models import elementwise, moe
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
+from torchtitan.models.layers import elementwise
+from torchtitan.models.layers import mixture as moe
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.layers.mixture import grouped_linear, grouped_outer, places_of
 from torchtitan.models.lora import synced_parameters
-from torchtitan.models.mixture_args import MISSING
-from torchtitan.models.model_args import read_model_args
-from torchtitan.models.moe import grouped_linear, grouped_outer, places_of
+from torchtitan.models.shape.mixture_args import MISSING
+from torchtitan.models.shape.model_args import read_model_args
 
 LENGTHS = [37, 5, 70]
 

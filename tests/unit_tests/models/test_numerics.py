@@ -13,11 +13,11 @@ from tests.unit_tests.models.test_attention import Layer, plain_attention
 from torchtitan.config.job_config import JobConfig, Optimizer
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
-from torchtitan.models.attention import PackedAttention, PackedLayout, uses_varlen_flash
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.elementwise import rms_norm, rotate, swiglu
-from torchtitan.models.logprob_head import full_log_probs, fused_log_probs, fused_objective
-from torchtitan.models.moe import grouped_linear, places_of
+from torchtitan.models.head.logprob_head import full_log_probs, fused_log_probs, fused_objective
+from torchtitan.models.layers.attention import PackedAttention, PackedLayout, uses_varlen_flash
+from torchtitan.models.layers.elementwise import rms_norm, rotate, swiglu
+from torchtitan.models.layers.mixture import grouped_linear, places_of
 from torchtitan.models.parallelize import parallelize
 from torchtitan.preflight.debug_checkpoint import debug_model_args
 from torchtitan.trainer.optimizer import build_optimizer

@@ -33,17 +33,17 @@ from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.config.job_config import JobConfig, Lora, LRScheduler, Optimizer
 from torchtitan.distributed.placement import copy_full_
 from torchtitan.errors import UserError
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.versions import BaseWeights
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.serving.weight_verification import BaseWeights
 from torchtitan.models import adapter_math
 from torchtitan.models.adapter_math import BASE_BITS, LEVELS, dequantize, is_factor, is_quantized, quantize, rounded
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import estimate_memory, version_bytes
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy, save_adapter
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import QuantizedLinear, adapters_off, base_parameters, merged_weight
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.shape import read_args
+from torchtitan.models.shape.checkpoint_shape import read_args
+from torchtitan.models.shape.costs import estimate_memory, version_bytes
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer

@@ -7,8 +7,8 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import FLAVORS, find_flavor
+from torchtitan.models.shape.checkpoint_shape import FLAVORS, find_flavor
+from torchtitan.models.shape.model_args import ModelArgs
 
 # Elements in the published checkpoints (tied embeddings once).
 PUBLISHED = {
@@ -67,5 +67,5 @@ def test_find_flavor() -> None:
 
 
 def test_shapes_need_no_torch() -> None:
-    code = "import sys, torchtitan.models.shape; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchtitan.models.shape.checkpoint_shape; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -16,11 +16,11 @@ from tests.unit_tests.distributed.test_parallel import Layout, check_layouts
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedLayout, packed_attention
 from torchtitan.models.hf_checkpoint import export_policy, load_into, save_adapter
+from torchtitan.models.layers.attention import PackedLayout, packed_attention
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.shape import ForeignArgs, read_args, read_shape
+from torchtitan.models.shape.checkpoint_shape import ForeignArgs, read_args, read_shape
 from torchtitan.models.transformers_policy import TransformersPolicy, check_packing
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model, check_stage

@@ -13,14 +13,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from tests.chat_models import write_chat_tokenizer
 from tests.unit_tests.conftest import SHAPE, WriteConfig
 from torchtitan.errors import UserError
-from torchtitan.models.model_args import read_model_args
+from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.checkpoint import unusual_tokens
 from torchtitan.preflight.validate import load_config
-from torchtitan.rollout.demonstrations import Demonstrations
-from torchtitan.rollout.prompts import PromptMaker, load_datasets
-from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.unknown_text import refuse_surplus_tokens
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.demonstrations import Demonstrations
+from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.data.unknown_text import refuse_surplus_tokens
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
 

@@ -12,9 +12,9 @@ import pytest
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError
-from torchtitan.models.compute_type import choose_types
-from torchtitan.models.costs import estimate_memory
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.compute_type import choose_types
+from torchtitan.models.shape.costs import estimate_memory
 from torchtitan.preflight.memory import host_bytes, tight_memory
 from torchtitan.preflight.validate import load_config
 from torchtitan.utils import machine

@@ -21,12 +21,13 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.models import attention, fused_head, logit_tiles, logprob_head
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import estimate_memory
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.head import fused_head, logit_tiles, logprob_head
+from torchtitan.models.layers import attention
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.parallelize import ExpertExchange, before_micro_batch, parallelize
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import estimate_memory
 from torchtitan.preflight.validate import load_config
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.utils.dtypes import DTYPES

@@ -11,10 +11,10 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.costs import estimate_memory
-from torchtitan.models.mixture_args import ExpertArgs
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import find_flavor
+from torchtitan.models.shape.checkpoint_shape import find_flavor
+from torchtitan.models.shape.costs import estimate_memory
+from torchtitan.models.shape.mixture_args import ExpertArgs
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model, check_stage
 

@@ -20,15 +20,15 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.grpo_train import Run
 from torchtitan.preflight.validate import draft_of
-from torchtitan.rollout.prompts import load_rows
+from torchtitan.rollout.data.prompts import load_rows
 from torchtitan.rollout.rewards import load_reward
-from torchtitan.rollout.rewards.builtin import arithmetic
+from torchtitan.rollout.rewards.builtin_rewards import arithmetic
 
 CELL = """
 import math as m
 import re
 from collections import Counter
-from torchtitan.rollout.rewards.builtin import texts
+from torchtitan.rollout.rewards.builtin_rewards import texts
 
 raise_if_run_again = print("this line is no definition")
 PATTERN = re.compile("[0-9]+", re.ASCII)
@@ -105,7 +105,7 @@ def test_a_scripts_class_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
     names = names_of(["accuracy", arithmetic], tmp_path, "reward function")
-    assert names == ["accuracy", "torchtitan.rollout.rewards.builtin:arithmetic"]
+    assert names == ["accuracy", "torchtitan.rollout.rewards.builtin_rewards:arithmetic"]
     assert not list(tmp_path.iterdir())
 
 

@@ -12,8 +12,8 @@ from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config import derived
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.costs import MemoryEstimate, estimate_memory, on_device
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import MemoryEstimate, estimate_memory, on_device
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import load_config

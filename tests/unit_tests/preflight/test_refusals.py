@@ -16,7 +16,7 @@ import pytest
 from tests.unit_tests.conftest import GOOD, SHAPE, WriteConfig
 from torchtitan.config.derived import verification
 from torchtitan.errors import ConfigError
-from torchtitan.inference.agent.engine import load_engine
+from torchtitan.inference.engines.sidecar.foreign_engine import load_engine
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.validate import load_config
 

@@ -92,9 +92,9 @@ def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:
     tables = {
         "model": {"hf_assets_path": str(tmp_path / "assets" / "debug_guess")},
         "environment": {
-            "factory": "torchtitan.rollout.environments.builtin:Gues",
+            "factory": "torchtitan.rollout.environments.builtin_environments:Gues",
             "tools": ["no.such.module:tool", "no.such.module:tool"],
-            "tool_parser": "torchtitan.rollout.environments.builtin:bracket",
+            "tool_parser": "torchtitan.rollout.environments.builtin_environments:bracket",
             "max_turns": 0,
         },
         "rewards": {"functions": []},

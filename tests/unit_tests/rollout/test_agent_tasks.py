@@ -11,9 +11,9 @@ import pytest
 from tests.unit_tests.rollout.test_tokenizer import write_tokenizer
 from torchtitan.errors import UserError
 from torchtitan.preflight.debug_checkpoint import INDEX, WARM_STARTS, batches
-from torchtitan.rollout.environments import builtin
-from torchtitan.rollout.environments.builtin import GUESSES, LARGEST, Guess, guess_rows
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.environments import builtin_environments as builtin
+from torchtitan.rollout.environments.builtin_environments import GUESSES, LARGEST, Guess, guess_rows
 
 numbers = random.Random(0)
 Player = Callable[[int, int], int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan.rollout.rewards.builtin import accuracy
+from torchtitan.rollout.rewards.builtin_rewards import accuracy
 
 # Kind -> (reference, answers that equal it, answers that do not).
 TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {

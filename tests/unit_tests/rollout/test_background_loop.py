@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.rollouts import BackgroundLoop
+from torchtitan.rollout.flow.rollouts import BackgroundLoop
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.rollout_tables import Curriculum
 from torchtitan.config.sources import Source
 from torchtitan.errors import UserError
-from torchtitan.rollout.curriculum import CurriculumStream
-from torchtitan.rollout.prompts import PromptMaker
+from torchtitan.rollout.data.curriculum import CurriculumStream
+from torchtitan.rollout.data.prompts import PromptMaker
 from torchtitan.rollout.types import Batch, Prompt
 from torchtitan.trainer.packing import minibatches
 

@@ -12,9 +12,9 @@ from tests.chat_families import GLM4MOE, QWEN3
 from tests.chat_models import CHAT_TEMPLATE, write_chat_tokenizer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker, Demonstrations
-from torchtitan.rollout.prompts import load_datasets, load_rows
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.demonstrations import Demonstration, DemonstrationMaker, Demonstrations
+from torchtitan.rollout.data.prompts import load_datasets, load_rows
 
 ASK = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 HI, YES, MORE = (

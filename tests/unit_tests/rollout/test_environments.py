@@ -15,11 +15,11 @@ import pytest
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
-from torchtitan.rollout.gateway.process import SessionAccess
+from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool
+from torchtitan.rollout.gateway.gateway_process import SessionAccess
 from torchtitan.rollout.workers import isolation, seen_files
 from torchtitan.rollout.workers.inside import QUOTES
-from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
+from torchtitan.rollout.workers.worker_process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 HERE = "tests.unit_tests.rollout.environment_examples"

@@ -20,12 +20,12 @@ from torchtitan.inference.types import (
     VersionSpan,
     stream_seed,
 )
-from torchtitan.rollout.environments.pool import EnvironmentPool
-from torchtitan.rollout.episodes import MAX_STRAYS, EpisodeFailed, EpisodePlayer, Player
-from torchtitan.rollout.gateway.process import GatewayLost
-from torchtitan.rollout.group_maker import GroupMaker
+from torchtitan.rollout.environments.environment_pool import EnvironmentPool
+from torchtitan.rollout.flow.episodes import MAX_STRAYS, EpisodeFailed, EpisodePlayer, Player
+from torchtitan.rollout.flow.group_maker import GroupMaker
+from torchtitan.rollout.gateway.gateway_process import GatewayLost
 from torchtitan.rollout.types import Failure, Prompt, Trajectory
-from torchtitan.rollout.workers.process import CallFailed
+from torchtitan.rollout.workers.worker_process import CallFailed
 from torchtitan.trainer.evaluation import Evaluator, interval_with_lost
 from torchtitan.trainer.interval import interval
 from torchtitan.utils.json_lines import EventLog, read_json_lines

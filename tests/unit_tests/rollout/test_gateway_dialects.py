@@ -22,8 +22,8 @@ from tests.chat_models import ADDED, SPECIAL, write_chat_tokenizer
 from tests.patience import PATIENCE_S, asynchronous
 from tests.programs import API, Program
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.gateway.server import GatewayServer
-from torchtitan.rollout.tokenizer import Tokenizer
 
 PIECES = ["a", "B ", "\n", "\n\n", "é", "日本", "🙂", "\u200d", "{}", '"', "<", "|", "im_end", "\\u0", *SPECIAL, *ADDED]
 PIECES += ["<|eot_id|>", "<|start_header_id|>", "<|python_tag|>"]

@@ -11,12 +11,12 @@ import pytest
 from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, Given, SamplingParameters, VersionSpan
-from torchtitan.rollout.data.tool_formats.format import ToolCall
-from torchtitan.rollout.data.tool_formats.registry import parse_tool_calls
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.tool_formats.format import ToolCall
+from torchtitan.rollout.conversation.tool_formats.registry import parse_tool_calls
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall, make_choice, parse_tokens, stop_ids
-from torchtitan.rollout.gateway.chat_completions import ChatCompletions
+from torchtitan.rollout.gateway.dialects.chat_completions import ChatCompletions
 from torchtitan.rollout.gateway.session import Session
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <|im_end|> up", "parameters": {}}}]
 PIECES = ["a", " ", "\n", "\n\n", "é", "日本", "🙂", "\u200d", "{}", '"', "<", "|", "im_end", *SPECIAL, *ADDED]

@@ -14,7 +14,7 @@ from tests.chat_models import write_chat_tokenizer
 from tests.patience import PATIENCE_S, asynchronous, eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import SamplingParameters
-from torchtitan.rollout.gateway.process import Gateway
+from torchtitan.rollout.gateway.gateway_process import Gateway
 from torchtitan.rollout.gateway.server import serve
 from torchtitan.utils import http_site
 from torchtitan.utils.json_lines import EventLog

@@ -18,11 +18,11 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import Distill
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.server import EngineServer
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.rollout.group_maker import Teacher, make_sample
-from torchtitan.rollout.journal import decode_batch, encode_batch
+from torchtitan.rollout.flow.group_maker import Teacher, make_sample
+from torchtitan.rollout.flow.journal import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Trajectory
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
@@ -96,7 +96,7 @@ async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any)
 
 @asynchronous
 async def test_a_server_that_fails_is_asked_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.rollout.group_maker.PAUSE_S", 0.0)
+    monkeypatch.setattr("torchtitan.rollout.flow.group_maker.PAUSE_S", 0.0)
     asked: list[str] = []
 
     def post(path: str, body: bytes) -> tuple[int, Any]:

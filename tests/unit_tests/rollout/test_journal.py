@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from tests.trajectories import completion_of, single_turn
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
-from torchtitan.rollout.journal import JOURNAL_NAME, Journal, ReplaySource, decode_batch, encode_batch, read_records
+from torchtitan.rollout.flow.journal import (
+    JOURNAL_NAME,
+    Journal,
+    ReplaySource,
+    decode_batch,
+    encode_batch,
+    read_records,
+)
 from torchtitan.rollout.types import Batch, Group, Sample
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6)

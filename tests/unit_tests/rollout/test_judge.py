@@ -17,7 +17,7 @@ from tests.patience import PATIENCE_S
 from tests.unit_tests.rollout.test_reward_pool import completions_of, totals
 from torchtitan.config.job_config import JobConfig
 from torchtitan.preflight.validate import validate
-from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt
 
 PROMPT = Prompt(0, "2+2", [1], {"answer": "4"})

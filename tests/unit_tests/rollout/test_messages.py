@@ -10,8 +10,8 @@ import pytest
 
 from tests.chat_families import GLM4MOE, QWEN3, Family
 from torchtitan.errors import UserError
-from torchtitan.rollout.messages import THOUGHTS, plain_message, read_chat
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.messages import THOUGHTS, plain_message, read_chat
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 
 ASK: dict[str, Any] = {"role": "user", "content": "2+2?"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -10,8 +10,8 @@ from math import floor
 
 import pytest
 
-from torchtitan.rollout.mix import Mix, in_turns
-from torchtitan.rollout.staleness_budget import StalenessBudget
+from torchtitan.rollout.data.mix import Mix, in_turns
+from torchtitan.rollout.flow.staleness_budget import StalenessBudget
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.packing import minibatches
 

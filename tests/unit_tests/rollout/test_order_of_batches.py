@@ -27,8 +27,8 @@ from tests.unit_tests.rollout.test_rollouts import (
 )
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.rollouts import Rollouts
+from torchtitan.rollout.flow.group_maker import GroupMaker
+from torchtitan.rollout.flow.rollouts import Rollouts
 
 BATCHES = 5
 

@@ -18,8 +18,8 @@ from pyarrow import parquet
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.prompt_stream import PromptStream
-from torchtitan.rollout.prompts import (
+from torchtitan.rollout.data.prompt_stream import PromptStream
+from torchtitan.rollout.data.prompts import (
     PromptMaker,
     arithmetic_rows,
     first_held_out,

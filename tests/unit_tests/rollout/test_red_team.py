@@ -22,12 +22,13 @@ from tests import red_team
 from tests.patience import PATIENCE_S
 from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
-from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
-from torchtitan.rollout.gateway.process import SessionAccess
-from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool
+from torchtitan.rollout.gateway.gateway_process import SessionAccess
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt
-from torchtitan.rollout.workers import isolation, process
-from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
+from torchtitan.rollout.workers import isolation
+from torchtitan.rollout.workers import worker_process as process
+from torchtitan.rollout.workers.worker_process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog
 
 MARK = "the-key-of-the-run"

@@ -11,8 +11,9 @@ import pytest
 
 from tests.unit_tests.rollout.test_prompts import Characters, make_config, write_jsonl
 from torchtitan.errors import UserError
-from torchtitan.rollout.prompts import PromptMaker, load_datasets
-from torchtitan.rollout.rewards import ARGUMENTS, worker
+from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.rewards import ARGUMENTS
+from torchtitan.rollout.rewards import reward_worker as worker
 from torchtitan.rollout.rewards.references import unreadable
 from torchtitan.rollout.workers.inside import HEADER, read_message, written
 

@@ -26,8 +26,8 @@ from tests.unit_tests.rollout.test_rollouts import (
     wait_until_quiet,
 )
 from torchtitan.errors import UserError
-from torchtitan.rollout.journal import Journal
-from torchtitan.rollout.rollouts import Rollouts
+from torchtitan.rollout.flow.journal import Journal
+from torchtitan.rollout.flow.rollouts import Rollouts
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 

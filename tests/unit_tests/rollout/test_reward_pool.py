@@ -13,8 +13,8 @@ from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.preflight.validate import draft_of, ready
-from torchtitan.rollout.rewards import worker
-from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.rewards import reward_worker as worker
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.workers import isolation
 

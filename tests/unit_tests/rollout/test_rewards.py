@@ -270,9 +270,9 @@ def test_every_built_in_takes_any_column_and_some_need_an_answer() -> None:
         ("acuracy", "nearest: accuracy"),
         ("nonsense", "must be one of accuracy"),
         ("no.such.module:reward", "no.such.module"),
-        ("torchtitan.rollout.rewards.builtin:aritmetic", "nearest: arithmetic"),
-        ("torchtitan.rollout.rewards.builtin:PARTIAL_CREDIT", "not a function"),
-        ("torchtitan.rollout.rewards.builtin:", "unknown reward function"),
+        ("torchtitan.rollout.rewards.builtin_rewards:aritmetic", "nearest: arithmetic"),
+        ("torchtitan.rollout.rewards.builtin_rewards:PARTIAL_CREDIT", "not a function"),
+        ("torchtitan.rollout.rewards.builtin_rewards:", "unknown reward function"),
     ],
 )
 def test_unknown_functions_are_named(name: str, message: str) -> None:

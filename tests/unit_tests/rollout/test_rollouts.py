@@ -21,12 +21,12 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.rewards.pool import Score
-from torchtitan.rollout.rollouts import Rollouts
-from torchtitan.rollout.source_flow import has_no_advantage
-from torchtitan.rollout.staleness_budget import StalenessBudget
-from torchtitan.rollout.statistics import sample_version
+from torchtitan.rollout.flow.group_maker import GroupMaker
+from torchtitan.rollout.flow.rollouts import Rollouts
+from torchtitan.rollout.flow.source_flow import has_no_advantage
+from torchtitan.rollout.flow.staleness_budget import StalenessBudget
+from torchtitan.rollout.flow.statistics import sample_version
+from torchtitan.rollout.rewards.reward_pool import Score
 from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 

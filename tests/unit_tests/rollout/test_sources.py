@@ -32,9 +32,9 @@ from torchtitan.config.sources import Source
 from torchtitan.errors import UserError
 from torchtitan.inference.types import GenerateRequest, VersionSpan
 from torchtitan.report.metrics import describe_sample
-from torchtitan.rollout.journal import Journal, decode_batch, encode_batch
-from torchtitan.rollout.rewards.pool import RewardPool
-from torchtitan.rollout.rollouts import Rollouts, make_stages
+from torchtitan.rollout.flow.journal import Journal, decode_batch, encode_batch
+from torchtitan.rollout.flow.rollouts import Rollouts, make_stages
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Batch, Prompt
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
@@ -245,7 +245,7 @@ def test_prompts_too_long_for_one_source_end_only_it(tmp_path: Path) -> None:
 
 
 def test_sources_that_run_the_same_share_its_processes(tmp_path: Path) -> None:
-    config, guess = make_config(), "torchtitan.rollout.environments.builtin:Guess"
+    config, guess = make_config(), "torchtitan.rollout.environments.builtin_environments:Guess"
     config.source = [
         Source(name="a", environment={"factory": guess}, max_completion_tokens=8),
         Source(name="b", environment={"factory": guess}, max_completion_tokens=10),

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"

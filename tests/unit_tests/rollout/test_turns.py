@@ -18,16 +18,16 @@ from tests.policies import make_debug_checkpoint
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker
-from torchtitan.rollout.environments.pool import Outcome, Reply
-from torchtitan.rollout.episodes import EpisodePlayer
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.data.demonstrations import Demonstration, DemonstrationMaker
+from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.environments.environment_pool import Outcome, Reply
+from torchtitan.rollout.flow.episodes import EpisodePlayer
+from torchtitan.rollout.flow.rollouts import Rollouts, Stage
 from torchtitan.rollout.gateway.calls import Call, Choice
-from torchtitan.rollout.gateway.process import Gateway
+from torchtitan.rollout.gateway.gateway_process import Gateway
 from torchtitan.rollout.gateway.server import GatewayServer
 from torchtitan.rollout.gateway.session import Session
-from torchtitan.rollout.prompts import PromptMaker, load_datasets
-from torchtitan.rollout.rollouts import Rollouts, Stage
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 USER, MORE = {"role": "user", "content": "Hi there"}, {"role": "user", "content": "And  now?"}
 CALL = {"id": "000000000", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}

@@ -12,9 +12,9 @@ from tokenizers import models
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.demonstrations import Demonstrations
-from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.unknown_text import check_unknown_text
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.demonstrations import Demonstrations
+from torchtitan.rollout.data.unknown_text import check_unknown_text
 
 LETTERS = ["<unk>", *"0123456789+= "]
 VOCABULARY = {letter: number for number, letter in enumerate(LETTERS)}

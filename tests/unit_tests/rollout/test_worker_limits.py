@@ -20,9 +20,10 @@ from tests.patience import PATIENCE_S
 from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.environments import agent_worker
-from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt
-from torchtitan.rollout.workers import control_group, isolation, process, restrictions, seen_files, usage
+from torchtitan.rollout.workers import control_group, isolation, restrictions, seen_files, usage
+from torchtitan.rollout.workers import worker_process as process
 from torchtitan.rollout.workers.control_group import candidates, make_control_group, our_groups
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 
 from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
-from torchtitan.rollout.rewards.pool import REPLY_BYTES, SAMPLE_BYTES, RewardPool
+from torchtitan.rollout.rewards.reward_pool import REPLY_BYTES, SAMPLE_BYTES, RewardPool
 from torchtitan.rollout.types import Prompt
 from torchtitan.rollout.workers import replies
 from torchtitan.rollout.workers.inside import HEADER

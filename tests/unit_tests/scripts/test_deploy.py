@@ -16,7 +16,7 @@ from scripts.check_environment import read_requirements
 from tests.patience import PATIENCE_S
 from tests.unit_tests.conftest import write_stubs
 from torchtitan.config.reading import read_command_line
-from torchtitan.models.shape import find_flavor
+from torchtitan.models.shape.checkpoint_shape import find_flavor
 from torchtitan.preflight.validate import validated
 
 ROOT = Path(__file__).resolve().parents[3]

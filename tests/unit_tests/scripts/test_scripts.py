@@ -17,7 +17,7 @@ from tests.patience import PATIENCE_S
 from tests.unit_tests.conftest import write_stubs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.shape import find_flavor
+from torchtitan.models.shape.checkpoint_shape import find_flavor
 from torchtitan.preflight.plan import tensor_parallel_size
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,14 +48,14 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_server_is_our_agent_with_the_engines_options_behind(engine: str, model: Path) -> None:
-    from torchtitan.inference.agent.__main__ import parse_arguments
+    from torchtitan.inference.engines.sidecar.__main__ import parse_arguments
 
     script = ROOT / f"scripts/launch_{engine}_server.sh"
     words: list[str | Path] = [script, "--dry-run", "--model", model, "--port=8123", "--dtype", "bfloat16", "--"]
     done = run([*words, "--seed", "3", "--some-json", '{"a": 1}'])
     assert done.returncode == 0, done.stderr
     command = shlex.split(done.stderr.removeprefix(f"[{engine}]"))
-    arguments = command[command.index("torchtitan.inference.agent") + 1 :]
+    arguments = command[command.index("torchtitan.inference.engines.sidecar") + 1 :]
     os.environ["TORCHTITAN_ACTOR_TOKEN"] = "x"
     try:
         parsed = parse_arguments(arguments)
@@ -146,7 +146,7 @@ def config(tmp_path: Path, model: Path) -> Path:
 
 @pytest.mark.slow
 def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, model: Path, config: Path) -> None:
-    from torchtitan.inference.agent.__main__ import parse_arguments
+    from torchtitan.inference.engines.sidecar.__main__ import parse_arguments
 
     done, calls = slurm(
         tmp_path, ["--training.steps", "9", "--inference.tensor_parallel_size", "2"], CONFIG_FILE=str(config),

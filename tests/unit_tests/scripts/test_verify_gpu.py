@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S, until
 from tests.processes import has_ended
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.reading import read_command_line
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import validated
 
@@ -195,7 +195,7 @@ esac
 
 def test_figures_of_a_run_are_held_against_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts.verify_figures import figures
-    from torchtitan.models.costs import estimate_memory
+    from torchtitan.models.shape.costs import estimate_memory
 
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
     monkeypatch.setattr("scripts.verify_figures.device_bytes_of_driver", lambda: 80 * 2**30)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.word_problems import CARELESS, make_rows
-from torchtitan.rollout.rewards.builtin import accuracy
+from torchtitan.rollout.rewards.builtin_rewards import accuracy
 
 # By a word that only questions of this kind have: the result from the question's numbers, in their order.
 RESULTS: dict[str, Callable[..., int]] = {

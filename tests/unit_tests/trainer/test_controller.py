@@ -15,8 +15,8 @@ import pytest
 from tests.patience import until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.pool import Round
-from torchtitan.rollout.rollouts import BackgroundLoop
+from torchtitan.inference.engines.colocated.replica_pool import Round
+from torchtitan.rollout.flow.rollouts import BackgroundLoop
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer.controller import Controller, DataPath, Kind
 from torchtitan.trainer.job import Job

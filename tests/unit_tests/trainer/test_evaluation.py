@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rollout.group_maker import GroupMaker
+from torchtitan.rollout.flow.group_maker import GroupMaker
 from torchtitan.rollout.types import Failure, Prompt, Trajectory
 from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, evaluate_all, is_pinned, pass_at_k
 from torchtitan.trainer.interval import interval

@@ -16,8 +16,8 @@ from tests.unit_tests.trainer.test_prefixes import make_tree
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.parallelize import mixtures
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.policy_trainer import PolicyTrainer

@@ -24,9 +24,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import LOSS_TYPES
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.types import VersionSpan
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 

@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_the_mean_cross_entropy(
 def test_without_an_environment_it_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     config = run_config(tiny_checkpoint("qwen3", True), COEFFICIENT)
     assert [problem.key for problem in validate(config)].count("grpo.observation_coefficient") == 1
-    config.environment.factory = "torchtitan.rollout.environments.builtin:Guess"
+    config.environment.factory = "torchtitan.rollout.environments.builtin_environments:Guess"
     assert "grpo.observation_coefficient" not in {problem.key for problem in validate(config)}
     config.parallelism.context_parallel_degree = 2
     assert "grpo.observation_coefficient" in {problem.key for problem in validate(config)}

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.sources import Source
-from torchtitan.models import checkpoint_files
-from torchtitan.models.shape import FLAVORS, read_shape
+from torchtitan.models.shape import checkpoint_files
+from torchtitan.models.shape.checkpoint_shape import FLAVORS, read_shape
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.trainer import origins
 from torchtitan.trainer.origins import Origins
 

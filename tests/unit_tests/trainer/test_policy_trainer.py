@@ -20,10 +20,10 @@ from torchtitan.config.job_config import Checkpoint, JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.grpo.loss import FixedLogProbs
-from torchtitan.models import fused_head
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.moe import ExpertLinear
+from torchtitan.models.head import fused_head
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.layers.mixture import ExpertLinear
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.packing import MicroBatch, trained_tokens

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_config
 from torchtitan.inference.types import Branch, Completion, Given, Routes, VersionSpan
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.models.shape import FLAVORS
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.shape.checkpoint_shape import FLAVORS
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer import prefixes
 from torchtitan.trainer.packing import pack

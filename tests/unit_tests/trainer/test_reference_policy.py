@@ -14,12 +14,12 @@ from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_ba
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, full_tensor
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.costs import MemoryEstimate, estimate_memory
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import save_adapter
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import MemoryEstimate, estimate_memory
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.trainer.reference import Reference, ReferencePolicy, build_reference

@@ -20,10 +20,11 @@ from tests.trajectories import single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.engine import ForeignEngine
-from torchtitan.inference.client import RequestRefused
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.actor_client import RequestRefused
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.engines.sidecar.foreign_engine import ForeignEngine
+from torchtitan.inference.engines.vllm.engine import ENGINE as VLLM
 from torchtitan.inference.types import (
     Branch,
     Completion,
@@ -34,13 +35,12 @@ from torchtitan.inference.types import (
     add_turn,
     branch_routes,
 )
-from torchtitan.inference.vllm.engine import ENGINE as VLLM
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.models.moe import MoE
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.layers.mixture import MoE
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
-from torchtitan.rollout.journal import decode_batch, encode_batch
+from torchtitan.rollout.flow.journal import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.checkpoint import collect
 from torchtitan.trainer.packing import pack

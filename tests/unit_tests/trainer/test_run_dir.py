@@ -12,8 +12,8 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.exports import EXPORT_FOLDERS, WHOLE, newest_export
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.exports import EXPORT_FOLDERS, WHOLE, newest_export
 from torchtitan.trainer.run_dir import (
     NEWEST,
     Start,

@@ -18,11 +18,11 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, stage_settings
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
-from torchtitan.rollout.demonstrations import Demonstrations
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.demonstrations import Demonstrations
 from torchtitan.trainer.packing import MicroBatch
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.trainer.reference import build_reference

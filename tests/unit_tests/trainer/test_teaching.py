@@ -20,17 +20,17 @@ from tests.unit_tests.trainer.test_stages import Trained, demonstrations, make_c
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.sources import Source
 from torchtitan.distributed import device
-from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.server import EngineServer
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
-from torchtitan.models.costs import estimate_memory
 from torchtitan.models.hf_checkpoint import load_policy
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import estimate_memory
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
-from torchtitan.rollout.group_maker import Teacher
-from torchtitan.rollout.journal import decode_batch, encode_batch
-from torchtitan.rollout.prompts import PromptMaker
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.prompts import PromptMaker
+from torchtitan.rollout.flow.group_maker import Teacher
+from torchtitan.rollout.flow.journal import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Trajectory
 from torchtitan.trainer.teaching import hinted
 

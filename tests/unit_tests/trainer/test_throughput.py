@@ -13,10 +13,10 @@ from tests.unit_tests.trainer.test_gradient_independence import make_batch
 from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_config
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed import device
-from torchtitan.models.batch_invariance import InvariantSizes
-from torchtitan.models.costs import Passes, model_flops, throughput
-from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import FLAVORS
+from torchtitan.models.layers.batch_invariance import InvariantSizes
+from torchtitan.models.shape.checkpoint_shape import FLAVORS
+from torchtitan.models.shape.costs import Passes, model_flops, throughput
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.rollout.types import Group, Sample
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")

@@ -11,7 +11,7 @@ from deterministic.parts import REGISTRY, TOKEN
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.errors import UserError
-from torchtitan.inference import guest
+from torchtitan.inference.serving import joining as guest
 from torchtitan.utils.budget import Budgets
 from torchtitan.weight_sync.registry import guests
 from torchtitan.weight_sync.registry.registry import ACTOR_SHARE, Registry

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError, load_object
-from torchtitan.rollout.environments.worker import allow_for_a_thread, read_number
+from torchtitan.rollout.environments.environment_worker import allow_for_a_thread, read_number
 from torchtitan.rollout.workers import usage
 from torchtitan.rollout.workers.inside import OUTSIDE_SIGNALS, QUOTES, run, without_stop_iteration
 

@@ -17,11 +17,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from torchtitan.inference.types import Body, Completion
-from torchtitan.rollout.data.tool_formats.format import ToolCall
-from torchtitan.rollout.data.tool_formats.registry import DEFAULT
-from torchtitan.rollout.data.turns import reader_of
-from torchtitan.rollout.messages import plain_message
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.messages import plain_message
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tool_formats.format import ToolCall
+from torchtitan.rollout.conversation.tool_formats.registry import DEFAULT
+from torchtitan.rollout.conversation.turns import reader_of
 
 # Options that would change the answer but are not supported; a call with any value other than these is refused.
 ONLY: dict[str, tuple[Any, ...]] = {

@@ -21,10 +21,11 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan.errors import UserError
-from torchtitan.inference.engine_server import write_port_file
+from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
-from torchtitan.rollout.data.tool_formats.format import refuse_constant
-from torchtitan.rollout.data.tool_formats.registry import find_format
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.tool_formats.format import refuse_constant
+from torchtitan.rollout.conversation.tool_formats.registry import find_format
 from torchtitan.rollout.gateway.calls import (
     Answer,
     Call,
@@ -36,13 +37,12 @@ from torchtitan.rollout.gateway.calls import (
     stop_ids,
     tokens_answer,
 )
-from torchtitan.rollout.gateway.chat_completions import ChatCompletions
-from torchtitan.rollout.gateway.messages import AnthropicMessages
+from torchtitan.rollout.gateway.dialects.anthropic_messages import AnthropicMessages
+from torchtitan.rollout.gateway.dialects.chat_completions import ChatCompletions
+from torchtitan.rollout.gateway.dialects.responses import OpenAIResponses
 from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.rollout.gateway.record import branches_to_json
-from torchtitan.rollout.gateway.responses import OpenAIResponses
 from torchtitan.rollout.gateway.session import Session
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import HttpSite, has_token, raise_descriptor_limit
 from torchtitan.utils.logs import log_to

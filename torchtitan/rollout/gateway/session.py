@@ -10,9 +10,9 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, SamplingParameters, add_turn
+from torchtitan.rollout.conversation.messages import Messages, plain_message
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
-from torchtitan.rollout.messages import Messages, plain_message
-from torchtitan.rollout.tokenizer import ChatRenderer
 
 # What is counted of the answers of a session; see Session.counts.
 COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out")

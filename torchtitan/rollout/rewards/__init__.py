@@ -14,15 +14,15 @@ from typing import Any
 from torchtitan.errors import UserError, load_object, nearest
 
 BUILTIN: dict[str, str] = {
-    "accuracy": "torchtitan.rollout.rewards.builtin:accuracy",
-    "arithmetic": "torchtitan.rollout.rewards.builtin:arithmetic",
-    "cosine_length": "torchtitan.rollout.rewards.builtin:cosine_length",
-    "exact_match": "torchtitan.rollout.rewards.builtin:exact_match",
-    "format": "torchtitan.rollout.rewards.builtin:format",
+    "accuracy": "torchtitan.rollout.rewards.builtin_rewards:accuracy",
+    "arithmetic": "torchtitan.rollout.rewards.builtin_rewards:arithmetic",
+    "cosine_length": "torchtitan.rollout.rewards.builtin_rewards:cosine_length",
+    "exact_match": "torchtitan.rollout.rewards.builtin_rewards:exact_match",
+    "format": "torchtitan.rollout.rewards.builtin_rewards:format",
     "judge": "torchtitan.rollout.rewards.judge:judge",
-    "length": "torchtitan.rollout.rewards.builtin:length",
-    "repetition": "torchtitan.rollout.rewards.builtin:repetition",
-    "soft_overlong": "torchtitan.rollout.rewards.builtin:soft_overlong",
+    "length": "torchtitan.rollout.rewards.builtin_rewards:length",
+    "repetition": "torchtitan.rollout.rewards.builtin_rewards:repetition",
+    "soft_overlong": "torchtitan.rollout.rewards.builtin_rewards:soft_overlong",
 }
 
 NEEDS_ANSWER = frozenset({"accuracy", "arithmetic", "cosine_length", "exact_match", "length"})

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from torchtitan.config.rollout_tables import Judge as Settings
-from torchtitan.rollout.rewards.builtin import Completion, answer_texts
+from torchtitan.rollout.rewards.builtin_rewards import Completion, answer_texts
 from torchtitan.utils.typed_json import IN_PLACE_BYTES, Object, decode
 
 FORMS = {

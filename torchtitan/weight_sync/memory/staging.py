@@ -25,7 +25,8 @@ Area = memoryview | torch.Tensor
 
 @dataclass(frozen=True)
 class ExpectedChecksums:
-    """What is needed to verify an engine's own tensors against a version after it is applied; see inference/digest.py.
+    """What is needed to verify an engine's own tensors against a version after it is applied; see
+    inference/serving/weight_digest.py.
 
     sheets: by sender rank, the checksums of its buckets. still_staged: returns whether staging memory still holds this
     version.

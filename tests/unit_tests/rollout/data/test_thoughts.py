@@ -14,15 +14,15 @@ from tests.chat_families import Family
 from tests.chat_models import CHAT_TEMPLATE
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
-from torchtitan.rollout.data.tool_formats.registry import parse_tool_calls
-from torchtitan.rollout.data.turns import TurnReader
-from torchtitan.rollout.environments.pool import Outcome, Reply
-from torchtitan.rollout.episodes import EpisodePlayer
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tool_formats.registry import parse_tool_calls
+from torchtitan.rollout.conversation.turns import TurnReader
+from torchtitan.rollout.data.prompts import PromptMaker
+from torchtitan.rollout.environments.environment_pool import Outcome, Reply
+from torchtitan.rollout.flow.episodes import EpisodePlayer
+from torchtitan.rollout.flow.group_maker import GroupMaker
 from torchtitan.rollout.gateway.calls import Call, make_choice
-from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.prompts import PromptMaker
-from torchtitan.rollout.rewards.pool import RewardPool
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.rewards.reward_pool import RewardPool
 
 OSS_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 OSS = """{%- for m in messages %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endfor %}

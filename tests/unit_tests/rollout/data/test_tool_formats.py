@@ -12,11 +12,11 @@ import pytest
 
 from tests.chat_families import FAMILIES, Family
 from torchtitan.inference.types import Completion, VersionSpan
-from torchtitan.rollout.data.tool_formats.format import ToolCall, UnreadableCall
-from torchtitan.rollout.data.tool_formats.registry import FORMATS, find_format, parse_tool_calls
-from torchtitan.rollout.data.turns import TurnReader
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.tool_formats.format import ToolCall, UnreadableCall
+from torchtitan.rollout.conversation.tool_formats.registry import FORMATS, find_format, parse_tool_calls
+from torchtitan.rollout.conversation.turns import TurnReader
 from torchtitan.rollout.gateway.calls import Call, make_choice
-from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 # As these families' templates write calls; the rest of a template does not matter here.
 FRAME = """

@@ -1,0 +1,80 @@
+"""python -m torchtitan.inference.engines.sglang.serve --port-file F --token-env V -- ARGUMENTS: SGLang's own server.
+
+Run with the Python of SGLang's environment. ARGUMENTS go to SGLang as they are. What this adds: see engine_server.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from torchtitan.errors import UserError
+from torchtitan.inference.serving.middleware import (
+    PrefixKeyMiddleware,
+    TokenMiddleware,
+    parse_arguments,
+    prepare,
+    write_port_file,
+)
+
+# What Python calls this module in the processes that SGLang starts.
+IN_A_CHILD = "__mp_main__"
+EVERYTHING = 2**62
+
+
+def forget_prefixes(result: Any, scheduler: Any, order: Any) -> Any:
+    """After SGLang's scheduler has retracted its requests: drop what they had computed, which they would find again.
+
+    Its own flush refuses while requests wait. Raises RuntimeError, which ends the scheduler, where something is left.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    cache = scheduler.tree_cache
+    if order.mode == "retract" and not cache.disable:
+        cache.evict(EvictParams(EVERYTHING, EVERYTHING, EVERYTHING))
+        left = cache.total_size()  # of a model with several kinds of layers, one number for each
+        if any(left) if isinstance(left, tuple) else left:
+            raise RuntimeError(f"{left} tokens of the prefix cache could not be dropped before new weights come")
+    return result
+
+
+def register_hook() -> None:
+    """Called in each process of SGLang, before its scheduler is made."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.pause_generation", forget_prefixes)
+
+
+def main(argv: list[str]) -> None:
+    """Serve until a signal, or the parent's end."""
+    own, theirs = parse_arguments("sglang", __doc__, argv)
+    held = prepare(own, whole_group=True)
+    port = held.getsockname()[1]
+
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    arguments = prepare_server_args(["--host", own.host, "--port", str(port), *theirs])
+    if getattr(arguments, "tokenizer_worker_num", 1) != 1:
+        raise UserError("--tokenizer-worker-num: more than one would serve without asking for the token")
+    app.add_middleware(PrefixKeyMiddleware)
+    app.add_middleware(TokenMiddleware)  # the last one is asked first
+    write_port_file(own.port_file, port)
+    try:
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == IN_A_CHILD:
+    register_hook()
+elif __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as failure:
+        sys.exit(f"error: {failure}")

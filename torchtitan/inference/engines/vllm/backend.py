@@ -1,0 +1,282 @@
+"""vLLM's side of the weight synchronisation: a weight-transfer backend that stages versions while requests run, and
+looks whether vLLM computes with what was sent.
+
+Every worker of the tensor-parallel group hosts a Worker of the weight synchronisation, which pulls its share of each
+version in threads of its own into memory that all of them share. The agent beside the engine leads them: when a version
+is staged and the engine stands still, it orders them to apply and calls vLLM's /update_weights, and the two meet here:
+the engine's own thread loads the staged tensors, and every worker takes from each what it computes with. Runs inside
+vLLM's worker processes.
+
+Many layers compute with a packed copy of their weight, which cannot be read. But a linear layer that is given rows of
+the identity matrix answers with its weight, and exactly: each of its sums has one product that is not zero. What that
+weight should be is made once more, by the layer's own loader from the version in staging memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+from torchtitan.inference.engines.vllm.direct import Mailbox
+from torchtitan.inference.engines.vllm.loading import METHODS, PACKED, LoadRecord, LoadRecorder, load_weights
+from torchtitan.inference.serving.weight_digest import CheckStopped, differing_parameters
+from torchtitan.inference.serving.weight_verification import MAX_TORN, BaseWeights, Torn, Verification
+from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
+from torchtitan.weight_sync.actor.actor import Worker
+from torchtitan.weight_sync.actor.puller import Served
+from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, WeightsRefused
+
+logger = logging.getLogger(__name__)
+
+# Of a step; the next one goes on.
+LOOK_SECONDS = 5e-3
+# Of the identity matrix at a time.
+ROWS = 64
+# The agent orders both sides at about the same time.
+MEETING_SECONDS = 10.0
+
+
+class LiveWeightChecker(Verification):
+    """See Verification. Looks when a step begins, a few milliseconds at a time, on the engine's thread.
+
+    recorder: how the model's parameters are loaded.
+    """
+
+    def __init__(self, model: nn.Module, recorder: LoadRecorder, every: int, torn: Torn):
+        super().__init__(every, torn)
+        self._model, self._recorder = model, recorder
+        self._look: tuple[StagedVersion, Iterator[str]] | None = None
+        self._hook = model.register_forward_pre_hook(lambda *_: self.look())
+
+    def close(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def applied(self, staged: StagedVersion) -> None:
+        """The model holds this version, as far as is known."""
+        self.status.unfinished += self._look is not None
+        self._look = None
+        if self.due(staged) and self._recorder.loads and isinstance(staged.tensors, StagedTensors):
+            self._look = staged, differences(self._model, list(self._recorder.loads.values()), staged.tensors)
+
+    def look(self) -> None:
+        """Go on for a moment."""
+        end = time.monotonic() + LOOK_SECONDS
+        while self._look is not None and time.monotonic() < end:
+            staged, found = self._look
+            if self.judge(staged, functools.partial(_go_on, staged, found)):
+                self._look = None
+
+
+def _go_on(staged: StagedVersion, found: Iterator[str]) -> str | None:
+    wrong = next(found, None)
+    if wrong is None:
+        return ""
+    if not wrong:
+        return None
+    # Or has staging memory been given to the next version meanwhile?
+    if staged.proof is None or differing_parameters(staged.proof, staged.tensors, {}):
+        raise CheckStopped
+    return f"it does not compute with {wrong}"
+
+
+def differences(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTensors) -> Iterator[str]:
+    """Names of parameters that are not what they should be; empty ones after other pieces of work."""
+    for load in loads:
+        if any(name not in tensors for name, _ in load.calls):
+            continue
+        live = getattr(load.layer, load.parameter)
+        with live.device:
+            wanted = materialize_meta_tensor(load.empty).fill_(torch.nan)
+        for name, arguments in load.calls:
+            load.loader(wanted, tensors.to_copy(name), **arguments)
+            yield ""
+        said = ", ".join(name for name, _ in load.calls)
+        if live.shape == wanted.shape:
+            yield "" if _same(live, wanted) else said
+        # A tied head has the embedding's parameter, and perhaps a packed copy of its own.
+        for layer in model.modules():
+            looked_up = type(layer) is VocabParallelEmbedding and PACKED not in layer.__dict__
+            # The weight of a convolution [channels, 1, tokens] is in a linear layer that nobody calls.
+            multiplies = type(getattr(layer, "quant_method", None)) in METHODS and not looked_up and wanted.dim() < 3
+            if multiplies and layer._parameters.get(load.parameter) is live:
+                yield from ("" if same else said for same in _answers(layer, wanted))
+
+
+def _answers(layer: Any, wanted: torch.Tensor) -> Iterator[bool]:
+    """Whether the layer answers with rows of its weight."""
+    for columns in torch.arange(wanted.shape[1], device=wanted.device).split(ROWS):
+        units = wanted.new_zeros(len(columns), wanted.shape[1])
+        units[torch.arange(len(columns)), columns] = 1
+        yield _same(layer.quant_method.apply(layer, units), wanted[:, columns].T)
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether all are equal, but for those that products round to zero. What no loader has filled, or does not multiply
+    to zero, cannot be told."""
+    if torch.equal(found, wanted):
+        return True
+    near = (found - wanted).abs() < torch.finfo(wanted.dtype).tiny
+    return bool(near.all() or not wanted.isfinite().all())
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Body of /init_weight_transfer_engine: pull as the workers of `actor`, led by the agent at `leader`."""
+
+    leader: str
+    actor: str
+    epoch: str
+    key: str = field(repr=False)
+    """The actor's"""
+    stage_on_device: bool = False
+    """Where there is one worker; transports between devices need it, elsewhere the host's memory is the cheaper one"""
+    load_timeout_s: float = 60.0
+    verify_every: int = 0
+    """Versions from one look at the weights in use to the next, 0 for none"""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Body of /update_weights: load the version that is staged under these names."""
+
+    epoch: str
+    version: int
+    digest: str
+
+
+class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One per worker.
+
+    Loading happens as a whole in update_weights: what comes before and after it can be called in vain.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        parallel = vllm_config.parallel_config
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if getattr(parallel, name, 1) != 1:
+                # The workers of one tensor-parallel group share a version.
+                raise ValueError(f"the torchtitan weight-transfer backend needs {name} = 1: start more servers instead")
+        self._mailbox = Mailbox()
+        # Now: loading from files makes their folder the model's.
+        self._base = BaseWeights(vllm_config.model_config.model, device)
+        self._worker: Worker | None = None
+        self._checker: LiveWeightChecker | None = None
+        self._recorder = LoadRecorder()
+        self._holds: Served | None = None
+        """What the model holds since the last load; None: its checkpoint, or half a version"""
+
+    # Called by vLLM on the engine's thread, on all ranks
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """(Re)connect to the agent. Replaces an earlier connection."""
+        self._stop_receiving("another connection has taken this one's place")
+        self._mailbox = mailbox = Mailbox()
+
+        def apply(staged: StagedVersion) -> None:
+            try:
+                whole = self._base.whole(staged)
+            except WeightsRefused as refusal:
+                mailbox.refuse(staged, str(refusal))
+                raise
+            mailbox.offer(whole, MEETING_SECONDS, init_info.load_timeout_s)
+
+        holds = self._holds if self._holds is not None and self._holds.epoch == init_info.epoch else None
+        group = get_tp_group()
+        own = init_info.stage_on_device and group.world_size == 1
+        self._worker = Worker(
+            init_info.leader,
+            init_info.actor,
+            group.rank_in_group,
+            init_info.epoch,
+            init_info.key,
+            apply,
+            shares=not own,
+            served=holds,
+            where=str(self.device) if own else "cpu",
+        )
+        if init_info.verify_every:
+            self._checker = LiveWeightChecker(self.model, self._recorder, init_info.verify_every, self._found_torn)
+        self._worker.start()
+
+    def _found_torn(self, _epoch: str, version: int, reason: str, in_a_row: int) -> None:
+        assert self._worker is not None
+        self._worker.poison_version(version, reason)
+        if in_a_row >= MAX_TORN:
+            # Ends the engine; the supervisor of the agent starts a fresh one.
+            raise RuntimeError(f"{in_a_row} versions in a row did not arrive whole: {reason}")
+
+    def start_weight_update(self) -> None:
+        """Nothing: see update_weights."""
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """Load the staged version. Raises RuntimeError where that fails: the agent counts none of the workers then."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """As update_weights."""
+        try:
+            staged = self._mailbox.take(update_info.epoch, update_info.version, update_info.digest, MEETING_SECONDS)
+        except LookupError as failure:
+            raise RuntimeError(str(failure)) from failure
+        self._holds = None
+        if self.device.type == "cpu":
+            # The next version needs the same buffers; without this up to half of a load is page faults. Not before the
+            # first one: what the engine's start has freed has gone back.
+            keep_freed_memory(large=True)
+        error: str | None = None
+        try:
+            load_weights(self.model, self.model_config, staged.tensors, self._recorder)
+        except Exception as failure:
+            logger.exception("loading version %d failed", update_info.version)
+            error = repr(failure)
+            return_freed_memory()
+        # Too late is as good as failed: the agent has given the version up, and must not be told that it is held.
+        if self._mailbox.finish(error) and error is None:
+            self._holds = Served(update_info.epoch, update_info.version, update_info.digest)
+            if self._checker is not None:
+                self._checker.applied(staged)
+        if error is not None:
+            raise RuntimeError(error)
+
+    def finish_weight_update(self) -> None:
+        """Nothing: see update_weights."""
+
+    def shutdown(self) -> None:
+        self._stop_receiving("the engine ends")
+
+    def _stop_receiving(self, reason: str) -> None:
+        self._mailbox.close(reason)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+        checker, self._checker = self._checker, None
+        if checker is not None:
+            checker.close()
+
+    @property
+    def whole(self) -> int | None:
+        """The last version that was looked at, and found whole."""
+        return None if self._checker is None else self._checker.status.version

@@ -1,0 +1,92 @@
+"""Starts vLLM's server with our worker extension and token, and makes our weight-transfer backend known to its
+processes; run by the Python of vLLM's environment:
+
+    python -m torchtitan.inference.engines.vllm.serve --port-file F --token-env NAME [--parent-pid P] -- [OPTIONS]
+
+What stands after `--` is vLLM's and reaches it untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import runpy
+import shlex
+import sys
+
+from torchtitan.errors import UserError
+from torchtitan.inference.serving.middleware import parse_arguments, prepare, write_port_file
+
+# Where a variable is set already, that counts.
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+OWN_OPTIONS = (
+    "--middleware", "torchtitan.inference.serving.middleware.PrefixKeyMiddleware",
+    "--middleware", "torchtitan.inference.serving.middleware.TokenMiddleware",  # the last one is asked first
+    "--enable-scale-out",  # tokens in, tokens and their weight versions out
+    "--logprobs-mode", "processed_logprobs",  # those that the tokens were sampled with
+    "--worker-extension-cls", "torchtitan.inference.engines.vllm.extension.WorkerExtension",
+)  # fmt: skip
+# vLLM's server as a program: the newer place first.
+PROGRAMS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+BACKEND = "torchtitan"
+SERVER_PID_VARIABLE = "TORCHTITAN_ENGINE_SERVER_PID"
+
+
+def register() -> None:
+    """Add the backend to vLLM's factory. May be called several times in a process.
+
+    Also the entry point `vllm.general_plugins`, for environments of vLLM in which this package is installed.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # A ValueError says that it is there already.
+    with contextlib.suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "torchtitan.inference.engines.vllm.backend", "ReceivingBackend"
+        )
+
+
+def find_program() -> str:
+    """The module that is vLLM's server. Raises UserError where there is none."""
+    if importlib.util.find_spec("vllm") is not None:
+        for module in PROGRAMS:
+            try:
+                found = importlib.util.find_spec(module)
+            except ModuleNotFoundError:
+                continue
+            if found is not None:
+                return module
+    raise UserError(f"{sys.executable} has no vLLM of a supported version; see scripts/install_engine.sh")
+
+
+def main(argv: list[str]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code."""
+    arguments, theirs = parse_arguments("vllm", __doc__, argv)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
+    holding = prepare(arguments)
+    port = holding.getsockname()[1]
+    program = find_program()
+    options = ["--host", arguments.host, "--port", str(port), *OWN_OPTIONS]
+    # What was handed through comes last, and so counts.
+    sys.argv = [program, *options, *theirs]
+    print(f"starting {shlex.join(['python', '-m', *sys.argv])}", flush=True)
+    write_port_file(arguments.port_file, port)
+    # Not as __main__ of sys.modules: vLLM's processes import that again, and this file is the lighter one.
+    runpy.run_module(program, run_name="__main__", alter_sys=False)
+    holding.close()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)

@@ -1,0 +1,495 @@
+"""One actor as the pool sees it: its state, its requests, and the loop that starts, probes, evicts and restarts it, and
+puts it to sleep or wakes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Container, Coroutine
+from typing import Any, TypeVar
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.actor_client import (
+    UPDATING,
+    ActorClient,
+    ActorError,
+    ActorHealth,
+    ActorNotReady,
+    TokenRefused,
+)
+from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, WeightConnection
+from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
+from torchtitan.utils.json_lines import EventLog
+
+# The intervals between probes of an actor that requests wait for, of one that is about to join, and of others: they are
+# probed at least ten times before inference.health_timeout_s has passed.
+FAST_PROBE_S = 0.02
+JOINING_PROBE_S = 0.1
+PROBE_S = 1.0
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+# The probe has 64 tokens; a later version's answer is worth more than one that takes longer.
+MAX_SCORE_S = 60.0
+# An actor that has served for this long has its restarts forgiven.
+STABLE_S = 600.0
+# The events mention an actor that does not serve for longer than this.
+BRIEFLY_S = 2.0
+# A process whose connections broke is recognised as dead if it ends within this time.
+REAP_S = 0.3
+# At its end, a run wakes the servers that it did not start.
+WAKE_AT_END_S = 10.0
+
+Result = TypeVar("Result")
+
+
+class ActorState(enum.Enum):
+    """STARTING -> JOINING <-> READY <-> ASLEEP. Any of them can become SUSPECT or EVICTED, which lead back to
+    JOINING."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    """alive, but without weights of this epoch"""
+    READY = "ready"
+    SUSPECT = "suspect"
+    """a request failed; the next sign of life from its engine decides"""
+    ASLEEP = "asleep"
+    """asleep on request; it serves nothing"""
+    EVICTED = "evicted"
+    """out until a probe succeeds; a process that the run started and that has ended is restarted"""
+    GAVE_UP = "gave up"
+    """out for good"""
+
+
+# Nothing waits for actors in these states to sleep or wake.
+ABSENT = (ActorState.STARTING, ActorState.EVICTED, ActorState.GAVE_UP)
+
+
+class Actor:
+    """Supervises one actor: a process that the run starts, or a server that already runs at `url`.
+
+    key: the actor's own key at the weight registry. `changed()` is called after every change that may let a waiting
+    request proceed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: JobConfig,
+        epoch: str,
+        key: str,
+        events: EventLog,
+        make_client: Callable[[str], ActorClient],
+        changed: Callable[[], None],
+        process: ActorProcess | None = None,
+        url: str = "",
+    ):
+        self.name = name
+        self.state = ActorState.STARTING
+        self.version: int | None = None
+        """Newest version that the actor is known to serve"""
+        self.load = 0
+        """Sequences that the actor is generating for this run"""
+        self.restarts = 0
+        self.evictions = 0
+        self.starved = False
+        """Requests wait for a newer version than this actor is known to serve, so it is probed often"""
+        self.incarnation = 0
+        """Number of processes that have had this name"""
+        self.last_reason = ""
+        self._config, self._epoch = config.inference, epoch
+        self._write = functools.partial(events.write, actor=name)
+        self._make_client, self._changed, self._process = make_client, changed, process
+        self._client_or_none = make_client(url) if process is None else None
+        self._published: Container[int] | None = None
+        self._distrusted = -1
+        """In this process, neither this version nor any older one is what the trainer sent"""
+        self._requests = self._failed_requests = 0
+        self._announced = False
+        """An event has said that the actor serves"""
+        self.url = url
+        self.leaves = False
+        """It takes no new requests, and ends when it has answered those that it has"""
+        # Times are on time.monotonic(); 0.0 means that it does not apply.
+        self._evicted_at = self._ready_at = self._not_serving_since = self._suspect_since = 0.0
+        self._memory = ActorMemory(config.inference, self._write)
+        self._weights = WeightConnection(name, config, epoch, key, self._write)
+        self._probe_now = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    # Called by the pool
+
+    @property
+    def gave_up(self) -> bool:
+        return self.state is ActorState.GAVE_UP
+
+    @property
+    def absent(self) -> bool:
+        return self.state in ABSENT
+
+    def serves(self, min_version: int) -> bool:
+        ready = self.state is ActorState.READY and not self.leaves
+        return ready and self.version is not None and self.version >= min_version
+
+    def connect(self, registry: str, published: Container[int] | None = None) -> None:
+        """From now on, pull weights from the trainer with this registry (host:port). published: the versions that the
+        actor may say it serves; None: any."""
+        self._published = published
+        self._weights.use(registry)
+        self.probe_now()
+
+    def probe_now(self) -> None:
+        """Probe at once instead of waiting for the next interval."""
+        self._probe_now.set()
+
+    async def check_token(self) -> None:
+        """Probe a server that already runs, once. Raises UserError if it refuses our token."""
+        try:
+            await self._client.health(self._config.health_timeout_s)
+        except TokenRefused as error:
+            raise UserError(f"inference.servers: {error}") from error
+        except ActorError as error:
+            self.last_reason = str(error)  # supervise() tries again
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """Raises ActorError if the actor fails or is evicted meanwhile."""
+        self._requests += 1
+        try:
+            asked = self._client.generate(request, self._config.request_timeout_s)
+            completions = await self._unless_lost("generate", asked)
+            self._check(completions)
+        except ActorNotReady:
+            if self.state is ActorState.READY:
+                self._set_state(ActorState.JOINING)
+            self.probe_now()
+            raise
+        except ActorError:
+            if self.state in (ActorState.READY, ActorState.SUSPECT):
+                self._failed_requests += 1
+                self._set_state(ActorState.SUSPECT)
+            self.probe_now()
+            raise
+        finally:
+            self._requests -= 1
+        # The answer is newer than the last probe.
+        served = max((span.version for completion in completions for span in completion.spans), default=0)
+        if self.version is not None and served > self.version:
+            self.version = served
+            self._changed()
+        return completions
+
+    async def capabilities(self) -> Capabilities:
+        """Raises ActorError."""
+        return await self._client.capabilities(self._config.health_timeout_s)
+
+    async def score(self, token_ids: list[int]) -> ScoredTokens:
+        """Raises ActorError, also where the actor is evicted meanwhile."""
+        timeout_s = min(self._config.request_timeout_s, MAX_SCORE_S)
+        scored = await self._unless_lost("score", self._client.score(token_ids, timeout_s))
+        if scored.epoch == self._epoch and not self._is_published(scored.version):
+            raise ActorError("score", f"scored under version {scored.version}, which was not published")
+        return scored
+
+    async def sleep(self, level: int, timeout_s: float) -> None:
+        """Have the actor give back its memory. Returns when it has, or after `timeout_s`; an event reports an actor
+        that stays awake. An absent actor is put to sleep when it comes back."""
+        if self.load:
+            self._memory.stay_awake(f"{self.load} sequences are not finished")
+            self.probe_now()
+            return
+        self._memory.aim(TAGS, level)
+        self.probe_now()
+        if self.state in ABSENT or await self._memory.wait(timeout_s):
+            return
+        reason = f"it was not asleep within {timeout_s:g} s"
+        if self._process is None:
+            self._memory.stay_awake(reason)
+            self.probe_now()
+        else:
+            # The process may still fall asleep, or fail and end. Either way its memory stays free until it has to wake.
+            self._write("actor_stays_awake", level=logging.WARNING, reason=reason)
+
+    async def wake(self, asleep: Collection[Tag], timeout_s: float) -> None:
+        """Have the actor take back its memory, except for `asleep`. Returns when it has, or after `timeout_s`; then an
+        event reports it, and the supervision keeps trying."""
+        self._memory.aim(asleep)
+        self.probe_now()
+        if self.state is ActorState.ASLEEP and not await self._memory.wait(timeout_s):
+            reason = f"it was not awake within {timeout_s:g} s"
+            self._write("actor_stays_asleep", level=logging.WARNING, reason=reason)
+
+    def lost_from_sync(self, reason: str) -> None:
+        """The weight sync has lost this actor: its requests are redone elsewhere, and it gets no prompts until a probe
+        has shown that it lives. Does nothing if the actor is already out."""
+        # An actor that finishes its requests before an update is JOINING, but has work.
+        if self.state is not ActorState.READY and not (self.state is ActorState.JOINING and self._requests):
+            return
+        self.last_reason = reason
+        self._set_state(ActorState.SUSPECT)
+        self._interrupt(reason)
+        self.probe_now()
+
+    async def distrust(self, version: int, reason: str, forever: bool = False) -> None:
+        """What the actor serves as `version` is something else, so it is out until it serves a newer version. A process
+        that the run started is stopped and restarted. With `forever`, the actor is given up."""
+        self._distrusted = max(self._distrusted, version)
+        self._evict("parity", reason)
+        if forever:
+            self._give_up(reason)
+        self.probe_now()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def close(self) -> None:
+        if self._client_or_none is not None:
+            if self._process is None and self._memory.may_be_asleep:
+                # The next run has to find it awake.
+                with contextlib.suppress(ActorError):
+                    await self._client.wake(TAGS, WAKE_AT_END_S)
+            await self._client_or_none.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def part(self) -> None:
+        """The actor has gone for good: what it has not answered is redone elsewhere."""
+        self._interrupt("it has left")
+        await self._client.close()
+
+    # Supervision
+
+    async def supervise(self) -> None:
+        """Run until the actor is given up or the task is cancelled."""
+        try:
+            while not self.gave_up:
+                try:
+                    if self._process is not None and not self._process.alive:
+                        await self._replace(self._process)
+                    if self._process is None or self._process.alive:
+                        await self._probe()
+                except ActorError as error:
+                    await self._failed(error)
+                if not self.gave_up:
+                    await self._wait()
+        except Exception as error:
+            self._give_up(f"its supervision failed: {error!r}")
+            raise
+
+    async def _replace(self, process: ActorProcess) -> None:
+        """Start a process, because there is none yet or it has ended."""
+        if self.incarnation:
+            if self.state is not ActorState.EVICTED:
+                self._evict("exit", process.describe_end())
+            if self._memory.without_weights:
+                return  # a new process would take memory that the trainer uses now
+            if self._ready_at and time.monotonic() - self._ready_at > STABLE_S:
+                self.restarts = 0
+            if self.restarts >= self._config.max_restarts:
+                self._give_up(f"restarted {self.restarts} times (inference.max_restarts); last: {self.last_reason}")
+                return
+            await asyncio.sleep(min(BACKOFF_S * 2**self.restarts, MAX_BACKOFF_S))
+            self.restarts += 1
+            self._write("actor_restarting", restart=self.restarts)
+        self.state = ActorState.STARTING
+        if self._client_or_none is not None:
+            await self._client_or_none.close()
+        self._announced, self.version, self._ready_at, self._distrusted = False, None, 0.0, -1
+        self.incarnation += 1
+        self._weights.reset()
+        self._memory.said_unable = False
+        self._client_or_none = self._make_client(await process.start())
+        self._set_state(ActorState.JOINING)
+
+    @property
+    def _silence_limit_s(self) -> float:
+        """How long its engine may be silent: one that we have started, and that has not served yet, still starts."""
+        starting = self._process is not None and not self._ready_at
+        return max(self._config.health_timeout_s, self._config.startup_timeout_s if starting else 0.0)
+
+    async def _probe(self) -> None:
+        begun = time.monotonic()
+        health = await self._client.health(self._config.health_timeout_s)
+        if health.engine_age_s > self._silence_limit_s:
+            raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
+        self.leaves = health.leaves
+        if self.leaves and not self.load:
+            await self._client.release(self._config.health_timeout_s)
+        if self.state is ActorState.SUSPECT and health.answered_age_s > begun - self._suspect_since:
+            # The agent may not know yet that its engine is dead, and more requests would be lost on it.
+            return
+        if self.state is ActorState.EVICTED:
+            # It may have missed anything, so it gets a fresh connection and a full version.
+            self._weights.connected = False
+            self._write("actor_rejoining")
+            self._set_state(ActorState.JOINING)
+        reached = self._memory.reached
+        health, matched = await self._memory.match(self._client, health)
+        # An actor that is asleep could only refuse weights.
+        may_connect = not self._memory.without_weights and not self.leaves
+        health = await self._weights.keep(self._client, health, may_connect)
+        self._failed_requests = 0
+        self._memory.may_be_asleep = bool(health.asleep)
+        self._apply(health)
+        if matched:
+            reached.set()
+        overdue = self._weights.overdue(health) if self.state is ActorState.JOINING else ""
+        if overdue and self._process is not None and self._weights.hopeless:
+            self._evict("join", overdue)
+            await self._process.stop()
+
+    def _apply(self, health: ActorHealth) -> None:
+        """Set the state of a healthy actor."""
+        if health.asleep and self._memory.asleep:
+            self._not_serving_since = 0.0
+            self._weights.stop_waiting(success=False)
+            if self.state is not ActorState.ASLEEP:
+                self._set_state(ActorState.ASLEEP)
+            return
+        served = health.version if health.serves and health.epoch == self._epoch else None
+        unpublished = served is not None and not self._is_published(served)
+        served = None if unpublished else served
+        before, self.version = self.version, None if served is None or served <= self._distrusted else served
+        now = time.monotonic()
+        if self.version is None:
+            self._not_serving_since = self._not_serving_since or now
+            # An update in progress has deadlines of its own and is no trouble.
+            brief = now - self._not_serving_since <= BRIEFLY_S or health.weights_state in UPDATING
+            if self._announced and not brief:
+                self._announced = False
+                reason = "this version was not published" if unpublished else ""
+                self._write("actor_not_serving", status=health.status, version=health.version, reason=reason)
+            if self.state is not ActorState.JOINING:
+                self._set_state(ActorState.JOINING)
+                self.probe_now()  # engines do not serve while they apply a version, but that ends soon
+            return
+        self._not_serving_since = 0.0
+        self._weights.stop_waiting(success=True)
+        if not self._announced:
+            self._announced, self._ready_at = True, now
+            self._write("actor_ready", version=health.version)
+        if self.state is not ActorState.READY:
+            self._set_state(ActorState.READY)
+        elif self.version != before:
+            self._changed()
+
+    async def _failed(self, error: ActorError) -> None:
+        """Handle a failed probe, or a failed call that the probe led to."""
+        process = self._process
+        if process is not None and error.phase != "startup":
+            await _first_of([process.wait()], timeout=REAP_S)
+            if not process.alive:
+                self._evict("exit", process.describe_end())
+                return
+        self._evict(error.phase, str(error))
+        if error.phase in ("sleep", "wake"):
+            # It is unknown which memory the actor holds. A process of the run is stopped, so it holds none; a server
+            # stays awake this time.
+            if process is not None:
+                await process.stop()
+            elif self._memory.without_weights:
+                self._memory.aim(())
+            return
+        frozen_s = time.monotonic() - self._evicted_at
+        if process is not None and process.alive and frozen_s > self._config.startup_timeout_s:
+            self._write("actor_killed", reason=f"no sign of life for {frozen_s:.0f} s")
+            await process.stop(grace_s=0.0)
+
+    def _evict(self, noticed_by: str, reason: str) -> None:
+        """Take the actor out; its requests are redone elsewhere. Does nothing if it is already out."""
+        self.last_reason = reason
+        if self.state in (ActorState.EVICTED, ActorState.GAVE_UP):
+            return
+        unfinished = self._failed_requests + self._requests
+        if self.leaves and not unfinished:
+            self._set_state(ActorState.EVICTED)
+            return
+        phase = "generate" if unfinished else "idle" if self._ready_at else self.state.value
+        self.evictions += 1
+        self._evicted_at = time.monotonic()
+        self.version, self._announced, self._not_serving_since = None, False, 0.0
+        self._write(
+            "actor_evicted", level=logging.WARNING, phase=phase, noticed_by=noticed_by, reason=reason,
+            unfinished_requests=unfinished,
+        )  # fmt: skip
+        self._failed_requests = 0
+        self._interrupt(reason)
+        self._set_state(ActorState.EVICTED)
+
+    def _give_up(self, reason: str) -> None:
+        self.last_reason = reason
+        self._write("actor_gave_up", level=logging.ERROR, reason=reason)
+        self._set_state(ActorState.GAVE_UP)
+
+    def _set_state(self, state: ActorState) -> None:
+        if self.state is ActorState.GAVE_UP:
+            return  # a probe that was in progress may have found something else
+        if state is ActorState.SUSPECT:
+            self._suspect_since = time.monotonic()
+        self.state = state
+        if state in ABSENT:
+            self._memory.reached.set()
+        self._changed()
+
+    async def _wait(self) -> None:
+        """Wait until the next probe is due or requested, or the process ends."""
+        interval = min(PROBE_S, self._config.health_timeout_s / 10)
+        if self.state in (ActorState.JOINING, ActorState.SUSPECT):
+            interval = min(interval, JOINING_PROBE_S)
+        if self.starved:
+            interval = min(interval, FAST_PROBE_S)
+        waits: list[Coroutine[None, None, object]] = [self._probe_now.wait()]
+        if self._process is not None and self._process.alive:
+            waits.append(self._process.wait())
+        await _first_of(waits, interval)
+        if self._probe_now.is_set():
+            self._probe_now.clear()
+            await asyncio.sleep(FAST_PROBE_S)  # frequent calls of probe_now() must not cause a busy loop
+
+    # Requests
+
+    @property
+    def _client(self) -> ActorClient:
+        if self._client_or_none is None:
+            raise ActorError("startup", "the actor has not started")
+        return self._client_or_none
+
+    async def _unless_lost(self, phase: str, request: Coroutine[Any, Any, Result]) -> Result:
+        """Return the request's answer. Raises ActorError if the actor is evicted first."""
+        lost, work = self._lost, asyncio.ensure_future(request)
+        try:
+            either: set[asyncio.Future[Any]] = {work, lost}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ActorError(phase, f"evicted: {lost.result()}")
+            return work.result()
+        finally:
+            work.cancel()
+
+    def _interrupt(self, reason: str) -> None:
+        """End all requests to the actor with an ActorError."""
+        lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
+        lost.set_result(reason)
+
+    def _check(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            for span in completion.spans:
+                if span.epoch != self._epoch:
+                    raise ActorError("generate", f"sampled under epoch {span.epoch!r}, but this one is {self._epoch!r}")
+                if not self._is_published(span.version):
+                    raise ActorError("generate", f"sampled under version {span.version}, which was not published")
+
+    def _is_published(self, version: int) -> bool:
+        return self._published is None or version in self._published
+
+
+async def _first_of(waits: list[Coroutine[None, None, object]], timeout: float) -> None:
+    """Wait until one of them is done, at most `timeout` seconds, and cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,231 @@
+"""Do actors compute what the trainer computes? The guard against weights that are stale or torn without a sign of it.
+
+An engine may pack, quantise or copy its weights where they cannot be read. So of every published version the
+trainer computes the log-probs of one fixed text, and every actor that says it serves that very version has to give the
+same. One that does not is evicted, and the reason says so. Actors that look at their own weights (digest) are only
+asked whether they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.config.derived import verification
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.actor_client import ActorError
+from torchtitan.inference.pool.actor import Actor
+from torchtitan.inference.types import ScoredTokens
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.machine import has_gpu
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+# Versions that actors may still serve; what is older is compared with nothing.
+KEPT_VERSIONS = 32
+# An actor that cannot be asked for so long is reported.
+SILENT_S = 60.0
+# So many wrong answers in a row are no accident any more.
+MAX_FAILURES = 3
+# Where the model's shape is not known.
+USUAL_LAYERS = 28
+
+
+def probe_tolerance(config: JobConfig) -> float:
+    """weight_sync.probe_tolerance, or the mean difference of log-probs, in nats, that rounding explains.
+
+    In bfloat16 a layer rounds about four times by up to u = 2**-9 of a value, evenly spread: u / sqrt(3) each, and
+    sqrt(4 L) of that after L layers, in the trainer and in the engine. Values that move by a share of e move
+    log-probs by e times how far logits lie apart where there is probability, some 2 nats. Of the difference of two
+    such errors the mean size is 0.8 · sqrt(2) of one: 0.005 · sqrt(L), doubled. An engine that rounds its logits, too,
+    adds half a step of bfloat16 between 8 and 16: 0.03.
+    """
+    if config.weight_sync.probe_tolerance > 0:
+        return config.weight_sync.probe_tolerance
+    types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
+    if "bfloat16" not in types:
+        return 0.001
+    args = read_shape(config)
+    layers = USUAL_LAYERS if args is None else args.num_hidden_layers
+    # See EXACT_HEAD in the engines' modules; servers that run already were started by others.
+    others = bool(config.inference.servers) or config.inference.discover
+    rounds_logits = config.inference.dtype == "bfloat16" and (others or not has_gpu())
+    return 0.01 * math.sqrt(layers) + (0.03 if rounds_logits else 0.0)
+
+
+class ProbeAnswers:
+    """What the trainer says of the probe, by version: the trainer's thread writes, the pool's loop reads."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._log_probs: dict[int, list[float]] = {}
+
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """The log-probs of these tokens but the first, each given those before it, with the weights of `version`."""
+        self.token_ids = token_ids
+        self._log_probs[version] = log_probs
+        for old in sorted(self._log_probs)[:-KEPT_VERSIONS]:
+            del self._log_probs[old]
+
+    def under(self, version: int) -> list[float] | None:
+        """None where the trainer has not said, or not lately."""
+        return self._log_probs.get(version)
+
+
+@dataclass
+class _Seen:
+    """What is known of one process of an actor."""
+
+    incarnation: int
+    version: int = -1
+    """Newest that was found equal"""
+    settled: bool = False
+    """There is nothing to ask it"""
+    asks_score: bool = False
+    doubted: bool = False
+    """The last answer was wrong"""
+    silent_since: float | None = None
+    told_silent: bool = False
+
+
+class ParityGuard:
+    """Compares `actors` with `answers`. Belongs to one asyncio loop."""
+
+    def __init__(self, config: JobConfig, epoch: str, events: EventLog, answers: ProbeAnswers):
+        self._epoch, self._events, self._answers = epoch, events, answers
+        self._how = verification(config)
+        self._tolerance = probe_tolerance(config)
+        self._seen: dict[str, _Seen] = {}
+        self._failures: Counter[str] = Counter()
+        self.probes = 0
+        self.newest = 0
+        """Newest version that an actor was found to hold"""
+
+    async def run(self, actors: Sequence[Actor]) -> None:
+        """Look at all actors, which may change, until cancelled; at each by itself: one that never answers hides no
+        other."""
+        if self._how == "off":
+            return
+        watches: dict[Actor, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for actor in set(watches) - set(actors):
+                    watches.pop(actor).cancel()
+                    self._seen.pop(actor.name, None)
+                for actor in actors:
+                    if actor not in watches:
+                        watches[actor] = asyncio.create_task(self._watch(actor))
+                    elif watches[actor].done():
+                        watches[actor].result()
+                await asyncio.sleep(POLL_S)
+        except Exception as error:
+            self._events.write("parity_guard_failed", level=logging.ERROR, reason=repr(error))
+            raise
+        finally:
+            for watch in watches.values():
+                watch.cancel()
+            await asyncio.gather(*watches.values(), return_exceptions=True)
+
+    async def _watch(self, actor: Actor) -> None:
+        """Look at one actor again and again; where that fails for an unforeseen reason each time, it is given up."""
+        broken = 0
+        while broken < MAX_FAILURES:
+            try:
+                await self._look(actor)
+                broken = 0
+            except Exception as error:
+                broken += 1
+                self._events.write("parity_guard_failed", level=logging.ERROR, actor=actor.name, reason=repr(error))
+                if broken == MAX_FAILURES:
+                    await self._give_up(actor, f"its weights cannot be verified ({error!r}, {broken} times in a row)")
+            await asyncio.sleep(POLL_S)
+
+    async def _give_up(self, actor: Actor, reason: str) -> None:
+        try:
+            await actor.distrust(actor.version or 0, reason, forever=True)
+        except Exception as error:  # it is out; what failed is ending its process
+            logger.error("%s was given up, but: %r", actor.name, error)
+
+    async def _look(self, actor: Actor) -> None:
+        seen = self._seen.get(actor.name)
+        if seen is None or seen.incarnation != actor.incarnation:
+            seen = self._seen[actor.name] = _Seen(actor.incarnation)
+        if seen.settled or not actor.serves(0):
+            return
+        try:
+            if not seen.asks_score:
+                await self._learn(actor, seen)
+            elif actor.version is not None and actor.version > seen.version and self._answers.under(actor.version):
+                await self._compare(actor, seen, await actor.score(self._answers.token_ids))
+            seen.silent_since = None
+        except ActorError as error:
+            self._note_silence(actor, seen, str(error))
+
+    async def _learn(self, actor: Actor, seen: _Seen) -> None:
+        able = await actor.capabilities()
+        if self._how == "digest":
+            seen.settled = True
+            if not able.digest:
+                self._not_verified(actor, "it does not verify its own weights, as weight_sync.verify = digest asks")
+        elif able.score:
+            seen.asks_score = True
+        else:
+            seen.settled = True
+            self._not_verified(actor, f"{able.engine} {able.version} cannot score tokens here")
+
+    async def _compare(self, actor: Actor, seen: _Seen, scored: ScoredTokens) -> None:
+        expected = self._answers.under(scored.version)
+        if scored.epoch != self._epoch or expected is None or seen.incarnation != actor.incarnation:
+            return
+        difference, place = mean_difference(expected, scored.log_probs)
+        if difference <= self._tolerance:
+            if seen.version < 0:
+                self._events.write("weights_probed", actor=actor.name, version=scored.version, difference=difference)
+            seen.version, seen.doubted = max(seen.version, scored.version), False
+            self._failures[actor.name] = 0
+            self.probes += 1
+            self.newest = max(self.newest, scored.version)
+            return
+        if not seen.doubted:
+            # A version that came while it was scoring may have had its part in this; the next answer tells.
+            seen.doubted = True
+            return
+        self._failures[actor.name] += 1
+        failures = self._failures[actor.name]
+        reason = (
+            f"it says that it serves version {scored.version}, but its log-probs of the probe differ from the "
+            f"trainer's by {difference:.3g} nats on average (weight_sync.probe_tolerance: {self._tolerance:g}), most "
+            f"at token {place + 1}: its weights are stale or torn"
+        )
+        self._events.write(
+            "weights_differ", level=logging.ERROR, actor=actor.name, version=scored.version, difference=difference,
+            tolerance=self._tolerance, failures=failures,
+        )  # fmt: skip
+        await actor.distrust(scored.version, reason, forever=failures >= MAX_FAILURES)
+
+    def _note_silence(self, actor: Actor, seen: _Seen, reason: str) -> None:
+        # Applying, restarting, overloaded: the next look will do. For good it is no proof of anything.
+        now = time.monotonic()
+        seen.silent_since = seen.silent_since or now
+        logger.debug("%s was not probed: %s", actor.name, reason)
+        if now - seen.silent_since > SILENT_S and not seen.told_silent:
+            seen.told_silent = True
+            self._not_verified(actor, f"no answer to the probe for {SILENT_S:g} s: {reason}")
+
+    def _not_verified(self, actor: Actor, reason: str) -> None:
+        self._events.write("weights_not_verified", level=logging.WARNING, actor=actor.name, reason=reason)
+
+
+def mean_difference(expected: Sequence[float], found: Sequence[float]) -> tuple[float, int]:
+    """Mean absolute difference, and where the largest is; infinite where lengths differ or a number is none."""
+    if len(expected) != len(found) or not expected or not all(map(math.isfinite, found)):
+        return math.inf, 0
+    differences = [abs(value - other) for value, other in zip(expected, found, strict=True)]
+    return sum(differences) / len(differences), max(range(len(differences)), key=differences.__getitem__)

@@ -1,0 +1,111 @@
+"""What a format of tool calls is, and what its calls are."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torchtitan.rollout.conversation.harmony import Message
+from torchtitan.rollout.conversation.marks import Group, plain
+from torchtitan.rollout.conversation.thoughts import Turn, read_turn
+
+Schemas = Sequence[dict[str, Any]]
+"""JSON schemas of functions, as OpenAI's API and chat templates have them"""
+
+WRONG = 'a tool call must be {"name": …, "arguments": {…}} in JSON'
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool, by name."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class UnreadableCall(ValueError):
+    """A call that cannot be read. The message is for the policy."""
+
+
+Call = ToolCall | UnreadableCall
+
+
+class ToolFormat(ABC):
+    """A way of writing calls in the text of a turn."""
+
+    name: str
+    template_mark: str = ""
+    """What shows it in a chat template; empty for the format of templates that show no other"""
+    marks: tuple[Group, ...] = ()
+    """Its tokens that have a meaning of their own (marks.py)"""
+    opening: re.Pattern[str] = re.compile(r"(?!)")
+    """What begins a call; the default begins none"""
+
+    def read(self, text: str, opened: str = "", tools: Schemas = ()) -> Turn:
+        """Return a turn with its calls, each a ToolCall or an UnreadableCall. Thoughts have none.
+
+        text: marked text (marks.py); opened: what the prompt has of the turn (thoughts.opened_by); tools: the schemas
+        of the functions, which say the types of arguments.
+        """
+        return read_turn(text, opened, _Reader(self, tools))
+
+    @abstractmethod
+    def read_call(self, text: str, found: re.Match[str], tools: Schemas) -> tuple[list[Call], int]:
+        """Return the calls at `found`, a match of `opening`, and where the text goes on behind them."""
+
+    def read_message(self, message: Message) -> list[Call]:
+        """Return the calls of a message of gpt-oss that has a recipient."""
+        return []
+
+
+class _Reader:
+    """A format with the tools of a turn, as thoughts.py needs it."""
+
+    def __init__(self, form: ToolFormat, tools: Schemas):
+        self.opening, self._form, self._tools = form.opening, form, tools
+
+    def read_call(self, text: str, found: re.Match[str]) -> tuple[list[Call], int]:
+        return self._form.read_call(text, found, self._tools)
+
+    def read_message(self, message: Message) -> list[Call]:
+        return self._form.read_message(message)
+
+
+def read_json(text: str, begin: int = 0) -> tuple[Any, int]:
+    """Return (the JSON value in marked text behind `begin` and white space, where it ends). Line breaks in its strings
+    need no escape. Raises UnreadableCall."""
+    try:
+        value, end = DECODER.raw_decode(text, SPACE.match(text, begin).end())  # type: ignore[union-attr]
+        part = text[begin:end]
+        return (value if plain(part) == part else DECODER.decode(plain(part))), end
+    except (ValueError, RecursionError):
+        raise UnreadableCall(WRONG) from None
+
+
+def make_call(name: Any, arguments: Any) -> Call:
+    """Return a call, if its name is text and its arguments are an object that JSON can represent."""
+    if not name or not isinstance(name, str) or not isinstance(arguments, dict):
+        return UnreadableCall(WRONG)
+    try:
+        # JSON can express lone surrogates, which cannot be encoded as UTF-8, and numbers that become infinite.
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return UnreadableCall(WRONG)
+    return ToolCall(name, arguments)
+
+
+def call_of_object(value: Any) -> Call:
+    """Return the call that a JSON value with a name and arguments (Llama 3: parameters) describes."""
+    if not isinstance(value, dict):
+        return UnreadableCall(WRONG)
+    return make_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
+
+
+def refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
+SPACE = re.compile(r"\s*")

@@ -1,0 +1,338 @@
+"""Rollouts in a thread of rank 0: the engines, the reward workers and the flow of groups between them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import copy
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar, overload
+
+from torchtitan.config.derived import (
+    environment_key,
+    groups_per_batch,
+    is_colocated,
+    plays_through_gateway,
+    source_name,
+    sources_of,
+    weights_of,
+)
+from torchtitan.config.evaluations import sets_of, tasks_of
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.inference.engines.colocated.replica_pool import ColocatedPool
+from torchtitan.inference.pool.actor_pool import InferencePool
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.data.curriculum import CurriculumStream
+from torchtitan.rollout.data.demonstrations import DemonstrationMaker
+from torchtitan.rollout.data.mix import Mix
+from torchtitan.rollout.data.prompt_stream import PromptStream
+from torchtitan.rollout.data.prompts import PromptMaker, first_held_out, is_chat, load_datasets
+from torchtitan.rollout.data.unknown_text import check_unknown_text, refuse_surplus_tokens, vocabulary_of
+from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool
+from torchtitan.rollout.flow.episodes import AgentPlayer, Engines, EpisodePlayer, Player
+from torchtitan.rollout.flow.group_maker import GroupMaker
+from torchtitan.rollout.flow.journal import Journal
+from torchtitan.rollout.flow.rollout_flow import RolloutFlow
+from torchtitan.rollout.flow.source_flow import SourceFlow
+from torchtitan.rollout.gateway.gateway_process import Gateway
+from torchtitan.rollout.rewards.reward_pool import RewardPool
+from torchtitan.rollout.types import Prompt
+from torchtitan.utils.json_lines import EventLog
+
+logger = logging.getLogger(__name__)
+
+# What code that is not isolated can do, for the event that says so.
+UNISOLATED = "this code can read the run's keys and change all files of this user; isolate = false accepts that"
+START_TIMEOUT_S = 240.0
+CLOSE_TIMEOUT_S = 30.0
+# The loop answers immediately; this allows for a very busy machine.
+CALL_TIMEOUT_S = 60.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What plays the episodes of an environment; the gateway is given if its programs reach the policy through it."""
+
+    environments: EnvironmentPool | None = None
+    gateway: Gateway | None = None
+
+
+class Task:
+    """What a source asks, and how groups of its prompts are made."""
+
+    def __init__(
+        self, config: JobConfig, pool: Engines, rewards: RewardPool, tokenizer: Tokenizer, epoch: str, stage: Stage
+    ):
+        """config: the run's as it is for the source. Raises UserError for data that does not fit it."""
+        self.config, self._stage = config, stage
+        is_sft = config.job.stage == "sft"
+        self.maker = (DemonstrationMaker if is_sft else PromptMaker)(config, tokenizer)
+        # Demonstrations have been checked by the class of that name.
+        self.rows, self._held_out = load_datasets(config, None if is_sft else self.maker.renderer)
+        if not is_sft:
+            check_unknown_text(self.rows, config, tokenizer)
+            if not plays_through_gateway(config):  # an agent writes the prompts itself
+                refuse_surplus_tokens([*self.rows, *self._held_out], self.maker, vocabulary_of(config))
+        episodes: Player | None = None
+        if isinstance(stage.environments, AgentPool) and stage.gateway is not None:
+            episodes = AgentPlayer(config, stage.gateway, stage.environments, tokenizer)
+        elif stage.environments is not None:
+            episodes = EpisodePlayer(config, pool, stage.environments, self.maker, tokenizer)
+        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
+
+    def stream(self) -> PromptStream:
+        """Return the prompts to train on."""
+        config = self.config
+        drawn_from = self.rows, self.maker, config.training.seed, config.rollout.shuffle
+        if config.curriculum.enable:
+            return CurriculumStream(*drawn_from, config.curriculum, config.rollout.max_staleness == 0)
+        return PromptStream(*drawn_from)
+
+    def held_out_prompts(self) -> list[Prompt]:
+        """Return the first eval.num_prompts held-out prompts that fit, in an order that is the same in every run."""
+        return first_held_out(self._held_out, self.maker, self.config.eval.num_prompts)
+
+    async def start(self) -> None:
+        """Check what can be checked once the environments have started. Raises UserError."""
+        if self._stage.environments is not None:
+            self.maker.tools = self._stage.environments.tools
+            if self._stage.gateway is None and any(is_chat(row, self.config) for row in self.rows):
+                try:
+                    self.maker.renderer.refuse_environment(self.maker.tools)
+                except UserError as error:
+                    environment = self.config.environment
+                    what = ", ".join(filter(None, [environment.factory, *environment.tools]))
+                    raise ConfigError([f"[environment] {what} cannot be used: {error}"]) from None
+        if self.groups.teacher is not None:
+            # Fail now, rather than after the first samples, if the teacher is not reachable.
+            await self.groups.teacher.score([0, 0])
+
+
+class Rollouts:
+    """Context manager. Entering it starts the reward workers and begins to start the engines, without waiting for them.
+
+    `pool`, `rewards`, `tasks` and `flow` belong to one thread with an asyncio loop; other threads call their
+    methods through `loop.call`.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        pool: Engines,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        journal: Journal | None,
+        epoch: str,
+        ranks: int,
+        stages: Mapping[str, Stage] = MappingProxyType({}),
+        events: EventLog | None = None,
+    ):
+        """ranks: number of trainer ranks; stages: what plays the episodes of sources with an environment, by name.
+
+        Raises UserError for a dataset or tokenizer that does not fit the configuration.
+        """
+        self.pool, self.rewards, self._stages = pool, rewards, stages
+        self.tasks = [
+            Task(own, pool, rewards, tokenizer, epoch, stages.get(name, Stage())) for name, own in sources_of(config)
+        ]
+        """One for each source, in their order"""
+        self.sets = self.tasks
+        """What is evaluated, in the order of sets_of()"""
+        if config.eval.enable and config.eval.set:
+            self.sets = [
+                Task(own, pool, rewards, tokenizer, epoch, stages.get(source_name(own), Stage()))
+                for _, own in sets_of(config)
+            ]
+        mix = Mix(weights_of(config, [len(one.rows) for one in self.tasks]), groups_per_batch(config, ranks))
+        sources = [
+            SourceFlow(task.config, task.groups, task.stream(), mix, number, len(self.tasks), events)
+            for number, task in enumerate(self.tasks)
+        ]
+        self.flow = RolloutFlow(config, sources, mix, journal, events)
+        self._events = events
+
+    def __enter__(self) -> Rollouts:
+        self.loop = BackgroundLoop("rollouts")
+        try:
+            self.loop.call(self._start, timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    async def _start(self) -> None:
+        await self.rewards.start()
+        for environments in self._shared("environments"):
+            await environments.start()
+        if self._events is not None:
+            pools = [("rewards", self.rewards), *(("environment", pool) for pool in self._shared("environments"))]
+            for what, pool in pools:
+                if reason := pool.missing_isolation:
+                    self._events.write(
+                        "isolation_missing", level=logging.WARNING, table=what, reason=reason, meaning=UNISOLATED
+                    )
+        for task in dict.fromkeys([*self.tasks, *self.sets]):
+            await task.start()
+        await self.pool.start()
+
+    def _shared(self, part: str) -> list[Any]:
+        """All environments, or gateways; sources may share one."""
+        parts = [getattr(stage, part) for stage in self._stages.values()]
+        return list({id(one): one for one in parts if one is not None}.values())
+
+    def _end(self) -> None:
+        try:
+            self.loop.call(self._close, timeout_s=CLOSE_TIMEOUT_S)
+        except (UserError, concurrent.futures.TimeoutError):
+            logger.warning("rollouts did not stop within %g s; what is left ends with this process", CLOSE_TIMEOUT_S)
+        finally:
+            self.loop.close()
+
+    async def _close(self) -> None:
+        await self.flow.close()
+        for gateway in self._shared("gateway"):
+            await gateway.close()
+        for task in self.tasks:
+            if task.groups.teacher is not None:
+                await task.groups.teacher.close()
+        closing = [self.rewards.close(), self.pool.close()]
+        await asyncio.gather(*closing, *(one.close() for one in self._shared("environments")))
+
+
+def make_rollouts(
+    config: JobConfig,
+    ranks: int,
+    tokenizer: Tokenizer,
+    journal: Journal,
+    events: EventLog,
+    run_dir: Path,
+    epoch: str,
+    token: str,
+) -> Rollouts:
+    """Make the rollouts of a trainer with `ranks` ranks, with the engines from the configuration.
+
+    Raises:
+        UserError: the dataset, tokenizer or reward functions do not fit the configuration.
+    """
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    rewards = RewardPool(config, logs / "rewards.log", run_dir)
+    pool: Engines
+    if is_colocated(config):
+        pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
+    else:
+        pool = InferencePool(config, epoch, token, run_dir, events)
+    stages = make_stages(config, pool, events, run_dir, tokenizer.template_source)
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, stages, events)
+
+
+def make_stages(
+    config: JobConfig, pool: Engines, events: EventLog, run_dir: Path, template: str = ""
+) -> dict[str, Stage]:
+    """Make the environments of all sources that have one, by the source's name. Sources with the same [environment]
+    share its processes. template: the chat template, which shows how tool calls are written."""
+    stages: dict[str, Stage] = {}
+    made: dict[str, Stage] = {}
+    sources = list(tasks_of(config).items())
+    for name, own in sources:
+        key = environment_key(own)
+        if not key:
+            continue
+        if key not in made:
+            own = copy.copy(own)
+            number = f"-{len(made)}" if made else ""
+            # One process serves the longest of their completions.
+            own.rollout = replace(own.rollout, max_completion_tokens=max(
+                one.rollout.max_completion_tokens for _, one in sources if one.environment == own.environment
+            ))  # fmt: skip
+            log_file = run_dir / "logs" / f"environments{number}.log"
+            if plays_through_gateway(own):
+                gateway = Gateway(own, pool, events, run_dir, f"gateway{number}")
+                made[key] = Stage(AgentPool(own, events, log_file, run_dir), gateway)
+            else:
+                made[key] = Stage(EnvironmentPool(own, events, log_file, template, run_dir))
+        stages[name] = made[key]
+    return stages
+
+
+class BackgroundLoop:
+    """An asyncio loop in a daemon thread, which runs functions and coroutines for other threads and never keeps the
+    process alive."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @overload
+    def call(
+        self, function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any, timeout_s: float = ...
+    ) -> Result: ...
+
+    @overload
+    def call(self, function: Callable[..., Result], *arguments: Any, timeout_s: float = ...) -> Result: ...
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Call a function in the loop's thread, or await a coroutine function there, and return what it returns.
+
+        Raises:
+            UserError: the call did not finish within `timeout_s` and was cancelled.
+        """
+        future = self.submit(function, *arguments)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise  # the function itself raised it
+            raise UserError(
+                f"the rollouts gave no answer within {timeout_s:g} s: the machine is too busy, or an actor's start "
+                "hangs (see logs/ in the run folder)"
+            ) from None
+        finally:
+            future.cancel()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
+        """Like `call`, but return a future without waiting."""
+        if self._loop.is_closed():
+            raise RuntimeError(f"the thread {self._thread.name} has ended")
+
+        async def work() -> Any:
+            result = function(*arguments)
+            return await result if inspect.isawaitable(result) else result
+
+        return asyncio.run_coroutine_threadsafe(work(), self._loop)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Cancel all running tasks and end the thread."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("thread %s did not end within %g s", self._thread.name, timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()

@@ -1,0 +1,253 @@
+"""The rollouts of one source: its prompts, the groups that are made of them, and its places in the next batches."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import heapq
+import logging
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from torchtitan.config.derived import (
+    learns_from_rewards,
+    reward_labels,
+    reward_weights,
+    sleeps_between_batches,
+    source_name,
+    teacher_of,
+)
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError, load_function
+from torchtitan.rollout.data.mix import Mix
+from torchtitan.rollout.data.prompt_stream import PromptStream
+from torchtitan.rollout.flow.group_maker import GroupMaker
+from torchtitan.rollout.flow.staleness_budget import StalenessBudget
+from torchtitan.rollout.flow.statistics import RolloutStatistics, sample_version
+from torchtitan.rollout.types import Group, Prompt, Sample, Trajectory
+from torchtitan.utils.json_lines import EventLog
+
+# The fewest samples of a group that give an advantage.
+SMALLEST_GROUP = 2
+# Rewards that differ by less than this count as equal.
+EQUAL_REWARDS = 1e-9
+# A source has failed after this many batches' worth of its groups without any reward, one after the other.
+BATCHES_WITHOUT_REWARD = 4
+# After so many batches' worth of groups an event says that no completion has had a reward but 0 yet, and shows some.
+BATCHES_OF_ZEROS = 2
+SHOWN_COMPLETIONS = 3
+SHOWN_CHARACTERS = 200
+
+
+class SourceFlow:
+    """One source of a RolloutFlow. All methods belong to its asyncio loop.
+
+    Every position of the prompt stream is in exactly one state: not drawn yet, being generated, ready, or used up
+    (handed out, or dropped because it is not usable).
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        groups: GroupMaker,
+        stream: PromptStream,
+        mix: Mix,
+        number: int,
+        sources: int,
+        events: EventLog | None,
+    ):
+        """config: the run's as it is for this source (sources_of), which is number `number` of its `sources`."""
+        self.name = name = source_name(config)
+        self.config, self.groups, self.stream = config, groups, stream
+        self._number, self._sources = number, sources
+        self.required = config.source[0].required if config.source else True
+        self.in_flight: dict[int, asyncio.Task[None]] = {}
+        self.ready: dict[int, Group] = {}
+        self.redo: list[int] = []
+        """Positions that must be generated again, as a heap"""
+        # Actors that sleep during training cannot work ahead, and should have nothing unfinished when it begins.
+        ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
+        share = mix.share(name)
+        self.budget = StalenessBudget(mix.groups * share, ahead, quotas=lambda batches: mix.upcoming(name, batches))
+        self.seconds_without_group = 0.0
+        """For so long the trainer has waited since a group could be trained on"""
+        self._without_reward = 0
+        self._events, self._answer = events, config.rewards.answer_column
+        self._zeros: list[tuple[Prompt, Trajectory]] | None = [] if learns_from_rewards(config) else None
+        """One sample of each group so far, while no reward but 0 has been seen"""
+        self.start_statistics(self.fresh_statistics())
+        filter_name = config.grpo.group_filter
+        self._keeps: Callable[[Group], Any] = load_function(filter_name, "grpo.group_filter") if filter_name else bool
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether there are as many groups as the next batch needs; earlier ones may still be missing."""
+        return len(self.ready) >= self.budget.upcoming(1)[0]
+
+    def fresh_statistics(self) -> RolloutStatistics:
+        return RolloutStatistics(reward_labels(self.config))
+
+    def start_statistics(self, of_run: RolloutStatistics) -> None:
+        """Count anew, and from now on for all sources in `of_run` as well."""
+        self.statistics = self.fresh_statistics()
+        self._counted = [self.statistics, of_run]
+
+    def wants(self) -> float | None:
+        """Return the position in its order of the group that must be generated next; None if there are enough."""
+        position = self.budget.position(self.redo[0] if self.redo else None, self.in_flight)
+        return position if position < self.budget.wanted() else None
+
+    def take_prompt(self) -> Prompt:
+        """Return the prompt that must be generated next. Raises UserError if no prompt fits."""
+        if self.redo:
+            return self._named(self.stream.prompt_at(heapq.heappop(self.redo) // self._sources))
+        return self._named(self.stream.next())
+
+    def _named(self, prompt: Prompt) -> Prompt:
+        """The prompt with an index that is unique in the run."""
+        prompt.index = prompt.index * self._sources + self._number
+        return prompt
+
+    def count_sample(self, trajectory: Trajectory, reward: float | None, rewards: dict[str, float | None]) -> None:
+        for one in self._counted:
+            one.add_sample(trajectory, reward, rewards)
+
+    def take_in(self, group: Group, row: int, seconds: float) -> None:
+        """Keep a scored group for the trainer, or drop and count it. row: its prompt's.
+
+        Raises UserError for a source without rewards.
+        """
+        if self.stream.replaced(group.prompt_index // self._sources, row):
+            for one in self._counted:
+                one.groups.update(["scored"])
+            heapq.heappush(self.redo, group.prompt_index)
+            return
+        drops = self.config.grpo.drop_zero_variance
+        dropped = ""
+        if len(group.samples) < SMALLEST_GROUP:
+            dropped = "unscored"
+        elif drops and has_no_advantage(group, self.config):
+            dropped = "zero_variance"
+        elif not self._keeps(group):
+            dropped = "filtered"
+        for one in self._counted:
+            one.groups.update(filter(None, ("scored", dropped)))
+            one.seconds.append(seconds)
+        self._without_reward = 0 if group.samples else self._without_reward + 1
+        if self._without_reward >= self._batches(BATCHES_WITHOUT_REWARD):
+            raise UserError(
+                f"the last {self._without_reward} groups got no reward at all; {self.groups.last_failure}: "
+                "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
+                "environment (environment_failed in events.jsonl)"
+            )
+        self.budget.count(not dropped)
+        if not dropped:
+            for one in self._counted:
+                one.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
+            self.seconds_without_group = 0.0
+        if len(group.samples) >= SMALLEST_GROUP:
+            self.stream.note(group.prompt_index // self._sources, [sample.reward for sample in group.samples])
+            self.add(group, not dropped)
+            self.redo_stale(group.prompt_index)
+
+    def add(self, group: Group, usable: bool = True) -> None:
+        """Keep a finished group."""
+        if usable:
+            self.ready[group.prompt_index] = group
+        # The staleness gate considers the stalest sample.
+        self.budget.add(group.prompt_index, min(sample_version(sample.spans) for sample in group.samples), usable)
+
+    def redo_stale(self, only: int | None = None) -> None:
+        """Have finished groups sampled again that will be too stale in their turn; only: look at this one."""
+        for index in self.budget.take_stale(self.config.rollout.max_staleness, only):
+            heapq.heappush(self.redo, index)
+            if index in self.ready:
+                self._count_gate(self.ready.pop(index), admitted=False)
+
+    def next_groups(self) -> list[int] | None:
+        """Return the prompt indices of its part of the next batch; None if that is not complete."""
+        return self.budget.batch([*self.in_flight, *self.redo])
+
+    def hand_out(self, indices: list[int]) -> list[Group]:
+        """Return these groups, which are its part of a batch."""
+        groups = [self.ready.pop(index) for index in indices]
+        for group in groups:
+            self._count_gate(group, admitted=True)
+        self.budget.hand_out(indices)
+        if indices:
+            self.stream.used_up(indices[-1] // self._sources)
+        self.seconds_without_group = 0.0
+        return groups
+
+    def skip(self, used: set[int]) -> None:
+        """Take the groups of these prompts as used up, and have the earlier ones that are not finished done again."""
+        for index in used & self.ready.keys():
+            del self.ready[index]
+            self.budget.remove([index])
+        self.redo = sorted(set(self.redo) - used)
+        while used and self.stream.position <= max(used) // self._sources:
+            prompt = self._named(self.stream.next())
+            if prompt.index not in used:
+                bisect.insort(self.redo, prompt.index)
+
+    def look_for_reward(self, prompt: Prompt, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> None:
+        """Write an event if the first batches' worth of groups has no reward but 0: nothing is learned from them."""
+        if self._events is None or self._zeros is None or not samples:
+            return
+        if any(sample.reward for sample in samples):
+            self._zeros = None
+            return
+        self._zeros.append((prompt, trajectories[0]))
+        if (count := len(self._zeros)) < self._batches(BATCHES_OF_ZEROS):
+            return
+        shown = [
+            {
+                "prompt": str(prompt.text)[-SHOWN_CHARACTERS:],
+                "completion": str(trajectory.completion)[:SHOWN_CHARACTERS],
+                "finish_reason": trajectory.finish_reason,
+                "answer": str(prompt.columns.get(self._answer))[-SHOWN_CHARACTERS:],
+            }
+            for prompt, trajectory in self._zeros[-SHOWN_COMPLETIONS:]
+        ]
+        self._zeros = None
+        self._events.write(
+            "no_reward_yet", level=logging.WARNING, **self.named, groups=count, completions=shown,
+            look_at="is the answer in the form that the reward functions want, does rollout.max_completion_tokens cut "
+            "it off (finish_reason length), are the tools called (environment/tool_calls; environment.tool_parser), is "
+            "the task too hard for this model (docs/real_models.md)?",
+        )  # fmt: skip
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Its name as a field of events, if it has one."""
+        return {"source": self.name} if self.name else {}
+
+    def _batches(self, number: int) -> float:
+        """So many batches' worth of its groups, at least `number`."""
+        return number * max(self.budget.groups_per_batch, 1)
+
+    def _count_gate(self, group: Group, admitted: bool) -> None:
+        length = fmean([len(sample.completion_ids) for sample in group.samples])
+        for one in self._counted:
+            one.add_gate(admitted, length > self.config.rollout.max_completion_tokens / 2)
+
+
+def has_no_advantage(group: Group, config: JobConfig) -> bool:
+    """Return whether every advantage of this group is zero, whatever else is in its batch.
+
+    With reinforce_pp they are zero except for the token mean over the batch, so the group alone carries no signal.
+    """
+    advantage = config.grpo.advantage
+    taught = config.job.stage == "distill" and teacher_of(config) is not None
+    if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or taught:
+        return False  # every sample gets a signal from the batch, the user's function or the teacher
+    parts = [[sample.reward for sample in group.samples]]
+    if config.grpo.advantage_level == "turn":
+        turns = max(len(sample.returns) for sample in group.samples)
+        parts = [[one.returns[turn] for one in group.samples if turn < len(one.returns)] for turn in range(turns)]
+    if config.grpo.reward_aggregation == "normalize_each":
+        names = [name for name, weight in reward_weights(config).items() if weight]
+        given = [[sample.rewards.get(name) for sample in group.samples] for name in names]
+        parts = [[value for value in values if value is not None] for values in given]
+    return all(max(values) - min(values) < EQUAL_REWARDS for values in parts if values)
