@@ -54,7 +54,9 @@ def parse_arguments(engine: str, description: str | None, argv: list[str]) -> tu
     ours, theirs = argv, []
     if "--" in argv:
         ours, theirs = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    parser = argparse.ArgumentParser(prog=f"python -m torchtitan.inference.engines.{engine}.serve", description=description)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m torchtitan.inference.engines.{engine}.serve", description=description
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to")
     parser.add_argument("--port", type=int, default=0, help="port to bind to; 0 takes a free one")
     parser.add_argument("--port-file", type=Path, help="file that gets the port")

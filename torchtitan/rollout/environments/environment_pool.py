@@ -73,7 +73,7 @@ class EnvironmentPool(WorkerPool):
     `statistics` counts failures (also by kind), tool calls, and errors that tools returned to the policy.
     """
 
-    module, what = "worker", "the environment worker"
+    module, what = "environment_worker", "the environment worker"
 
     def __init__(
         self,
