@@ -14,8 +14,9 @@ from torchtitan.inference.types import Completion, Given, SamplingParameters, Ve
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_formats.format import ToolCall
 from torchtitan.rollout.conversation.tool_formats.registry import parse_tool_calls
-from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall, make_choice, parse_tokens, stop_ids
+from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall, make_choice, stop_ids
 from torchtitan.rollout.gateway.dialects.chat_completions import ChatCompletions
+from torchtitan.rollout.gateway.dialects.token_ids import parse_tokens
 from torchtitan.rollout.gateway.session import Session
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <|im_end|> up", "parameters": {}}}]

@@ -26,20 +26,10 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_formats.format import refuse_constant
 from torchtitan.rollout.conversation.tool_formats.registry import find_format
-from torchtitan.rollout.gateway.calls import (
-    Answer,
-    Call,
-    Dialect,
-    WrongCall,
-    cut_at_stop,
-    make_choice,
-    parse_tokens,
-    stop_ids,
-    tokens_answer,
-)
-from torchtitan.rollout.gateway.dialects.anthropic_messages import AnthropicMessages
-from torchtitan.rollout.gateway.dialects.chat_completions import ChatCompletions
-from torchtitan.rollout.gateway.dialects.responses import OpenAIResponses
+from torchtitan.rollout.gateway.calls import Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
+from torchtitan.rollout.gateway.dialects.dialect import Dialect
+from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
+from torchtitan.rollout.gateway.dialects.token_ids import parse_tokens, tokens_answer
 from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.rollout.gateway.record import branches_to_json
 from torchtitan.rollout.gateway.session import Session
@@ -60,7 +50,6 @@ MAX_ENDED = 65536
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), AnthropicMessages(), OpenAIResponses())
 
 
 class NoAnswer(Exception):
@@ -128,7 +117,11 @@ class GatewayServer:
             [
                 web.get("/control", self._control),
                 *(web.post(one.path, self._answering(self._converse(one), one)) for one in DIALECTS),
-                web.post(f"{AnthropicMessages.path}/count_tokens", self._answering(self._count_tokens, DIALECTS[1])),
+                *(
+                    web.post(one.counting_path, self._answering(self._count_tokens(one), one))
+                    for one in DIALECTS
+                    if one.counting_path
+                ),
                 web.get("/v1/models", self._answering(self._models)),
                 web.post("/inference/v1/generate", self._answering(self._generate)),
                 web.route("*", "/{other:.*}", _no_route),
@@ -196,7 +189,7 @@ class GatewayServer:
     # Calls from programs
 
     def _answering(
-        self, handler: Callable[[web.Request, _Access], Awaitable[web.StreamResponse]], dialect: Dialect = DIALECTS[0]
+        self, handler: Callable[[web.Request, _Access], Awaitable[web.StreamResponse]], dialect: Dialect = OPENAI
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -283,10 +276,15 @@ class GatewayServer:
 
         return converse
 
-    async def _count_tokens(self, request: web.Request, access: _Access) -> web.Response:
-        session = self._session(request, access)
-        call = self._understood(DIALECTS[1].read(await _body(request), session.recall))
-        return web.json_response({"input_tokens": len(self._prompt(session, call))})
+    def _count_tokens(self, dialect: Dialect) -> Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]:
+        """Return the handler of calls whose tokens are only counted."""
+
+        async def count(request: web.Request, access: _Access) -> web.StreamResponse:
+            session = self._session(request, access)
+            call = self._understood(dialect.read(await _body(request), session.recall))
+            return web.json_response(dialect.write_count(len(self._prompt(session, call))))
+
+        return count
 
     def _understood(self, call: Call) -> Call:
         """Return a call with the roles that the template knows. Raises WrongCall for template values of its own."""
@@ -385,7 +383,7 @@ def _lenient(body: bytes) -> dict[str, Any] | None:
 async def _no_route(request: web.Request) -> web.Response:
     paths = ", ".join(one.path for one in DIALECTS)
     text = f"{request.method} {request.path} is not served here: programs POST to {paths}"
-    return web.json_response(DIALECTS[0].error(text, 404, "unknown_url"), status=404)
+    return web.json_response(OPENAI.error(text, 404, "unknown_url"), status=404)
 
 
 def _ended() -> WrongCall:

@@ -9,13 +9,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from torchtitan.inference.types import Body
-from torchtitan.rollout.gateway.calls import (
-    Answer,
-    Call,
-    Choice,
-    Dialect,
+from torchtitan.rollout.gateway.calls import Answer, Call, Choice, WrongCall
+from torchtitan.rollout.gateway.dialects.dialect import Dialect
+from torchtitan.rollout.gateway.dialects.request_fields import (
     ToolsBody,
-    WrongCall,
     plain_messages,
     read_request,
     read_tool_choice,
@@ -64,6 +61,7 @@ class AnthropicMessages(Dialect):
     """POST /v1/messages, and /v1/messages/count_tokens."""
 
     path = "/v1/messages"
+    counting_path = "/v1/messages/count_tokens"
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         request, functions, left_out = read_request(data, _Request, ONLY, "input_schema")
@@ -107,6 +105,9 @@ class AnthropicMessages(Dialect):
         end = {"stop_reason": reason, "stop_sequence": sequence}
         yield {"type": "message_delta", "delta": end, "usage": {"output_tokens": answer.generated}}
         yield {"type": "message_stop"}
+
+    def write_count(self, tokens: int) -> dict[str, Any]:
+        return {"input_tokens": tokens}
 
     def error(self, message: str, status: int, code: str | None) -> dict[str, Any]:
         kind = "api_error" if status >= 500 else ERRORS.get(status, "invalid_request_error")

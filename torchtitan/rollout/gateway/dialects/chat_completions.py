@@ -6,16 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.rollout.gateway.calls import (
-    Answer,
-    Call,
-    Choice,
-    Dialect,
+from torchtitan.rollout.gateway.calls import Answer, Call, Choice, WrongCall
+from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
+from torchtitan.rollout.gateway.dialects.request_fields import (
     Positive,
     SamplingBody,
     ToolsBody,
-    WrongCall,
-    compact_json,
     plain_messages,
     read_tool_choice,
     refuse_unsupported,

@@ -8,11 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from torchtitan.inference.types import Body
-from torchtitan.rollout.gateway.calls import (
-    Answer,
-    Call,
-    Choice,
-    Dialect,
+from torchtitan.rollout.gateway.calls import Answer, Call, Choice
+from torchtitan.rollout.gateway.dialects.dialect import Dialect
+from torchtitan.rollout.gateway.dialects.request_fields import (
     ToolsBody,
     plain_messages,
     read_request,

@@ -1,0 +1,52 @@
+"""What a dialect is: an API, as translations of its JSON to a Call and of an Answer to its JSON.
+
+A dialect does nothing else: what is rendered, sampled and recorded is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchtitan.rollout.gateway.calls import Answer, Call
+
+
+class Dialect(ABC):
+    """An API. All methods are pure translations."""
+
+    path: str
+    counting_path: str = ""
+    """Where the API counts the tokens of a call without an answer; empty if it has no such route"""
+
+    @abstractmethod
+    def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
+        """Read a call. `recall` returns the conversation that ended with an answer of this session, by the answer's
+        name. Raises WrongCall."""
+
+    @abstractmethod
+    def write(self, call: Call, answer: Answer) -> dict[str, Any]:
+        """Return an answer as JSON."""
+
+    @abstractmethod
+    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        """Yield an answer as the events of a stream. (It was sampled as a whole and is only framed as a stream.)"""
+
+    def write_count(self, tokens: int) -> dict[str, Any]:
+        """Return the JSON for the number of a call's tokens."""
+        raise NotImplementedError
+
+    def frames(self, call: Call, answer: Answer) -> Iterator[bytes]:
+        """Yield the events as server-sent events."""
+        for event in self.events(call, answer):
+            yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), compact_json(event))
+
+    def error(self, message: str, status: int, code: str | None) -> dict[str, Any]:
+        """Return an error as JSON, in OpenAI's format."""
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        return {"error": {"message": message, "type": kind, "code": code, "param": None}}
+
+
+def compact_json(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()

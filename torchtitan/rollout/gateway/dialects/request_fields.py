@@ -1,0 +1,115 @@
+"""The fields of requests that several APIs share, and how they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from torchtitan.inference.types import Body
+from torchtitan.rollout.conversation.messages import plain_message
+from torchtitan.rollout.gateway.calls import WrongCall
+
+# Options that would change the answer but are not supported; a call with any value other than these is refused.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "functions": (None, []),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "top_logprobs": (None, 0),
+    # Options of vLLM and SGLang
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "structured_outputs": (None,),
+    **{f"guided_{what}": (None,) for what in ("json", "regex", "choice", "grammar")},
+}
+# As many answers to one call as the OpenAI API allows.
+MAX_ANSWERS = 128
+
+Positive = Annotated[int, Field(ge=1)]
+TokenIds = list[Annotated[int, Field(ge=0)]]
+Request = TypeVar("Request", bound="ToolsBody")
+
+
+class ToolsBody(Body):
+    """The part of a request that all APIs share."""
+
+    tools: list[dict[str, Any]] | None = None
+
+
+class SamplingBody(Body):
+    """The sampling options that vLLM shares with OpenAI's chat completions."""
+
+    max_tokens: Positive | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_token_ids: TokenIds | None = None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What ends an answer, as fields of a Call."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        kept = [one for one in stop or () if one]
+        return {"max_tokens": self.max_tokens, "stop": kept, "stop_token_ids": self.stop_token_ids or []}
+
+
+def refuse_unsupported(data: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]] = ONLY) -> None:
+    """Raise WrongCall for an option whose value is not among the given ones."""
+    for name, values in only.items():
+        if data.get(name) not in values:
+            raise WrongCall(
+                f"{name} = {json.dumps(data[name])} is not supported: unconstrained answers are sampled after the "
+                "messages as the run's chat template renders them"
+            )
+
+
+def read_request(
+    data: Mapping[str, Any], kind: type[Request], only: Mapping[str, tuple[Any, ...]], parameters: str
+) -> tuple[Request, list[dict[str, Any]], int]:
+    """Return (the request, its functions as chat templates expect them, the number of tools that run at a provider).
+
+    only: see refuse_unsupported. parameters: the API's name for a function's schema. Raises WrongCall.
+    """
+    refuse_unsupported(data, only)
+    request = kind.read(dict(data), WrongCall)
+    tools = request.tools or []
+    own = [one for one in tools if one.get("type") in (None, "custom", "function") and "format" not in one]
+    if wrong := [one for one in own if not isinstance(one.get("name"), str)]:
+        raise WrongCall(f"a tool needs a name: {wrong[0]!r:.200}")
+    functions = [
+        {"name": one["name"], "description": one.get("description") or "", "parameters": one.get(parameters) or {}}
+        for one in own
+    ]
+    return request, [{"type": "function", "function": one} for one in functions], len(tools) - len(own)
+
+
+def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str | None]:
+    """Return (the tools that the policy sees, Call.must_call) of OpenAI's `tool_choice`. Raises WrongCall."""
+    if choice in (None, "auto", "none"):
+        return [] if choice == "none" else tools, None
+    function = choice.get("function", choice) if isinstance(choice, dict) else {"name": ""}
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not (isinstance(choice, dict) and choice.get("type") == "function"):
+        raise WrongCall("tool_choice must be auto, none, required or a function")
+    names = [one["function"].get("name") for one in tools if isinstance(one.get("function"), dict)]
+    if name not in (names if name != "" else ["" for _ in names]):
+        raise WrongCall(f"tool_choice {name or choice!r} is not among the tools")
+    return tools, name
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them. Raises WrongCall if that is impossible."""
+    if not isinstance(messages, list) or not messages:
+        raise WrongCall("messages must be a non-empty list")
+    try:
+        return [plain_message(message) for message in messages]
+    except ValueError as error:
+        raise WrongCall(str(error)) from None
