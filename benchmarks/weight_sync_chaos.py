@@ -48,7 +48,7 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa:
 from torchtitan.inference.serving.weight_digest import slot_checksums  # noqa: E402
 from torchtitan.weight_sync import servers  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.memory.manifest import Sheet, content_digest, merge_layouts  # noqa: E402
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, content_digest, merge_layouts  # noqa: E402
 from torchtitan.weight_sync.memory.slots import SlotState, SlotWriter  # noqa: E402
 from torchtitan.weight_sync.transports.stores import Objects  # noqa: E402
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
@@ -324,7 +324,7 @@ class Run:
         """Of what the trainer held. A registry that is killed may not have written down what it has published."""
         layout = merge_layouts([self.sync.publisher.layout.to_json()])
         values = {f"p{index}": parameter_values(version, index) for index in range(len(SHAPES))}
-        return content_digest(layout.layout_id(), [Sheet.of(list(slot_checksums(layout, 0, values))).digest()])
+        return content_digest(layout.layout_id(), [ChecksumTable.of(list(slot_checksums(layout, 0, values))).digest()])
 
     def close(self) -> None:
         for process in self.actors.values():

@@ -53,8 +53,8 @@ from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.facade import Watcher, WeightSync
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
-from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Sheet
-from torchtitan.weight_sync.memory.transfer import SHEET
+from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.transports.bucket_server import BucketServer, Reader
@@ -108,7 +108,7 @@ class Server(BucketServer):
     def __init__(self, runtime: SocketRuntime, layout: Layout, rank: int, token: str):
         super().__init__(runtime, EPOCH, ACTOR, token)
         self._rank, self._count = rank, layout.bucket_count(0)
-        self._sheets: dict[int, Sheet] = {}
+        self._checksum_tables: dict[int, ChecksumTable] = {}
         """By serial"""
         self._said: Message = {}
         listener = servers.listen("127.0.0.1", 0)
@@ -130,22 +130,22 @@ class Server(BucketServer):
     def snap(self, version: int) -> None:
         """Report a version whose checksums differ from those of the one before."""
         data = random.Random(version * RANKS + self._rank).randbytes(16 * self._count)
-        sheet = self._sheets[version + 1] = Sheet(data, self._count)
-        self._sheets.pop(version - 3, None)
+        table = self._checksum_tables[version + 1] = ChecksumTable(data, self._count)
+        self._checksum_tables.pop(version - 3, None)
         about = {"serial": version + 1, "version": version}
-        self.registry.tell({"type": "snapped", **about, "sheet": sheet.digest()})
+        self.registry.tell({"type": "snapped", **about, "table": table.digest()})
 
     def buckets(self, rank: int) -> int | None:
         return self._count if rank == self._rank else None
 
     def version(self, serial: int) -> int | None:
-        return serial - 1 if serial in self._sheets else None
+        return serial - 1 if serial in self._checksum_tables else None
 
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
-        return bucket == SHEET
+        return bucket == CHECKSUM_TABLE
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview]:
-        return {}, memoryview(self._sheets[reader.serial].data)
+        return {}, memoryview(self._checksum_tables[reader.serial].data)
 
 
 def layout_of(rank: int, buckets: int, parameters: int) -> Layout:

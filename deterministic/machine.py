@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.memory.transfer import SHEET
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.wire.messages import cost, parse
 from torchtitan.weight_sync.wire.runtime import (
     MAXIMUM_MESSAGE_BYTES,
@@ -118,8 +118,8 @@ class Machine:
     def carry(self, channel: SimChannel, message: Message, done: Callback) -> Timer:
         """Call `done` when this message's payload has been sent."""
         rate = min(channel.process.rate, channel.peer.process.rate)
-        # A sheet of checksums is as large as a bucket here, and next to nothing beside one of megabytes.
-        size = 0 if message["bucket"] == SHEET else message["bytes"]
+        # A table of checksums is as large as a bucket here, and next to nothing beside one of megabytes.
+        size = 0 if message["bucket"] == CHECKSUM_TABLE else message["bytes"]
         seconds = size / rate * (0.8 + 0.4 * self._draw())
 
         def end() -> None:
@@ -293,7 +293,7 @@ class SimChannel(Channel):
         self._carrying: Timer | None = None
         self.stalled: Callback | None = None
         self._late = 0
-        """How many messages and callbacks wait for the budget"""
+        """How many messages and callbacks wait for the rate limit"""
         self._broken = False
         """Whether something was lost in transit: nothing arrives any more in either direction"""
         self._target: PayloadTarget | None = None
@@ -349,11 +349,11 @@ class SimChannel(Channel):
             self.machine.at(self.latency, self.peer.process, self.peer.receive, MESSAGE)
 
     def receive(self) -> None:
-        """Handle the next message or callback that has arrived, or leave it until the budget allows it."""
+        """Handle the next message or callback that has arrived, or leave it until the rate limit allows it."""
         if self._late:
             self._late += 1
             return
-        wait_s = 0.0 if self.budget is None or self.closed else self.budget.wait_s(self.machine.now)
+        wait_s = 0.0 if self.limiter is None or self.closed else self.limiter.wait_s(self.machine.now)
         if wait_s:
             self._late = 1
             self.machine.at(wait_s, self.process, self._go_on, MESSAGE)
@@ -363,7 +363,7 @@ class SimChannel(Channel):
             return
         try:
             if isinstance(what, dict):
-                count = len(encode(what)) if self.budget is not None or self.machine.byte_seconds else 0
+                count = len(encode(what)) if self.limiter is not None or self.machine.byte_seconds else 0
                 self.process.work(self.machine.message_seconds + min(count, self._longest) * self.machine.byte_seconds)
                 if count > self._longest:
                     raise ProtocolError(f"a message of {count} bytes exceeds the limit of {self._longest}")

@@ -155,7 +155,7 @@ class Rank:
         self.ring()
 
     def ring(self) -> None:
-        self.machine.at(0.0, self.process, self.server.look)
+        self.machine.at(0.0, self.process, self.server.read_slots)
 
 
 class Actor:

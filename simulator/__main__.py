@@ -67,7 +67,7 @@ def figures_of(world: World) -> Figures:
         "versions_dropped": world.records["drop"],
         "versions_superseded": world.superseded,
         "pulls_gone": world.records["gone"],
-        "lanes_lost": world.records["lost_lane"],
+        "snapshots_lost": world.records["lost_snapshot"],
         "actors_lost": dict(sorted(world.lost.items())),
         "actor_crashes": sum(actor.crashes for actor in world.actors.values()),
         "actor_freezes": sum(actor.freezes for actor in world.actors.values()),

@@ -18,7 +18,7 @@ from deterministic.parts import REGISTRY, TOKEN, Actor, Rank, Shape
 from simulator.rollouts import Engine, Rollouts
 from simulator.scenario import Scenario, slowest_of
 from torchtitan.weight_sync.memory.manifest import Manifest
-from torchtitan.weight_sync.memory.transfer import SHEET
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.registry.trainer_view import STATUS_SECONDS
@@ -291,7 +291,7 @@ class World(Machine):
             self.at(self.scenario.shard_bytes / (self.scenario.checksum_gigabytes_per_s * 1e9), process, finish)
 
     def carry(self, channel: SimChannel, message: Message, done: Callable[[], None]) -> Timer:
-        if message["bucket"] == SHEET:
+        if message["bucket"] == CHECKSUM_TABLE:
             return super().carry(channel, message, done)
         source, target = self.actors.get(channel.process.name), self.actors[channel.peer.process.name]
         link = self._trainers_link if source is None else source.egress

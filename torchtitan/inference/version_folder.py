@@ -110,7 +110,7 @@ def _manifest(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
     try:
         data = json.loads((folder / MANIFEST).read_text())
         manifest, files = Manifest.from_json(data), data["files"]
-        if data["format"] != FORMAT or not 0 < len(files) == len(manifest.sheet_digests):
+        if data["format"] != FORMAT or not 0 < len(files) == len(manifest.table_digests):
             raise ValueError("of another format, or not of all ranks")
         for file in files:
             if absent := {"file", "bytes", "xxh3_128"} - file.keys():

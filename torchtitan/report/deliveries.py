@@ -22,7 +22,7 @@ FIGURES = (*SECONDS, "gigabytes_per_s", *ADDED_UP, "source")
 
 # Journal events that are also incidents, with the incident's name.
 _INCIDENTS = {
-    "poisoned": "poisoned", "lost": "evicted", "late": "late", "forged": "forged", "lost_lane": "lost its snapshot",
+    "poisoned": "poisoned", "lost": "evicted", "late": "late", "forged": "forged", "lost_snapshot": "lost its snapshot",
     "relay_left": "left its relay", "server_lost": "shard server lost",
 }  # fmt: skip
 # A delivery ends long before this many newer versions are trained.

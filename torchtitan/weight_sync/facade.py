@@ -59,21 +59,21 @@ class Watcher:
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "evictions": 0, "failure": ""}
         self._status["guests"] = {}
         self._status |= tally(())
-        self._looks = 0
+        self._refreshed = 0
         """How many status messages had the details of all actors"""
         self._pin: int | None = None
         self._runtime.start("watcher of the actors", self._registry.start)
 
     def status(self) -> Message:
         """Return the latest status; treat it as read-only. Its counts are exact; of many actors, what it says of each
-        may be some seconds old (see look)."""
+        may be some seconds old (see refresh)."""
         return self._status
 
-    def look(self, timeout: float) -> Message:
+    def refresh(self, timeout: float) -> Message:
         """Return a status with the latest of every actor, or after `timeout` seconds the one that there is."""
-        before = self._looks
+        before = self._refreshed
         self._runtime.post(partial(self._registry.tell, {"type": "look"}))
-        self.wait_for(lambda _status: self._looks > before, timeout)
+        self.wait_for(lambda _status: self._refreshed > before, timeout)
         return self._status
 
     def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> None:
@@ -113,13 +113,13 @@ class Watcher:
             guests = {name: url for name, url in guests.items() if url}
             with self._changed:
                 self._status = {**message, "actors": {**known, **message["actors"]}, "guests": guests}
-                self._looks += message["whole"]
+                self._refreshed += message["whole"]
                 self._changed.notify_all()
 
 
 # What metrics.jsonl reports of each actor's last version; report/sync_metrics.py has everything about every version.
 ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
-LOOK_TIMEOUT_SECONDS = 2.0
+REFRESH_TIMEOUT_SECONDS = 2.0
 
 
 class ActorStatus(NamedTuple):
@@ -332,7 +332,7 @@ class WeightSync:
             self._stall_s += time.perf_counter() - begun
         actors = self._actors()
         if len(actors) > MAX_NAMED or not all_have(self.watcher.status(), version, at_least):
-            actors = self.watcher.look(LOOK_TIMEOUT_SECONDS)["actors"]
+            actors = self.watcher.refresh(REFRESH_TIMEOUT_SECONDS)["actors"]
         applied = frozenset(name for name, actor in actors.items() if actor["serves"] and actor["version"] >= version)
         missing = {
             name: f"{actor['state']} at version {actor['version']}"

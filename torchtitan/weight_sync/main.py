@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.budget import Budgets
 from torchtitan.utils.json_lines import older_file
 from torchtitan.utils.logs import log_to
+from torchtitan.utils.rate_limiter import RateLimiters
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
@@ -56,19 +56,19 @@ class Journal:
         """What no thread writes yet"""
         self._waiting = self._lost = 0
         self._closing = False
-        self._budgets = Budgets(BYTES_AT_ONCE, BYTES_PER_SECOND, OWN)
+        self._limiters = RateLimiters(BYTES_AT_ONCE, BYTES_PER_SECOND, OWN)
         """What each actor may still cause"""
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Queue one line. Runs on the loop's thread."""
-        budget = self._budgets.of(fields.get("actor", OWN))
-        if self._waiting >= MAXIMUM_WAITING or ("actor" in fields and budget.wait_s(self._runtime.now())):
+        limiter = self._limiters.of(fields.get("actor", OWN))
+        if self._waiting >= MAXIMUM_WAITING or ("actor" in fields and limiter.wait_s(self._runtime.now())):
             self._lost += 1
             return
         about = {"time": time.time(), "term": self._term, "event": event, **fields}
         lost, self._lost = {"lost_lines": self._lost} if self._lost else {}, 0
         line = json.dumps({**about, **lost}) + "\n"
-        budget.spend(len(line))
+        limiter.spend(len(line))
         self._lines.append(line)
         self._waiting += 1
         if self._waiting == len(self._lines):
@@ -152,7 +152,7 @@ def serve(runtime: SocketRuntime, server: ShardServer, bell: socket.socket, list
                 runtime.stop()
         except BlockingIOError:
             return
-        server.look()
+        server.read_slots()
 
     runtime.loop.add_reader(bell, rung)
     server.start(listener)

@@ -42,8 +42,8 @@ RESTART_SECONDS = 0.2
 HEALTHY_SECONDS = 60.0
 # A server without a sign of life at this many checks in a row is frozen. Checks, not seconds: a pause of this process
 # counts as one check.
-LOOK_SECONDS = 1.0
-FROZEN_LOOKS = 3
+CHECK_SECONDS = 1.0
+FROZEN_CHECKS = 3
 MODULE = "torchtitan.weight_sync.main"
 BACKLOG = 1024
 ListenSpec = tuple[str, int, int]
@@ -55,15 +55,15 @@ REACH_SECONDS = 10.0
 class Supervised:
     """Listens at `address`, and restarts a server up to a number of times in a row. A subclass defines one life of it.
 
-    pulse() returns a number that changes while the server works. If it stops changing, _end_frozen() ends the life.
+    heartbeat() returns a number that changes while the server works. If it stops changing, _end_frozen() ends the life.
     """
 
-    starting_looks = FROZEN_LOOKS
+    starting_checks = FROZEN_CHECKS
     """How many checks without a sign of life a server may take to start"""
 
-    def __init__(self, name: str, where: ListenSpec, pulse: Callable[[], int]):
+    def __init__(self, name: str, where: ListenSpec, heartbeat: Callable[[], int]):
         host, port, self._max_restarts = where
-        self.name, self._pulse = name, pulse
+        self.name, self._heartbeat = name, heartbeat
         self._listener = listen(host, port)
         self.address = wire.format_address(host, self._listener.getsockname()[1])
         self.failure = ""
@@ -76,7 +76,7 @@ class Supervised:
         """Begin the first life and the supervision."""
         self._begin()
         self._thread.start()
-        threading.Thread(target=self._watch, name=f"pulse-{self.name}", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"heartbeat-{self.name}", daemon=True).start()
 
     def close(self, deadline: float) -> None:
         """End the server. Waits until `deadline` (time.monotonic())."""
@@ -88,7 +88,7 @@ class Supervised:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _live(self) -> str:
+    def _run(self) -> str:
         """Wait until the current life ends. Returns the reason, for messages."""
         raise NotImplementedError
 
@@ -99,22 +99,27 @@ class Supervised:
         raise NotImplementedError
 
     def _watch(self) -> None:
-        last, still, starting = (self.restarts, self._pulse()), 0, True
-        while not self._closing.wait(LOOK_SECONDS):
-            now = self.restarts, self._pulse()
-            if now != last:
+        last = self.restarts, self._heartbeat()
+        starting, checks_without_change = True, 0
+        while not self._closing.wait(CHECK_SECONDS):
+            now = self.restarts, self._heartbeat()
+            if now == last:
+                checks_without_change += 1
+            else:
+                checks_without_change = 0
                 starting = now[0] != last[0]
-            last, still = now, still + 1 if now == last else 0
-            if still >= (self.starting_looks if starting else FROZEN_LOOKS):
+                last = now
+            allowed = self.starting_checks if starting else FROZEN_CHECKS
+            if checks_without_change >= allowed:
                 self._end_frozen()
-                still = 0
+                checks_without_change = 0
 
     def _supervise(self) -> None:
         in_a_row = 0
         try:
             while not self._closing.is_set():
                 begun = time.monotonic()
-                end = self._live()
+                end = self._run()
                 if self._closing.is_set():
                     return
                 in_a_row = 0 if time.monotonic() - begun > HEALTHY_SECONDS else in_a_row + 1
@@ -137,7 +142,7 @@ class ServerProcess(Supervised):
     inherits, by name."""
 
     # The process imports its modules first, which takes a while from a cold network disk.
-    starting_looks = 60
+    starting_checks = 60
 
     def __init__(
         self,
@@ -147,9 +152,9 @@ class ServerProcess(Supervised):
         token: str,
         log_file: Path,
         where: ListenSpec,
-        pulse: Callable[[], int],
+        heartbeat: Callable[[], int],
     ):
-        super().__init__(f"weight {log_file.stem.replace('-', ' ')}", where, pulse)
+        super().__init__(f"weight {log_file.stem.replace('-', ' ')}", where, heartbeat)
         descriptors = {**descriptors, "listen_fd": self._listener.fileno()}
         self._arguments = {"part": part, "parent_pid": os.getpid(), "address": self.address, **arguments, **descriptors}
         self._descriptors, self._log_file = list(descriptors.values()), log_file
@@ -167,7 +172,7 @@ class ServerProcess(Supervised):
         if self._closing.is_set():
             self.process.terminate()
 
-    def _live(self) -> str:
+    def _run(self) -> str:
         return f"exit code {self.process.wait()}, see {self._log_file}"
 
     def _end_frozen(self) -> None:
@@ -216,7 +221,9 @@ class RegistryServer(ServerProcess):
         journal = str(folder / "registry.jsonl")
         arguments = {"epoch": epoch, "settings": asdict(settings), "journal": journal, **transport.to_json()}
         files = {"words_fd": self._words.words_fd, "published_fd": descriptor}
-        super().__init__("registry", arguments, files, token, folder / "registry.log", where, lambda: self._words.pulse)
+        super().__init__(
+            "registry", arguments, files, token, folder / "registry.log", where, lambda: self._words.heartbeat
+        )
 
     def close(self, deadline: float) -> None:
         super().close(deadline)
@@ -245,14 +252,14 @@ class ShardServerProcess(ServerProcess):
         arguments |= {**transport.to_json(), **facts}
         files = {"words_fd": slots.words_fd, "data_fd": slots.data_fd, "bell_fd": publisher.server_bell.fileno()}
         log_file = folder / f"shard-server-rank{rank}.log"
-        super().__init__("shard server", arguments, files, token, log_file, where, lambda: slots.pulse)
+        super().__init__("shard server", arguments, files, token, log_file, where, lambda: slots.heartbeat)
 
 
 class ShardServerThread(Supervised):
     """The shard server of one rank as a thread. facts: see ShardServerProcess."""
 
     def __init__(self, publisher: Publisher, transport: Transport, token: str, where: ListenSpec, facts: wire.Message):
-        super().__init__(f"weight shard server of rank {publisher.rank}", where, lambda: publisher.slots.pulse)
+        super().__init__(f"weight shard server of rank {publisher.rank}", where, lambda: publisher.slots.heartbeat)
         self._publisher, self._transport, self._facts = publisher, transport, {"token": token, **facts}
         self._stopped = -1
         self.supervise()
@@ -260,7 +267,7 @@ class ShardServerThread(Supervised):
     def _begin(self) -> None:
         self.runtime = SocketRuntime(partial(device.use, self._publisher.memory[0].device))
 
-    def _live(self) -> str:
+    def _run(self) -> str:
         publisher, runtime = self._publisher, self.runtime
         slots, layout, rank = publisher.slots, publisher.layout, publisher.rank
         ranks, facts = self._facts["ranks"], {name: fact for name, fact in self._facts.items() if name != "ranks"}

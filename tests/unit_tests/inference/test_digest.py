@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.inference.engines.embedded.weights import Verifier
 from torchtitan.inference.serving.weight_digest import CheckStopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry
-from torchtitan.weight_sync.memory.manifest import Layout, Sheet, merge_layouts
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, merge_layouts
 from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 
@@ -41,8 +41,8 @@ def layout_over(ranks: int, dim: int, dtype: str, kind: str = "xxh3") -> Layout:
     return Layout(merged.bucket_bytes, merged.parameters, merged.ranks, kind)
 
 
-def hashed(layout: Layout, values: dict[str, torch.Tensor]) -> dict[int, Sheet]:
-    sheets = {}
+def hashed(layout: Layout, values: dict[str, torch.Tensor]) -> dict[int, ChecksumTable]:
+    checksum_tables = {}
     for number, rank in enumerate(layout.ranks):
         slot = np.zeros(rank.slot_bytes, np.uint8)
         for shard in rank:
@@ -53,8 +53,10 @@ def hashed(layout: Layout, values: dict[str, torch.Tensor]) -> dict[int, Sheet]:
             slot[shard.byte_offset : shard.byte_offset + len(data)] = data
         function = {"xxh3": xxhash.xxh3_128_hexdigest, "sum": sum_checksum_numpy}[layout.checksum]
         starts = range(0, rank.slot_bytes, layout.bucket_bytes)
-        sheets[number] = Sheet.of([function(slot[start : start + layout.bucket_bytes].tobytes()) for start in starts])
-    return sheets
+        checksum_tables[number] = ChecksumTable.of(
+            [function(slot[start : start + layout.bucket_bytes].tobytes()) for start in starts]
+        )
+    return checksum_tables
 
 
 def values(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -86,7 +88,7 @@ def test_one_flipped_bit_of_one_element_is_found_and_named(
     integers[data.draw(st.integers(0, len(integers) - 1))] ^= 1 << data.draw(st.integers(0, bits - 1))
     assert differing_parameters(proof, live, staged) == name
     # Once staging memory is another version's, it is narrowed down to a bucket.
-    gone = ExpectedChecksums(layout, proof.sheets, lambda: False)
+    gone = ExpectedChecksums(layout, proof.checksum_tables, lambda: False)
     said = differing_parameters(gone, live, values(seed=5))
     assert "bucket" in said and name in said
 

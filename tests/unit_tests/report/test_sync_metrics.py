@@ -90,7 +90,7 @@ def test_every_outcome_has_its_row(tmp_path: Path) -> None:
     journal.pull(1, "a")
     journal.end(1, "a", reason="superseded")
     journal.pull(1, "b")
-    journal.write("lost_lane", actor="b", version=0, times=1)
+    journal.write("lost_snapshot", actor="b", version=0, times=1)
     journal.evict("b", "PULLING")
     journal.write("drop", version=2, serial=3, reason="rank 1 had no free slot")
     journal.publish(3)

@@ -19,7 +19,7 @@ from torchtitan.weight_sync.memory.delta import decode_into
 from torchtitan.weight_sync.memory.manifest import Manifest
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SlotState, SlotView
-from torchtitan.weight_sync.memory.transfer import SHEET
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
@@ -240,7 +240,7 @@ class Job:
 
     def _check_read(self, channel: SimChannel, message: Message, payload: memoryview) -> None:
         """Called whenever a socket reads memory that was given to it."""
-        if message["bucket"] == SHEET:
+        if message["bucket"] == CHECKSUM_TABLE:
             return
         rank = self.ranks[message["rank"]]
         if rank.process is not channel.process:

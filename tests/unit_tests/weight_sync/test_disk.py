@@ -26,7 +26,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.version_folder import read_weights
 from torchtitan.utils.files import file_checksum, replace_file
 from torchtitan.weight_sync.memory.delta import shortest
-from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, Manifest
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 from torchtitan.weight_sync.transports.disk import Catalogue, Disk, SlotFiles, read_parts
@@ -95,12 +95,12 @@ class Folder:
     def publish(self, version: int, live: tuple[int, ...] = ()) -> str:
         """All ranks write it, and the registry publishes it; its digest."""
         files = [self.write(rank, version) for rank in range(len(self.parts))]
-        step, sheets = self.whole.bucket_bytes, list[str]()
+        step, checksum_tables = self.whole.bucket_bytes, list[str]()
         for rank in range(len(self.parts)):
             slot = self.slots[rank, version]
             sums = [xxhash.xxh3_128_hexdigest(slot[start : start + step]) for start in range(0, len(slot), step)]
-            sheets.append(Sheet.of(sums).digest())
-        manifest = Manifest.of(EPOCH, version, "layout", sheets)
+            checksum_tables.append(ChecksumTable.of(sums).digest())
+        manifest = Manifest.of(EPOCH, version, "layout", checksum_tables)
         self.catalogue.publish(manifest, files, live)
         return manifest.digest
 

@@ -35,7 +35,7 @@ class Registry:
         counts = tally(SimpleNamespace(shown_state=one["state"], **one) for one in self.told[0].values())  # type: ignore[misc]
         return {"newest": self.newest, "actors": self.told[0], "dropped": [], "evictions": 2, **counts}
 
-    def look(self, _timeout: float) -> Message:
+    def refresh(self, _timeout: float) -> Message:
         return self.status()
 
     def wait_for(self, condition: Callable[[Message], bool], _timeout: float) -> None:

@@ -12,7 +12,7 @@ from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.errors import UserError
 from torchtitan.inference.serving import joining as guest
-from torchtitan.utils.budget import Budgets
+from torchtitan.utils.rate_limiter import RateLimiters
 from torchtitan.weight_sync.registry import guests
 from torchtitan.weight_sync.registry.registry import ACTOR_SHARE, Registry
 from torchtitan.weight_sync.registry.state import Settings
@@ -129,12 +129,12 @@ def test_number_of_guests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_as_many_guests_as_may_come_do_not_hold_up_each_other() -> None:
     """Each says that it lives by two connections, and three things per version: six messages a second, say."""
-    budgets = Budgets(wire.MESSAGES_AT_ONCE * ACTOR_SHARE, wire.MESSAGES_PER_SECOND * ACTOR_SHARE, OWN)
+    limiters = RateLimiters(wire.MESSAGES_AT_ONCE * ACTOR_SHARE, wire.MESSAGES_PER_SECOND * ACTOR_SHARE, OWN)
     for second in range(30):
         for number in range(guests.MAX_GUESTS):
-            budget = budgets.of(f"spot-{number}")
-            assert not budget.wait_s(float(second))
-            budget.spend(6.0)
+            limiter = limiters.of(f"spot-{number}")
+            assert not limiter.wait_s(float(second))
+            limiter.spend(6.0)
 
 
 def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:

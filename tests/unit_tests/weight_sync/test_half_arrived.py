@@ -45,7 +45,7 @@ def test_bucket_that_a_thread_writes_is_not_asked_for_over_the_next_channel() ->
     world = World()
     world.process.longest_on_thread["fetch"] = 100.0
     world.newest(1, 0)
-    world.fetched = [world.sheet()[0]]
+    world.fetched = [world.table()[0]]
     world.server.say("bucket", pull=1, rank=0, bucket=0, reference={})
     world.server.channels[-1].close("killed")
     world.run(0.5)

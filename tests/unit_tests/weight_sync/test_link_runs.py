@@ -80,7 +80,7 @@ class LinkedServer(ShardServer):
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
         message, data = super().read(reader, bucket, base, again)
-        if data is not None and bucket >= 0:  # checksum sheets come before the buckets, over the channel
+        if data is not None and bucket >= 0:  # checksum checksum tables come before the buckets, over the channel
             raise Violation(f"bucket {bucket} goes over the channel, though it has a link")
         return message, data
 

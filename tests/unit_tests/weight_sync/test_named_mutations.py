@@ -71,7 +71,7 @@ def believe_servers(patch: pytest.MonkeyPatch) -> None:
 
 
 def hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    for name in ("hold", "let_go"):
+    for name in ("retain", "release"):
         patch.setattr(LiveSlots, name, lambda *_: None)
 
 

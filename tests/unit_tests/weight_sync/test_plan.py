@@ -40,7 +40,7 @@ def test_manifest_is_believed_only_whole() -> None:
     manifest = Manifest("e", 3, "layout", ("a", "c"), content_digest("layout", ["a", "c"]))
     data = json.loads(json.dumps(manifest.to_json()))
     assert Manifest.from_json(data) == manifest
-    data["sheet_digests"][1] = "x"
+    data["table_digests"][1] = "x"
     with pytest.raises(LayoutError, match="digest"):
         Manifest.from_json(data)
     with pytest.raises(LayoutError, match="malformed"):
@@ -147,20 +147,20 @@ def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monke
 
 def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no sign of life before its modules are read; after the first one it is killed when there are no more."""
-    monkeypatch.setattr(servers, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "CHECK_SECONDS", 0.05)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)")
-    beats, looks = [0], threading.Semaphore(0)
+    beats, checks = [0], threading.Semaphore(0)
 
-    def pulse() -> int:
-        looks.release()
+    def heartbeat() -> int:
+        checks.release()
         return beats[0]
 
     monkeypatch.setattr(servers, "MODULE", "slow")
-    process = ServerProcess("helper", {}, {}, "token", tmp_path / "log", ("127.0.0.1", 0, 9), pulse)
+    process = ServerProcess("helper", {}, {}, "token", tmp_path / "log", ("127.0.0.1", 0, 9), heartbeat)
     try:
         for _ in range(20):
-            assert looks.acquire(timeout=PATIENCE_S)
+            assert checks.acquire(timeout=PATIENCE_S)
         assert process.restarts == 0
         beats[0] += 1
         until(lambda: process.restarts == 1)

@@ -12,8 +12,8 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
-from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, Sheet
-from torchtitan.weight_sync.memory.transfer import RELAY_SECONDS, SHEET
+from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, RELAY_SECONDS
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
@@ -29,7 +29,7 @@ class Server:
         self.heard: list[Message] = []
         self.bytes: int | None = None
         """What the last ping has said"""
-        self.sheets: dict[int, bytes] = {}
+        self.checksum_tables: dict[int, bytes] = {}
         """By serial: it answers a request for one at once, and says nothing of it"""
         self.channels: list[Channel] = []
         self.process = Process(machine, address)
@@ -45,9 +45,9 @@ class Server:
         if message["type"] == "ping":
             self.bytes = message.get("bytes")
             channel.send({"type": "pong"})
-        elif message.get("buckets") == [[SHEET, 0]] and (sheet := self.sheets.get(message["serial"])):
-            about = {"type": "bucket", "pull": message["pull"], "rank": 0, "bucket": SHEET}
-            channel.send(about, memoryview(sheet))
+        elif message.get("buckets") == [[CHECKSUM_TABLE, 0]] and (table := self.checksum_tables.get(message["serial"])):
+            about = {"type": "bucket", "pull": message["pull"], "rank": 0, "bucket": CHECKSUM_TABLE}
+            channel.send(about, memoryview(table))
         else:
             self.heard.append(message)
 
@@ -72,7 +72,7 @@ class World:
         self.machine, self.needs, self.progress_s = Machine(0), needs, progress_s
         self.registry = Server(self.machine, REGISTRY, ACTOR, {"term": 1})
         self.server = Server(self.machine, SERVER, ACTOR, {"rank": rank})
-        self.sheets = self.server.sheets
+        self.checksum_tables = self.server.checksum_tables
         self.staging = bytearray(BUCKETS * BUCKET_BYTES)
         self.applied: list[int] = []
         self.fetched: list[Any] = []
@@ -120,17 +120,17 @@ class World:
         digests = [hashlib.sha256(bucket).hexdigest() for bucket in buckets] if fields.pop("digests", True) else []
         # The bytes that have the checksums of the version may be others than those that have its digests.
         sums = [xxhash.xxh3_128_hexdigest(bucket) for bucket in fields.pop("checked", buckets)]
-        sheet = Sheet.of(sums, digests)
-        if not fields.pop("keep_sheet", False):
-            self.sheets[serial] = sheet.data
-        manifest = Manifest.of("e1", version, LAYOUT.layout_id(), [sheet.digest()])
+        table = ChecksumTable.of(sums, digests)
+        if not fields.pop("keep_table", False):
+            self.checksum_tables[serial] = table.data
+        manifest = Manifest.of("e1", version, LAYOUT.layout_id(), [table.digest()])
         live = {"newest": serial, "retained": [], "room": True, "dropped": []}
         self.registry.say("newest", **{**manifest.to_json(), **live, **fields})
         return manifest
 
-    def sheet(self) -> Sheet:
+    def table(self) -> ChecksumTable:
         """The checksums of the newest version."""
-        return Sheet(self.sheets[max(self.sheets)], BUCKETS)
+        return ChecksumTable(self.checksum_tables[max(self.checksum_tables)], BUCKETS)
 
     def send(self, version: int, bucket: int, server: Server | None = None, data: bytes | None = None) -> None:
         """A shard server answers the last request with a bucket."""
@@ -341,7 +341,7 @@ def test_pull_that_stands_still_asks_again_over_a_new_channel() -> None:
 
 def test_reference_is_fetched_and_asked_for_again_where_only_the_way_was_broken() -> None:
     world = pulling()
-    first, second = world.sheet()[0], world.sheet()[1]
+    first, second = world.table()[0], world.table()[1]
     world.fetched = [ConnectionError("timed out"), first, RuntimeError("no file"), second]
     for bucket in (0, 0, 1):
         world.server.say("bucket", pull=1, rank=0, bucket=bucket, reference={})
@@ -376,7 +376,7 @@ def test_shard_server_of_another_rank_is_not_believed() -> None:
 def test_shard_server_that_moves_is_followed() -> None:
     world = pulling()
     moved = Server(world.machine, "10.0.0.9:6000", ACTOR, {"rank": 0})
-    moved.sheets = world.sheets
+    moved.checksum_tables = world.checksum_tables
     world.model("10.0.0.9:6000")
     assert moved.last("open")["buckets"] == [[0, 2]] and world.server.channels[-1].closed
     world.send(0, 0, moved)
@@ -388,7 +388,7 @@ def beside_a_peer() -> tuple[World, Server, Message]:
     """Another actor, and how the registry offers it."""
     world, key = World(), role_key(TOKEN, PEER, "a")
     peer = Server(world.machine, OTHER, PEER, {"rank": 0})
-    peer.sheets = world.sheets
+    peer.checksum_tables = world.checksum_tables
     return world, peer, {"name": "b", "address": OTHER, "key": key, "fanout": 1}
 
 
@@ -487,18 +487,18 @@ def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> N
     assert [one["buckets"] for one in world.server.heard] == [[[0, 1]], [[1, 2]]]
 
 
-def test_a_damaged_sheet_is_asked_for_again_and_ends_the_pull_in_the_end() -> None:
+def test_a_damaged_table_is_asked_for_again_and_ends_the_pull_in_the_end() -> None:
     world = pulling()
-    good = world.sheets[1]
+    good = world.checksum_tables[1]
     world = World()
-    world.sheets[1] = bytes(len(good))
-    world.newest(1, 0, keep_sheet=True)
+    world.checksum_tables[1] = bytes(len(good))
+    world.newest(1, 0, keep_table=True)
     assert world.puller.corrupted == MAX_CORRUPTIONS and world.registry.last("ended")["outcome"] == "refused"
     assert "bucket -1 of rank 0" in world.registry.last("ended")["reason"] and not world.applied
     # Each time over a new connection: of the old one, buckets that cannot be verified may follow.
     assert len(world.server.channels) == MAX_CORRUPTIONS and world.server.count("open") == MAX_CORRUPTIONS
     assert [channel.closed for channel in world.server.channels] == [True] * (MAX_CORRUPTIONS - 1) + [False]
-    world.sheets[1] = good
+    world.checksum_tables[1] = good
     world.run(1.5)
     world.send_all(0)
     assert world.applied == [0]
@@ -507,15 +507,15 @@ def test_a_damaged_sheet_is_asked_for_again_and_ends_the_pull_in_the_end() -> No
 @pytest.mark.parametrize(
     ("message", "payload", "said"),
     [
-        ({"bucket": SHEET, "reference": {"slot": 0}}, None, "come over the channel"),
-        ({"bucket": SHEET}, bytes(3 * 16), "48 bytes are not the checksums"),
+        ({"bucket": CHECKSUM_TABLE, "reference": {"slot": 0}}, None, "come over the channel"),
+        ({"bucket": CHECKSUM_TABLE}, bytes(3 * 16), "48 bytes are not the checksums"),
         ({"bucket": 0}, bytes(BUCKET_BYTES), "came before its checksum"),
-        ({"bucket": SHEET, "base": 0}, bytes(2 * 16), "a delta of bucket -1"),
+        ({"bucket": CHECKSUM_TABLE, "base": 0}, bytes(2 * 16), "a delta of bucket -1"),
     ],
 )
 def test_checksums_come_first_whole_and_as_bytes(message: Message, payload: bytes | None, said: str) -> None:
     world = World()
-    world.newest(1, 0, keep_sheet=True)
+    world.newest(1, 0, keep_table=True)
     world.server.say("bucket", payload, pull=1, rank=0, **message)
     assert said in world.machine.protocol_errors[-1] and world.server.channels[0].closed
 
@@ -525,7 +525,7 @@ def test_registry_that_makes_no_sense_is_hung_up_on() -> None:
         ("look", {}, "does not send"),
         ("newest", {"epoch": "e0"}, "of epoch e0"),
         ("model", {"layout_id": "b", "layout": {}, "servers": [SERVER], "progress_s": 5.0}, "another layout"),
-        ("newest", {"sheet_digests": ["aa"]}, ""),
+        ("newest", {"table_digests": ["aa"]}, ""),
     ):
         world = World()
         channel = world.registry.channels[-1]

@@ -60,8 +60,8 @@ class World:
         return found
 
     def publish(self, ranks: list[Client], serial: int, version: int) -> None:
-        for client, sheet in zip(ranks, SHEETS, strict=True):
-            client.say("snapped", serial=serial, version=version, sheet=sheet)
+        for client, table in zip(ranks, SHEETS, strict=True):
+            client.say("snapped", serial=serial, version=version, table=table)
 
     @property
     def digest(self) -> str:
@@ -80,15 +80,15 @@ def test_version_is_published_when_all_ranks_have_it_and_the_layout_is_known() -
     for number, client in enumerate(ranks):
         client.say("layout", layout=rank_layout(2, 2, number).to_json())
     newest = actor.last("newest")
-    assert (newest["newest"], newest["version"], newest["sheet_digests"]) == (1, 0, SHEETS)
+    assert (newest["newest"], newest["version"], newest["table_digests"]) == (1, 0, SHEETS)
     assert [rank.last("live")["newest"] for rank in ranks] == [1, 1]
     assert actor.last("model")["servers"] == ["10.0.0.1:6000", "10.0.0.1:6001"]
-    ranks[0].say("snapped", serial=2, version=1, sheet=SHEETS[0])
+    ranks[0].say("snapped", serial=2, version=1, table=SHEETS[0])
     assert actor.count("newest") == 1
     # The newest of all that is whole; what is older is not published any more.
-    ranks[0].say("snapped", serial=3, version=2, sheet=SHEETS[0])
-    ranks[1].say("snapped", serial=3, version=2, sheet=SHEETS[1])
-    ranks[1].say("snapped", serial=2, version=1, sheet=SHEETS[1])
+    ranks[0].say("snapped", serial=3, version=2, table=SHEETS[0])
+    ranks[1].say("snapped", serial=3, version=2, table=SHEETS[1])
+    ranks[1].say("snapped", serial=2, version=1, table=SHEETS[1])
     assert actor.count("newest") == 2 and actor.last("newest")["version"] == 2
     late = world.actor("late")
     assert late.last("newest")["version"] == 2 and late.count("model") == 1 and "pinned" not in late.heard[-1]
@@ -117,7 +117,7 @@ def test_another_process_of_a_name_has_lost_no_snapshot() -> None:
         world.run(9.0)
         assert not actor.over
     half = list(range(1, MAX_LOST_SNAPSHOTS))
-    assert [lost["times"] for lost in world.events("lost_lane")] == half + half
+    assert [lost["times"] for lost in world.events("lost_snapshot")] == half + half
 
 
 def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
@@ -127,7 +127,7 @@ def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
     assert ranks[0].last("live")["dropped"] == [1] and trainer.last("status")["dropped"] == [[1, 0]]
     world.publish(ranks, 1, 0)
     assert world.registry.newest is None
-    ranks[0].say("snapped", serial=2, version=0, sheet=SHEETS[0])
+    ranks[0].say("snapped", serial=2, version=0, table=SHEETS[0])
     world.run(1.5)
     assert trainer.last("status")["dropped"] == [[1, 0]]
     world.run(1.0)
@@ -164,13 +164,13 @@ def test_shards_that_do_not_fit_together_are_a_failure_that_the_trainer_hears_of
     [
         ({"type": "layout", "layout": {"other": 1}}, "another layout"),
         ({"type": "serving", "version": 0, "digest": "", "figures": {}}, "does not send"),
-        ({"type": "snapped", "serial": 5, "version": 9, "sheet": SHEETS[0]}, "calls snapshot 5 version 9"),
+        ({"type": "snapped", "serial": 5, "version": 9, "table": SHEETS[0]}, "calls snapshot 5 version 9"),
     ],
 )
 def test_rank_that_contradicts_itself_is_hung_up_on(message: Message, reason: str) -> None:
     world = World()
     ranks = world.ranks()
-    ranks[1].say("snapped", serial=5, version=4, sheet=SHEETS[1])
+    ranks[1].say("snapped", serial=5, version=4, table=SHEETS[1])
     ranks[0].say(**{"kind": message["type"], **{name: value for name, value in message.items() if name != "type"}})
     assert ranks[0].over and reason in world.machine.protocol_errors[-1]
 
@@ -440,13 +440,13 @@ def test_checksums_of_a_lost_shard_server_do_not_count() -> None:
     """The next one computes them anew."""
     world = World()
     ranks = world.ranks()
-    ranks[0].say("snapped", serial=1, version=0, sheet="00")
+    ranks[0].say("snapped", serial=1, version=0, table="00")
     assert ranks[0].channel is not None
     ranks[0].channel.close("killed")
     world.run(0.1)
-    ranks[1].say("snapped", serial=1, version=0, sheet=SHEETS[1])
+    ranks[1].say("snapped", serial=1, version=0, table=SHEETS[1])
     assert world.registry.newest is None
-    world.rank(0).say("snapped", serial=1, version=0, sheet=SHEETS[0])
+    world.rank(0).say("snapped", serial=1, version=0, table=SHEETS[0])
     assert world.registry.newest is not None
 
 

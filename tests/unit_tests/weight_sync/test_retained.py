@@ -216,10 +216,10 @@ def test_slot_is_free_when_its_snapshot_is_over() -> None:
 
 def test_snapshot_is_kept_while_a_thread_reads_it() -> None:
     slots = LiveSlots(words(1, 2))
-    slots.hold(1)
+    slots.retain(1)
     slots.live(2, [], [], 0.0)
     assert 1 in slots.filled() and slots.readable(1) is None
-    slots.let_go(1)
+    slots.release(1)
     assert 1 not in slots.filled()
 
 
@@ -315,10 +315,10 @@ def test_snapshots_lost_in_a_row_end_with_a_whole_version_or_a_new_process() -> 
 
 def test_what_is_let_go_twice_is_not_held_by_the_second_thread() -> None:
     slots = LiveSlots(words(1, 2))
-    slots.hold(1)
-    slots.hold(1)
+    slots.retain(1)
+    slots.retain(1)
     slots.live(2, [], [], 0.0)
-    slots.let_go(1)
+    slots.release(1)
     assert 1 in slots.filled()
-    slots.let_go(1)
+    slots.release(1)
     assert list(slots.filled()) == [2] and slots._words[0] == 0

@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.utils.json_lines import JsonTail, older_file
 from torchtitan.weight_sync import main, servers
 from torchtitan.weight_sync.registry.state import Settings
-from torchtitan.weight_sync.servers import FROZEN_LOOKS, RegistryServer, ServerProcess, Supervised
+from torchtitan.weight_sync.servers import FROZEN_CHECKS, RegistryServer, ServerProcess, Supervised
 from torchtitan.weight_sync.transports.tcp import Tcp
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
@@ -38,25 +38,25 @@ class Lives(Supervised):
     def _begin(self) -> None:
         self.left -= 1
 
-    def _live(self) -> str:
+    def _run(self) -> str:
         self.lived += 1
         if self.left == 0:
             self._closing.set()
         return "gone"
 
     def _end_frozen(self) -> None:
-        self.frozen_at.append(self.looks)
+        self.frozen_at.append(self.checks)
 
-    def look(self, pulses: list[int]) -> None:
+    def play(self, pulses: list[int]) -> None:
         """Watch over a thing that says these at one look after the other."""
-        self.looks, said = -1, iter(pulses)
-        self._closing.wait = lambda _seconds: self.looks + 1 == len(pulses)  # type: ignore[assignment, method-assign]
+        self.checks, said = -1, iter(pulses)
+        self._closing.wait = lambda _seconds: self.checks + 1 == len(pulses)  # type: ignore[assignment, method-assign]
 
-        def pulse() -> int:
-            self.looks += 1
+        def heartbeat() -> int:
+            self.checks += 1
             return next(said)
 
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._watch()
 
 
@@ -78,10 +78,10 @@ def test_restarts_in_a_row_are_bounded_and_earned_back(
 def test_a_pulse_that_stands_still_is_a_frozen_life() -> None:
     lives = Lives(1, 0)
     # The first word is from before the first look.
-    starting = lives.starting_looks = 10
-    lives.look([0] * (starting + 1) + [1, 2, 2] + [2] * (2 * FROZEN_LOOKS - 1) + [3] * FROZEN_LOOKS)
+    starting = lives.starting_checks = 10
+    lives.play([0] * (starting + 1) + [1, 2, 2] + [2] * (2 * FROZEN_CHECKS - 1) + [3] * FROZEN_CHECKS)
     beaten = starting + 2
-    assert lives.frozen_at == [starting, beaten + FROZEN_LOOKS, beaten + 2 * FROZEN_LOOKS]
+    assert lives.frozen_at == [starting, beaten + FROZEN_CHECKS, beaten + 2 * FROZEN_CHECKS]
 
 
 def test_a_process_hears_its_parent_alone_and_ends_at_the_deadline(
@@ -129,7 +129,7 @@ def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) 
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     try:
-        until(lambda: registry._words.pulse, process=registry.process)
+        until(lambda: registry._words.heartbeat, process=registry.process)
         assert resource.prlimit(registry.process.pid, resource.RLIMIT_NOFILE) == (most, most)
     finally:
         registry.close(time.monotonic() + PATIENCE_S)

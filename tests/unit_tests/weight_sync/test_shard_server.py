@@ -13,8 +13,8 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
-from torchtitan.weight_sync.memory.manifest import Sheet
-from torchtitan.weight_sync.memory.transfer import SHEET, Transfer
+from torchtitan.weight_sync.memory.manifest import ChecksumTable
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, Transfer
 from torchtitan.weight_sync.trainer.shard_server import MAX_BUCKET_SECONDS
 from torchtitan.weight_sync.transports import bucket_server
 from torchtitan.weight_sync.transports.bucket_server import IDLE_SECONDS
@@ -90,7 +90,7 @@ def test_registry_hears_layout_and_checksums_and_again_after_it_was_lost() -> No
     (one, other) = world.told_of("snapped")
     data = content("e1", 0, 0, BUCKETS)
     sums = [xxhash.xxh3_128_hexdigest(data[i : i + BUCKET_BYTES]) for i in range(0, len(data), BUCKET_BYTES)]
-    assert (one["serial"], one["version"], one["sheet"]) == (first, 0, Sheet.of(sums).digest())
+    assert (one["serial"], one["version"], one["table"]) == (first, 0, ChecksumTable.of(sums).digest())
     assert (other["serial"], other["version"]) == (second, 1)
     world.told.clear()
     assert world.channel is not None
@@ -304,7 +304,7 @@ def test_longest_honest_request_is_within_the_limit(count: int) -> None:
     """Every other bucket, and the checksums, of a pull late in a run."""
     server = World().rank.server
     server.most_buckets = lambda: count  # type: ignore[method-assign]
-    missing = Transfer(10**9, 10**9, None, None, {0: {SHEET, *range(1, count, 2)}}, 0.0, 0.0)  # type: ignore[arg-type]
+    missing = Transfer(10**9, 10**9, None, None, {0: {CHECKSUM_TABLE, *range(1, count, 2)}}, 0.0, 0.0)  # type: ignore[arg-type]
     asked: list[int] = []
     for request in missing.requests(0, {}, None):
         assert len(wire.encode(request)) < server.longest_message()

@@ -26,7 +26,7 @@ from torchtitan.distributed.boxes import Box
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.memory.delta import encode, shortest
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
-from torchtitan.weight_sync.memory.manifest import Layout, Manifest, Sheet
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, Manifest
 from torchtitan.weight_sync.memory.weight_files import version_folder
 from torchtitan.weight_sync.transports import disk, stores
 from torchtitan.weight_sync.transports.disk import Catalogue, SlotFiles, read_parts
@@ -84,7 +84,7 @@ class Job:
 
     def publish(self, serial: int, live: tuple[int, ...] = ()) -> dict[str, Any]:
         entry = self.write(serial)
-        manifest = Manifest.of(EPOCH, serial, "layout", [Sheet(bytes(16), 1).digest()])
+        manifest = Manifest.of(EPOCH, serial, "layout", [ChecksumTable(bytes(16), 1).digest()])
         self.catalogue.publish(manifest, [entry], live)
         return entry
 

@@ -25,7 +25,7 @@ from torchtitan.inference.pool.actor_parts import ActorProcess
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.utils.child_process import ChildProcess
 from torchtitan.utils.json_lines import EventLog
-from torchtitan.weight_sync.memory.manifest import Manifest, Sheet
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, Manifest
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
@@ -114,8 +114,8 @@ def test_relayed_bytes_are_checked_by_more_than_a_checksum() -> None:
     data = random.Random(1).randbytes(4096)
     forged = other_bytes(data, struct.pack("<2f", 1e6, 1e6))
     assert forged[:8] != data[:8] and xxhash.xxh3_128_hexdigest(forged) == xxhash.xxh3_128_hexdigest(data)
-    sheet = Sheet.of([xxhash.xxh3_128_hexdigest(data)], [hashlib.sha256(data).hexdigest()])
-    manifest = Manifest("e1", 1, "layout", (sheet.digest(),), "digest", {0: sheet})
+    table = ChecksumTable.of([xxhash.xxh3_128_hexdigest(data)], [hashlib.sha256(data).hexdigest()])
+    manifest = Manifest("e1", 1, "layout", (table.digest(),), "digest", {0: table})
 
     def accepted(source: str, arrived: bytes) -> bool:
         transfer = Transfer(1, 1, manifest, whole_layout(1, 1), {0: {0}}, 0.0, 0.0, source)

@@ -43,9 +43,9 @@ def differing_parameters(
     check_types(proof.layout, live)
     wrong = [
         (rank, bucket)
-        for rank, sheet in proof.sheets.items()
+        for rank, table in proof.checksum_tables.items()
         for bucket, found in enumerate(slot_checksums(proof.layout, rank, live, stop))
-        if found != sheet[bucket]
+        if found != table[bucket]
     ]
     if not wrong:
         return ""

@@ -118,7 +118,7 @@ class StagingEngine:
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See transfer.Engine."""
         staging, written, begun = self._staging, self._written, time.monotonic()
-        proof = ExpectedChecksums(staging.layout, manifest.sheets, lambda: self._written == written)
+        proof = ExpectedChecksums(staging.layout, manifest.checksum_tables, lambda: self._written == written)
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
         return as_figures(self._apply(staged), begun)
 

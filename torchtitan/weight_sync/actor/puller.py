@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.memory.transfer import SHEET, Engine, Transfer
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, Engine, Transfer
 from torchtitan.weight_sync.transports.bucket_server import Relay
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -72,7 +72,7 @@ class Puller:
         self._layout: Layout | None = None
         self._layout_id = ""
         self._needs: dict[int, set[int]] = {}
-        """Rank -> its sheet, and the buckets that this actor needs"""
+        """Rank -> its checksum table, and the buckets that this actor needs"""
         self._sources: list[ShardServerConnection] = []
         self._servers: list[str] = []
         self._relay = relay
@@ -185,7 +185,7 @@ class Puller:
         self._servers, self._progress_s = list(map(str, message["servers"])), message["progress_s"]
         if self._layout is None:
             layout = self._read_layout(message["layout"])
-            self._needs = {rank: {SHEET} for rank in range(len(layout.ranks)) if layout.bucket_count(rank)}
+            self._needs = {rank: {CHECKSUM_TABLE} for rank in range(len(layout.ranks)) if layout.bucket_count(rank)}
             for rank, bucket in self.engine.prepare(layout, message):
                 self._needs[rank].add(bucket)
             self._layout, self._layout_id = layout, message["layout_id"]
@@ -268,7 +268,7 @@ class Puller:
         if not self._passes("pull", manifest.version):
             return
         now = self._runtime.now()
-        there = {rank: {SHEET} for rank in manifest.sheets}
+        there = {rank: {CHECKSUM_TABLE} for rank in manifest.checksum_tables}
         missing = {rank: left for rank, needs in self._needs.items() if (left := needs - there.get(rank, set()))}
         # A slow actor needs a snapshot of the trainer's.
         peer = peer if self._gone_in_a_row < SLOW_AFTER else None
@@ -345,11 +345,11 @@ class Puller:
         hasher = transfer.hasher(key[1])
         transfer.arriving[key] = hasher
         self._held.pop(key, None)
-        is_sheet = key[1] == SHEET
-        memory = transfer.sheet_memory(key[0], message["bytes"]) if is_sheet else self.engine.bucket(key)
+        is_table = key[1] == CHECKSUM_TABLE
+        memory = transfer.table_memory(key[0], message["bytes"]) if is_table else self.engine.bucket(key)
 
         def take(piece: memoryview) -> None:
-            transfer.count(0 if is_sheet else len(piece), False, now())
+            transfer.count(0 if is_table else len(piece), False, now())
             hasher.update(piece)
 
         return memory, take
@@ -413,8 +413,8 @@ class Puller:
             found = "corrupt"
         if found == pull.expected(key):
             pull.done(*key)
-            if bucket == SHEET:
-                pull.take_sheet(rank)
+            if bucket == CHECKSUM_TABLE:
+                pull.take_table(rank)
             else:
                 self._held[key] = pull.serial
             source.succeeded()
@@ -432,7 +432,7 @@ class Puller:
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MAX_CORRUPTIONS} times")
             self._pause()
         elif not self.leave_peer():
-            if bucket != SHEET:
+            if bucket != CHECKSUM_TABLE:
                 source.tell(pull.request([bucket], again=True))
                 return
             # Without it the buckets that follow cannot be verified.

@@ -201,7 +201,7 @@ class Deltas:
                 del self._waiting[key]
                 if self._is_possible(key.serial, key.base):
                     self._encoding[thread] = key, self._runtime.now()
-                    self._live.hold(key.serial, key.base)
+                    self._live.retain(key.serial, key.base)
                     new, base = self._memory(key.serial, key.bucket), self._memory(key.base, key.bucket)
                     self._runtime.work(f"deltas-{thread}", partial(self._make, new, base), partial(self._done, thread))
 
@@ -212,7 +212,7 @@ class Deltas:
         key, _ = self._encoding.pop(thread)
         if self._is_possible(key.serial, key.base):
             self._made[key] = payload
-        self._live.let_go(key.serial, key.base)
+        self._live.release(key.serial, key.base)
         self._make_next()
         self._on_made()
 

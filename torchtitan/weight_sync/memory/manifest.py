@@ -114,11 +114,12 @@ DIGEST_BYTES = 16
 
 
 def new_digest(data: bytes = b"") -> Any:
-    """Return a hasher for sheets: BLAKE2b, because whoever relays a sheet might want another one to be taken for it."""
+    """Return a hasher for checksum tables: BLAKE2b, because whoever relays a table might want another one to be taken
+    for it."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES)
 
 
-class Sheet:
+class ChecksumTable:
     """What the buckets of one rank in one version hash to. data: `count` checksums of 16 bytes each, and behind them,
     if actors relay, as many SHA-256 digests. It travels like a bucket, to whoever lacks it."""
 
@@ -126,12 +127,12 @@ class Sheet:
         self.data, self._count = data, count
 
     @classmethod
-    def of(cls, checksums: Sequence[str], digests: Sequence[str] = ()) -> Sheet:
-        """Make a sheet of hexadecimal checksums, and of the buckets' SHA-256 if actors relay."""
+    def of(cls, checksums: Sequence[str], digests: Sequence[str] = ()) -> ChecksumTable:
+        """Make a checksum table of hexadecimal checksums, and of the buckets' SHA-256 if actors relay."""
         return cls(bytes.fromhex("".join((*checksums, *digests))), len(checksums))
 
     def digest(self) -> str:
-        """Return what the registry announces of this sheet."""
+        """Return what the registry announces of this checksum table."""
         return str(new_digest(self.data).hexdigest())
 
     def __getitem__(self, bucket: int) -> str:
@@ -139,60 +140,62 @@ class Sheet:
         return self.data[CHECKSUM_BYTES * bucket : CHECKSUM_BYTES * (bucket + 1)].hex()
 
     def sha256(self, bucket: int) -> str:
-        """Return a bucket's SHA-256; empty, which nothing hashes to, if this sheet has none."""
+        """Return a bucket's SHA-256; empty, which nothing hashes to, if this checksum table has none."""
         start = CHECKSUM_BYTES * self._count + SHA256_BYTES * bucket
         return self.data[start : start + SHA256_BYTES].hex()
 
 
-def sheet_sizes(count: int) -> tuple[int, int]:
-    """Return how many bytes a sheet of so many buckets has, without and with SHA-256."""
+def table_sizes(count: int) -> tuple[int, int]:
+    """Return how many bytes a checksum table of so many buckets has, without and with SHA-256."""
     return CHECKSUM_BYTES * count, (CHECKSUM_BYTES + SHA256_BYTES) * count
 
 
-def content_digest(layout_id: str, sheet_digests: Sequence[str]) -> str:
-    """Return one digest of a version's bytes, over the layout id and every rank's sheet of checksums."""
-    return str(new_digest(json.dumps([layout_id, *sheet_digests]).encode()).hexdigest())
+def content_digest(layout_id: str, table_digests: Sequence[str]) -> str:
+    """Return one digest of a version's bytes, over the layout id and every rank's table of checksums."""
+    return str(new_digest(json.dumps([layout_id, *table_digests]).encode()).hexdigest())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A version: its identity, and what each rank's sheet of checksums hashes to. sheets: by rank, those that this
-    process has and has verified."""
+    """A version: its identity, and what each rank's table of checksums hashes to.
+
+    checksum_tables: by rank, those that this process has and has verified.
+    """
 
     epoch: str
     version: int
     layout_id: str
-    sheet_digests: tuple[str, ...]
+    table_digests: tuple[str, ...]
     digest: str
-    sheets: dict[int, Sheet] = field(default_factory=dict, compare=False)
+    checksum_tables: dict[int, ChecksumTable] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, epoch: str, version: int, layout_id: str, sheet_digests: Sequence[str]) -> Manifest:
-        """Make the manifest of a version with these sheets."""
-        return cls(epoch, version, layout_id, tuple(sheet_digests), content_digest(layout_id, sheet_digests))
+    def of(cls, epoch: str, version: int, layout_id: str, table_digests: Sequence[str]) -> Manifest:
+        """Make the manifest of a version with these checksum tables."""
+        return cls(epoch, version, layout_id, tuple(table_digests), content_digest(layout_id, table_digests))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
-        """Read a manifest. Raises LayoutError if fields are missing or the digest does not match the sheets'."""
+        """Read a manifest. Raises LayoutError if fields are missing or the digest does not match its tables'."""
         try:
-            digests = [str(value) for value in data["sheet_digests"]]
+            digests = [str(value) for value in data["table_digests"]]
             manifest = cls.of(str(data["epoch"]), int(data["version"]), str(data["layout_id"]), digests)
             if manifest.digest != data["digest"]:
-                raise LayoutError("the manifest's digest does not match those of its sheets")
+                raise LayoutError("the manifest's digest does not match those of its checksum tables")
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"malformed manifest: {error!r}") from error
         return manifest
 
     def to_json(self) -> dict[str, Any]:
         about = {"epoch": self.epoch, "version": self.version, "layout_id": self.layout_id, "digest": self.digest}
-        return {**about, "sheet_digests": list(self.sheet_digests)}
+        return {**about, "table_digests": list(self.table_digests)}
 
     def check_fits(self, layout: Layout, layout_id: str) -> None:
-        """Raise LayoutError unless there is exactly one sheet per rank of `layout`."""
+        """Raise LayoutError unless there is exactly one checksum table per rank of `layout`."""
         if self.layout_id != layout_id:
             raise LayoutError(f"version {self.version} has layout {self.layout_id}, not {layout_id}")
-        if len(self.sheet_digests) != len(layout.ranks):
-            raise LayoutError(f"version {self.version} does not have one sheet per rank")
+        if len(self.table_digests) != len(layout.ranks):
+            raise LayoutError(f"version {self.version} does not have one checksum table per rank")
 
 
 def merge_layouts(parts: list[dict[str, Any]]) -> Layout:

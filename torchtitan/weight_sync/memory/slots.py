@@ -168,11 +168,11 @@ class LiveSlots:
         if old:
             self.sweep()
 
-    def hold(self, *serials: int) -> None:
+    def retain(self, *serials: int) -> None:
         """Keep these snapshots: a thread is about to read their memory."""
         self._holds.update(serials)
 
-    def let_go(self, *serials: int) -> None:
+    def release(self, *serials: int) -> None:
         """End a hold(): the thread no longer reads them."""
         self._holds.subtract(serials)
         self.sweep()
@@ -306,7 +306,7 @@ class SlotWords:
         self._words[self.count + serial % _FAILURES] = (version << 30) | serial
 
     @property
-    def pulse(self) -> int:
+    def heartbeat(self) -> int:
         """A number that changes while the shard server works."""
         return self._words[self.count + _FAILURES]
 

@@ -16,7 +16,7 @@ from torchtitan.distributed.boxes import Box
 from torchtitan.distributed.pieces import PiecedTensor
 from torchtitan.utils.dtypes import DTYPES
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry
-from torchtitan.weight_sync.memory.manifest import Layout, Sheet
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout
 from torchtitan.weight_sync.memory.manifest import WeightsRefused as WeightsRefused
 
 Area = memoryview | torch.Tensor
@@ -28,12 +28,12 @@ class ExpectedChecksums:
     """What is needed to verify an engine's own tensors against a version after it is applied; see
     inference/serving/weight_digest.py.
 
-    sheets: by sender rank, the checksums of its buckets. still_staged: returns whether staging memory still holds this
-    version.
+    checksum_tables: by sender rank, the checksums of its buckets. still_staged: returns whether staging memory still
+    holds this version.
     """
 
     layout: Layout
-    sheets: Mapping[int, Sheet]
+    checksum_tables: Mapping[int, ChecksumTable]
     still_staged: Callable[[], bool]
 
 

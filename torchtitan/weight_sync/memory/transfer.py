@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import xxhash
 
 from torchtitan.weight_sync.memory.delta import shortest
-from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, Sheet, new_digest, sheet_sizes
+from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest, new_digest, table_sizes
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, field_of
 
 # How a version's bytes arrived: whole buckets, deltas, or relayed by another actor.
@@ -25,8 +25,8 @@ ADDED_UP = (*BYTES, "corrupt_buckets")
 RELAY_SECONDS, RELAY_SHARE = 2.0, 0.25
 # So many threads at most read buckets that references name.
 READERS = 8
-# The number by which a rank's sheet of checksums is asked for, before its buckets.
-SHEET = -1
+# The number by which a rank's table of checksums is asked for, before its buckets.
+CHECKSUM_TABLE = -1
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Transfer:
     manifest: Manifest
     layout: Layout
     missing: dict[int, set[int]]
-    """Rank -> buckets, its sheet among them; without ranks of which nothing is missing"""
+    """Rank -> buckets, its checksum table among them; without ranks of which nothing is missing"""
     begun: float
     moved_at: float
     """When the last byte arrived"""
@@ -51,11 +51,11 @@ class Transfer:
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(BYTES, 0)))
     """Bytes by figure (see BYTES)"""
-    _sheets: dict[int, memoryview] = field(default_factory=dict)
-    """Rank -> the memory that its sheet arrives in"""
+    _checksum_tables: dict[int, memoryview] = field(default_factory=dict)
+    """Rank -> the memory that its checksum table arrives in"""
 
     def lacks(self, rank: int, bucket: int) -> bool:
-        """Return whether this bucket, or sheet, is missing."""
+        """Return whether this bucket, or checksum table, is missing."""
         return bucket in self.missing.get(rank, ())
 
     def done(self, rank: int, bucket: int) -> None:
@@ -69,9 +69,9 @@ class Transfer:
         key = found, bucket = message["rank"], message["bucket"]
         if found != rank:
             raise ProtocolError(f"a bucket of rank {found} came from rank {rank}")
-        if bucket == SHEET and "bytes" not in message:
+        if bucket == CHECKSUM_TABLE and "bytes" not in message:
             raise ProtocolError("checksums come over the channel, in bytes")
-        if bucket != SHEET and self.lacks(rank, SHEET):
+        if bucket != CHECKSUM_TABLE and self.lacks(rank, CHECKSUM_TABLE):
             raise ProtocolError(f"bucket {bucket} of rank {rank} came before its checksum")
         if not self.lacks(*key) or key in self.arriving:
             # Verified bytes are never overwritten: what is applied is what was verified.
@@ -83,29 +83,31 @@ class Transfer:
         start, end = self.layout.bucket_range(*key)
         return end - start
 
-    def sheet_memory(self, rank: int, count: int) -> memoryview:
-        """Return memory for a rank's sheet. Raises ProtocolError if it cannot have so many bytes."""
-        if count not in sheet_sizes(self.layout.bucket_count(rank)):
+    def table_memory(self, rank: int, count: int) -> memoryview:
+        """Return memory for a rank's checksum table. Raises ProtocolError if it cannot have so many bytes."""
+        if count not in table_sizes(self.layout.bucket_count(rank)):
             raise ProtocolError(f"{count} bytes are not the checksums of rank {rank}")
-        self._sheets[rank] = memoryview(bytearray(count))
-        return self._sheets[rank]
+        self._checksum_tables[rank] = memoryview(bytearray(count))
+        return self._checksum_tables[rank]
 
-    def take_sheet(self, rank: int) -> None:
-        """Use a rank's sheet, which has arrived and been verified."""
-        self.manifest.sheets[rank] = Sheet(bytes(self._sheets.pop(rank)), self.layout.bucket_count(rank))
+    def take_table(self, rank: int) -> None:
+        """Use a rank's checksum table, which has arrived and been verified."""
+        self.manifest.checksum_tables[rank] = ChecksumTable(
+            bytes(self._checksum_tables.pop(rank)), self.layout.bucket_count(rank)
+        )
 
     def hasher(self, bucket: int) -> Any:
         """Return a hasher for a bucket; see expected()."""
-        return new_digest() if bucket == SHEET else hashlib.sha256() if self.source else xxhash.xxh3_128()
+        return new_digest() if bucket == CHECKSUM_TABLE else hashlib.sha256() if self.source else xxhash.xxh3_128()
 
     def expected(self, key: BucketKey) -> str:
         """Return what a bucket has to hash to: its SHA-256 if an actor relays it, because a checksum does not keep an
         actor from passing on other bytes, else its checksum."""
         rank, bucket = key
-        if bucket == SHEET:
-            return self.manifest.sheet_digests[rank]
-        sheet = self.manifest.sheets[rank]
-        return sheet.sha256(bucket) if self.source else sheet[bucket]
+        if bucket == CHECKSUM_TABLE:
+            return self.manifest.table_digests[rank]
+        table = self.manifest.checksum_tables[rank]
+        return table.sha256(bucket) if self.source else table[bucket]
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
         """Record that `count` bytes have arrived."""
@@ -140,8 +142,8 @@ class Transfer:
         return {"transfer_s": now - self.begun, **counts, "source": self.source or "trainer"}
 
     def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
-        """Return the requests to this rank's shard server for what is missing and not arriving already: its sheet
-        first, because no bucket can be verified without it.
+        """Return the requests to this rank's shard server for what is missing and not arriving already: its table of
+        checksums first, because no bucket can be verified without it.
 
         held: bucket -> serial of the snapshot in staging memory; where that is `base`, a delta is requested.
         """
@@ -150,7 +152,7 @@ class Transfer:
             key = rank, bucket
             if key not in self.arriving:
                 is_delta = base is not None and held.get(key) == base
-                place = 0 if bucket == SHEET else 1 if key in self.corruptions else 2 if is_delta else 3
+                place = 0 if bucket == CHECKSUM_TABLE else 1 if key in self.corruptions else 2 if is_delta else 3
                 asked[place][1].append(bucket)
         return [self.request(buckets, **how) for how, buckets in asked if buckets]
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from torchtitan.weight_sync.registry.state import Peer, Settings
 from torchtitan.weight_sync.wire.handshake import OWN
-from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, Runtime, Shared
+from torchtitan.weight_sync.wire.runtime import BroadcastMessage, Channel, Message, ProtocolError, Runtime
 
-PONG = Shared({"type": "pong"})
-# Guests have one key for all, so their number is bounded here, by what their common budget lets them say.
+PONG = BroadcastMessage({"type": "pong"})
+# Guests have one key for all, so their number is bounded here, by the rate limit that they share.
 MAX_GUESTS, NAME = 1024, re.compile(rf"(?!{OWN})[A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
 URL = re.compile(r"http://([^\s/:@]+|\[[\da-fA-F:]+\]):\d{1,5}")
 

@@ -23,7 +23,14 @@ from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import ACTOR, GUEST, RANK, TRAINER, Acceptor, Identity
-from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime, Shared
+from torchtitan.weight_sync.wire.runtime import (
+    SILENCE_SECONDS,
+    BroadcastMessage,
+    Channel,
+    Message,
+    ProtocolError,
+    Runtime,
+)
 
 logger = logging.getLogger("torchtitan.weight_sync.registry.registry")
 
@@ -205,7 +212,7 @@ class Registry:
         about: Message = {"layout_id": whole.layout_id(), "layout": whole.to_json()}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
         about |= {"servers": servers, "progress_s": self.settings.progress_timeout_s}
-        self._model = Shared({"type": "model", **about})
+        self._model = BroadcastMessage({"type": "model", **about})
         for channel in self._actor_channels():
             channel.send(self._model)
         self._publish_complete()
@@ -232,8 +239,8 @@ class Registry:
         gathered = self._incomplete[serial]
         hook.at("publish", version=gathered.version)
         snapped = [gathered.snapped[rank] for rank in range(self.settings.world_size)]
-        sheets = [message["sheet"] for message in snapped]
-        self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], sheets)
+        checksum_tables = [message["table"] for message in snapped]
+        self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], checksum_tables)
         self._published.add(gathered.version, self.newest.digest)
         self._newest_message = {"type": "newest", **self.newest.to_json()}
         self._incomplete = {later: version for later, version in self._incomplete.items() if later > serial}
@@ -247,7 +254,7 @@ class Registry:
         # One message for both: the version that an actor is pulling may be retained.
         self._announced = live = self._live()
         sources = self._relays.announce(serial, self._runtime.now())
-        newest = Shared({**live, **self._newest_message})
+        newest = BroadcastMessage({**live, **self._newest_message})
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.offer(gathered.version, self._runtime.now())
@@ -298,7 +305,7 @@ class Registry:
         has changed, if one has; routine: as each does with each version."""
         live = self._live()
         if live != self._announced:
-            self._announced = live = Shared(live)
+            self._announced = live = BroadcastMessage(live)
             for channel in self._channels():
                 channel.send(live)
         if name:
@@ -356,7 +363,7 @@ class Registry:
 
     def _lost_snapshot(self, name: str) -> None:
         actor, count = self.actors[name], self.snapshots.lost[name]
-        self._write("lost_lane", {"actor": name, "version": actor.version, "times": count})
+        self._write("lost_snapshot", {"actor": name, "version": actor.version, "times": count})
         if count >= MAX_LOST_SNAPSHOTS and actor.channel is not None:
             actor.state = "GIVEN_UP"
             actor.reason = f"it could not finish a version within {self.settings.lease_s:g} s, {count} times in a row"

@@ -13,9 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync.memory.delta import Deltas, element_bytes, encode
-from torchtitan.weight_sync.memory.manifest import Layout, Sheet, checksum_function
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, checksum_function
 from torchtitan.weight_sync.memory.slots import LiveSlots
-from torchtitan.weight_sync.memory.transfer import SHEET
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.transports.bucket_server import BucketServer, Reader
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -73,7 +73,7 @@ class ShardServer(BucketServer):
         make = partial(encode, size=element_bytes(layout))
         self.deltas = Deltas(runtime, self.live, self._bucket, make, self.send_more)
         self._checksum, self._relay = checksum_function(layout.checksum), relay
-        self._snapped: dict[int, tuple[Message, Sheet]] = {}
+        self._snapped: dict[int, tuple[Message, ChecksumTable]] = {}
         """Serial -> what the registry is told of a snapshot, and its checksums"""
         self._due: float | None = None
         """When the thread that processes a snapshot must next have progressed; None if it is idle"""
@@ -104,7 +104,7 @@ class ShardServer(BucketServer):
         self.close_stale_readers()
         super().tick()
         self._tell_moved()
-        self.look()
+        self.read_slots()
 
     def _tell_moved(self) -> None:
         """Tell the registry who has got how much of which snapshot: it does not take an actor's word for that."""
@@ -141,7 +141,7 @@ class ShardServer(BucketServer):
 
     # Snapshots
 
-    def look(self) -> None:
+    def read_slots(self) -> None:
         """Read from the shared words what the trainer has done. Called at each ring of its bell."""
         filled = self.live.filled()
         self._snapped = {serial: found for serial, found in self._snapped.items() if serial in filled}
@@ -153,7 +153,7 @@ class ShardServer(BucketServer):
         if waiting and self._due is None:
             serial = self._next_to_hash(waiting)
             index, version = filled[serial]
-            self.live.hold(serial)
+            self.live.retain(serial)
             self._moved(self._bucket_seconds)
             self._runtime.work("checksums", partial(self._take, index, serial, version), partial(self._taken, serial))
 
@@ -164,7 +164,7 @@ class ShardServer(BucketServer):
     def _moved(self, seconds: float) -> None:
         self._due = self._runtime.now() + seconds
 
-    def _take(self, index: int, serial: int, version: int) -> tuple[Message, Sheet]:
+    def _take(self, index: int, serial: int, version: int) -> tuple[Message, ChecksumTable]:
         """Return what the registry is to be told of a snapshot, and its checksums."""
         hook.at("checksum", version=version, rank=self.rank)
         memory: Any = self._slots.slot(index)
@@ -175,19 +175,19 @@ class ShardServer(BucketServer):
             sums.append(self._checksum(bucket))
             if self._relay:
                 digests.append(hashlib.sha256(bucket).hexdigest())
-        about, sheet = {"serial": serial, "version": version}, Sheet.of(sums, digests)
-        snapped = {"type": "snapped", **about, "sheet": sheet.digest()}
+        about, table = {"serial": serial, "version": version}, ChecksumTable.of(sums, digests)
+        snapped = {"type": "snapped", **about, "table": table.digest()}
         if self._persist is None:
-            return snapped, sheet
+            return snapped, table
         moved = partial(self._moved, MAX_WRITE_SECONDS)
         moved()
         try:
-            return {**snapped, "file": self._persist(index, serial, version, memory, moved)}, sheet
+            return {**snapped, "file": self._persist(index, serial, version, memory, moved)}, table
         except OSError as error:
             logger.error("version %d is dropped: %s", version, error.strerror or error)
-            return {"type": "failed", **about, "reason": error.strerror or str(error)}, sheet
+            return {"type": "failed", **about, "reason": error.strerror or str(error)}, table
 
-    def _taken(self, serial: int, found: tuple[Message, Sheet], error: BaseException | None) -> None:
+    def _taken(self, serial: int, found: tuple[Message, ChecksumTable], error: BaseException | None) -> None:
         if error is not None:
             # This ends the server: a new one computes everything anew, while this one would hold the slot for ever.
             raise RuntimeError("the checksums of a snapshot could not be computed") from error
@@ -198,8 +198,8 @@ class ShardServer(BucketServer):
         if self._keep_persisted and "file" in found[0] and serial > self._persisted:
             # What would be let go now is kept, and what was kept is let go.
             serial, self._persisted = self._persisted, serial
-        self.live.let_go(serial)
-        self.look()
+        self.live.release(serial)
+        self.read_slots()
 
     def _tell_snapped(self, serial: int) -> None:
         if serial in self.live.filled():
@@ -212,7 +212,7 @@ class ShardServer(BucketServer):
         for serial in sorted(self._snapped, reverse=True):
             self._tell_snapped(serial)
         self._reported_failure = 0
-        self.look()
+        self.read_slots()
 
     def _on_registry_message(self, message: Message) -> None:
         if message["type"] != "live":
@@ -240,13 +240,13 @@ class ShardServer(BucketServer):
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
         """Snapshots are complete, so a bucket is always there; a delta is made on request, and checksums take a
         while."""
-        if bucket == SHEET:
+        if bucket == CHECKSUM_TABLE:
             return serial in self._snapped
         return base is None or self.deltas.is_made(serial, base, bucket)
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview | None]:
         """Return a bucket's bytes or a delta, or where they are: in the slot, in a file, or on the link."""
-        if bucket == SHEET:
+        if bucket == CHECKSUM_TABLE:
             return {}, memoryview(self._snapped[reader.serial][1].data)
         serial, index = reader.serial, self.live.filled()[reader.serial][0]
         if reader.link is not None:
@@ -283,10 +283,10 @@ class ShardServer(BucketServer):
         serial = reader.sending = reader.serial
 
         def sent() -> None:
-            self.live.let_go(serial)
+            self.live.release(serial)
             reader.credit += len(data)
             self.sent(reader)
 
-        self.live.hold(serial)
+        self.live.retain(serial)
         data = self._bucket(serial, bucket)
         return link.send(data, sent)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout
-from torchtitan.weight_sync.memory.transfer import SHEET, Transfer
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, Transfer
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.handshake import PEER, Acceptor, Identity
 from torchtitan.weight_sync.wire.runtime import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 10.0
 # The most connections of one actor: each of its workers has one, and may come back before its old one is closed.
 MAX_CONNECTIONS = 128
-# So many requested buckets count as one message (see wire.Budget).
+# So many requested buckets count as one message (see utils/rate_limiter.py).
 BUCKETS_PER_MESSAGE = 50
 
 
@@ -191,8 +191,8 @@ class BucketServer:
     def _send_next(self, reader: Reader) -> None:
         while reader.waiting and reader.sending is None:
             serial, rank, version = reader.serial, reader.rank, self.version(reader.serial)
-            # Nothing can be verified before the sheet has arrived.
-            waiting = {SHEET: (None, False)} if SHEET in reader.waiting else reader.waiting
+            # Nothing can be verified before the checksum table has arrived.
+            waiting = {CHECKSUM_TABLE: (None, False)} if CHECKSUM_TABLE in reader.waiting else reader.waiting
             there = (bucket for bucket, (base, _) in waiting.items() if self.has(serial, rank, bucket, base))
             bucket = next(there, None)
             if bucket is None or version is None:
@@ -233,8 +233,8 @@ class BucketServer:
 
 
 def _buckets_in(ranges: list[Any], count: int) -> list[int]:
-    """Expand ascending ranges [first, end) of a rank with `count` buckets, and SHEET, into numbers. None is empty, so
-    the work is bounded by `count`. Raises ProtocolError."""
+    """Expand ascending ranges [first, end) of a rank with `count` buckets, and CHECKSUM_TABLE, into numbers. None is
+    empty, so the work is bounded by `count`. Raises ProtocolError."""
     if len(ranges) > count + 1:
         raise ProtocolError(f"{len(ranges)} ranges of {count} buckets")
     buckets: list[int] = []
@@ -242,7 +242,7 @@ def _buckets_in(ranges: list[Any], count: int) -> list[int]:
         if not isinstance(bounds, list) or len(bounds) != 2 or set(map(type, bounds)) != {int}:
             raise ProtocolError(f"{bounds!r} is no range of buckets")
         first, end = bounds
-        if not (buckets[-1] if buckets else SHEET - 1) < first < end <= count:
+        if not (buckets[-1] if buckets else CHECKSUM_TABLE - 1) < first < end <= count:
             raise ProtocolError(f"buckets {first} to {end} of {count}, none or out of order")
         buckets += range(first, end)
     return buckets
@@ -292,6 +292,6 @@ class Relay(BucketServer):
 
     def read(self, reader: Reader, bucket: int, base: int | None, again: bool) -> tuple[Message, memoryview]:
         """Return a bucket of staging memory, which does not change before hold()."""
-        if bucket == SHEET and self._transfer is not None:
-            return {}, memoryview(self._transfer.manifest.sheets[reader.rank].data)
+        if bucket == CHECKSUM_TABLE and self._transfer is not None:
+            return {}, memoryview(self._transfer.manifest.checksum_tables[reader.rank].data)
         return {}, self._memory((reader.rank, bucket))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchtitan.utils.budget import Budgets
+from torchtitan.utils.rate_limiter import RateLimiters
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError, Runtime, Timer
 
@@ -89,7 +89,7 @@ class Acceptor:
         self._runtime, self._roles, self._secret, self._guests = runtime, roles, secret, guests
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
-        self._budgets = Budgets(wire.MESSAGES_AT_ONCE * share, wire.MESSAGES_PER_SECOND * share, OWN)
+        self._limiters = RateLimiters(wire.MESSAGES_AT_ONCE * share, wire.MESSAGES_PER_SECOND * share, OWN)
         self._stop_listening: Callable[[], None] = lambda: None
 
     def listen(self, listener: Any) -> None:
@@ -131,10 +131,10 @@ class Acceptor:
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         limited = identity.role in (ACTOR, PEER, GUEST)
-        channel.budget = self._budgets.of(identity.name) if limited else None
+        channel.limiter = self._limiters.of(identity.name) if limited else None
         channel.trust(self._longest() if limited else wire.MAXIMUM_MESSAGE_BYTES)
         try:
-            if channel.budget is not None and channel.budget.wait_s(self._runtime.now()):
+            if channel.limiter is not None and channel.limiter.wait_s(self._runtime.now()):
                 raise ProtocolError(f"{identity.name} sends too many messages, or connects too often")
             channel.spend(wire.MESSAGES_PER_CONNECTION)
             fields = self._admit(identity, message["fields"])

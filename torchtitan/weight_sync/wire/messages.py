@@ -1,7 +1,7 @@
 """Every message by its fields: what arrives is parsed into values of these types, or refused at the door.
 
 Nothing else of a message goes further, to the registry's state, the journal or the trainer. Of the messages that only
-the trainer's own processes send, layouts and sheets are checked where they are used.
+the trainer's own processes send, layouts and checksum tables are checked where they are used.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ SCHEMA: dict[str, Fields] = {
     # Any client -> registry, and the answer. bytes: how many a pulling actor has received
     "ping": {"bytes?": integer},
     "pong": {},
-    # Shard server -> registry. sheet: what the snapshot's sheet of checksums hashes to; file: the one that holds it;
+    # Shard server -> registry. table: what the snapshot's table of checksums hashes to; file: the one that holds it;
     # failed may say why there is none; moved: of each actor [name, serial, bytes of this snapshot that it has got since
     # the last such message]
     "layout": {"layout": anything},
-    "snapped": {"serial": integer, "version": integer, "sheet": name, "file?": anything},
+    "snapped": {"serial": integer, "version": integer, "table": name, "file?": anything},
     "failed": {"serial": integer, "version": integer, "reason?": prose},
     "moved": {"moved": listed},
     # Registry -> shard servers and actors
@@ -171,7 +171,7 @@ SCHEMA: dict[str, Fields] = {
     },
     "newest": {
         **_LIVE, "epoch": name, "version": integer, "layout_id": name, "digest": name,
-        "sheet_digests": listed, "source?": maybe(anything),
+        "table_digests": listed, "source?": maybe(anything),
     },
     # Actor -> registry. ended: how a pull ended, or that its version was refused, and why
     "pulling": {"serial": integer, "version": integer},
@@ -182,9 +182,9 @@ SCHEMA: dict[str, Fields] = {
     "forged": {"version": integer, "source": name},
     # Guest -> registry: it has finished its requests and ends
     "leave": {},
-    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, in which -1 stands for its sheet; base:
-    # the snapshot that deltas may be taken against; again: an earlier copy was damaged or lost, and the bytes
-    # themselves are wanted
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, in which -1 stands for its table of
+    # checksums; base: the snapshot that deltas may be taken against; again: an earlier copy was damaged or lost, and
+    # the bytes themselves are wanted
     "open": {"pull": integer, "serial": integer, "buckets": listed, "base?": integer, "again?": boolean},
     # Shard server -> actor. A bucket carries its bytes or a delta against the snapshot `base`, or says in `reference`
     # where the bytes are
@@ -238,8 +238,8 @@ def parse_record(line: Any) -> Message:
 
 
 def cost(message: Message, count: int) -> float:
-    """Return what handling a message of `count` bytes counts for (see wire.Budget). A credit is next to nothing, and an
-    actor sends one per chunk."""
+    """Return what handling a message of `count` bytes counts for (see utils/rate_limiter.py). A credit is next to
+    nothing, and an actor sends one per chunk."""
     return (0.01 if message["type"] == "credit" else 1.0) + count / BYTES_PER_MESSAGE
 
 

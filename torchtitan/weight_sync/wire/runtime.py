@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torchtitan.utils.budget import Budget
+from torchtitan.utils.rate_limiter import RateLimiter
 
 Message = dict[str, Any]
 
@@ -47,7 +47,7 @@ class ProtocolError(Exception):
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Shared(Message):
+class BroadcastMessage(Message):
     """A message to many, encoded once: it must not change after it has been sent."""
 
     frame = b""
@@ -55,11 +55,11 @@ class Shared(Message):
 
 def encode(message: Message) -> bytes:
     """Return one framed message."""
-    if isinstance(message, Shared) and message.frame:
+    if isinstance(message, BroadcastMessage) and message.frame:
         return message.frame
     body = _encode(message).encode()
     frame = LENGTH.pack(len(body)) + body
-    if isinstance(message, Shared):
+    if isinstance(message, BroadcastMessage):
         message.frame = frame
     return frame
 
@@ -131,7 +131,7 @@ class Channel:
         self.on_close: Callable[[Channel, str], None] = lambda _channel, _reason: None
         self.payload_target: Callable[[Channel, Message], PayloadTarget | None] = _no_payload
         self.closed = False
-        self.budget: Budget | None = None
+        self.limiter: RateLimiter | None = None
         """None: the peer may send as much as it wants to"""
         self.throttle: Callable[[], int] | None = None
         """For fault injection: returns how many payload bytes per second may be sent; 0: unlimited"""
@@ -148,8 +148,8 @@ class Channel:
 
     def spend(self, messages: float) -> None:
         """Count what a message has cost beyond itself."""
-        if self.budget is not None:
-            self.budget.spend(messages)
+        if self.limiter is not None:
+            self.limiter.spend(messages)
 
     def trust(self, longest: int = MAXIMUM_MESSAGE_BYTES) -> None:
         """Accept messages of up to `longest` bytes and payloads from now on: the peer has proved who it is."""

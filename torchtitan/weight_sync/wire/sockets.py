@@ -201,7 +201,7 @@ class SocketChannel(Channel):
                 del self._buffer[:count]
                 self._arrived(count)
                 continue
-            wait_s = 0.0 if self.budget is None else self.budget.wait_s(self._loop.time())
+            wait_s = 0.0 if self.limiter is None else self.limiter.wait_s(self._loop.time())
             if wait_s or self._handled >= TURN_MESSAGES:
                 self._hold(wait_s)
                 return
@@ -244,8 +244,8 @@ class SocketChannel(Channel):
             message = parse(json.loads(body))
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a message is not JSON: {error}") from error
-        if self.budget is not None:
-            self.budget.spend(cost(message, length))
+        if self.limiter is not None:
+            self.limiter.spend(cost(message, length))
         return message
 
 
