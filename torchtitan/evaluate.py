@@ -212,10 +212,15 @@ def show_table(rows: Sequence[dict[str, Any]]) -> None:
     shown = [number for number, name in enumerate(head) if name not in ("version", "time_s", "redone")]
     table = Table("checkpoint", *(head[number] for number in shown[1:]), box=None)
     for line in lines:
-        values = [line[number] for number in shown]
-        table.add_row(*(one if isinstance(one, str) else "–" if one is None else f"{one:.4g}" for one in values))
+        table.add_row(*(_cell(line[number]) for number in shown))
     # A file or a pipe is as wide as it has to be.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

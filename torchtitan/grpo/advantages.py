@@ -136,13 +136,20 @@ def normalized_each(
     """
     result = [[0.0] * len(samples) for samples in groups]
     for name, weight in weights.items():
-        present = [[i for i, rewards in enumerate(s) if rewards.get(name) is not None] for s in groups]
-        # Groups in which no sample has this reward are left out, because they have no mean.
-        used = [number for number, members in enumerate(present) if members]
-        values = [[float(groups[number][i][name] or 0.0) for i in present[number]] for number in used]
-        counts = None if tokens is None else [[tokens[number][i] for i in present[number]] for number in used]
-        for number, advantages in zip(used, group_advantages(values, scale_rewards, estimator, counts), strict=True):
-            for i, advantage in zip(present[number], advantages, strict=True):
+        places: list[list[tuple[int, int]]] = []
+        values: list[list[float]] = []
+        for number, samples in enumerate(groups):
+            found = [(i, rewards[name]) for i, rewards in enumerate(samples) if rewards.get(name) is not None]
+            # A group in which no sample has this reward is left out, because it has no mean.
+            if found:
+                places.append([(number, i) for i, _ in found])
+                values.append([float(value or 0.0) for _, value in found])
+        counts = None
+        if tokens is not None:
+            counts = [[tokens[number][i] for number, i in members] for members in places]
+        advantages = group_advantages(values, scale_rewards, estimator, counts)
+        for members, of_members in zip(places, advantages, strict=True):
+            for (number, i), advantage in zip(members, of_members, strict=True):
                 result[number][i] += weight * advantage
     if scale_rewards == "none":
         return result

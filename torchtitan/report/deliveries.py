@@ -88,23 +88,22 @@ class Delivery:
 
     def row(self) -> dict[str, Any]:
         """Return the delivery as an object of versions.jsonl."""
-        applied = self.attempts and self.outcome == "applied"
+        begun_at = self.attempts[0].begun_at if self.attempts else None
+        applied_at = self.attempts[-1].ended_at if self.attempts and self.outcome == "applied" else None
+        failures = [f"{attempt.phase or 'apply'}: {attempt.reason}" for attempt in self.failed[-MAX_FAILURES:]]
         return {
             "epoch": self.epoch,
             "version": self.version,
             "actor": self.actor,
             "outcome": self.outcome,
             "published_at": self.published_at,
-            "begun_at": self.attempts[0].begun_at if self.attempts else None,
-            "applied_at": self.attempts[-1].ended_at if applied else None,
+            "begun_at": begun_at,
+            "applied_at": applied_at,
             "attempts": len(self.attempts),
             "queue_wait_s": self.queue_wait_s,
             # By themselves, so that nothing an actor says takes the place of what is known here.
             "figures": {**dict.fromkeys(FIGURES), **self.figures},
-            "failures": [
-                escaped(f"{attempt.phase or 'apply'}: {attempt.reason}", MAX_FAILURE_CHARACTERS)
-                for attempt in self.failed[-MAX_FAILURES:]
-            ],
+            "failures": [escaped(text, MAX_FAILURE_CHARACTERS) for text in failures],
             "evicted_in": self.evicted_in or None,
         }
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,15 +144,18 @@ def describe_sample(
     step: int, version: int, sample: Sample, tokenizer: Tokenizer, labels: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return one row of completions.jsonl; labels: what rewards are called. A conversation also has its `segments`."""
-    conversation = {} if len(sampled_segments(sample.branches)) == 1 else {"segments": _segments(sample, tokenizer)}
-    return conversation | {
+    row: dict[str, Any] = {}
+    if len(sampled_segments(sample.branches)) != 1:
+        row["segments"] = _segments(sample, tokenizer)
+    if sample.extra:
+        row["extra"] = sample.extra
+    return row | {
         "step": step,
         "trainer_version": version,
         "prompt": tokenizer.decode(sample.prompt_ids, skip_special=False),
         "completion": tokenizer.decode(sample.completion_ids, skip_special=False),
         "reward": finite(sample.reward),
         "rewards": {labels.get(name, name): finite(value) for name, value in sample.rewards.items()},
-        **({"extra": sample.extra} if sample.extra else {}),
         "advantage": finite(sample.advantage),
         "versions": [{"version": span.version, "tokens": span.end - span.start} for span in sample.spans],
         "finish_reason": sample.finish_reason,
@@ -175,13 +178,21 @@ def _segments(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 def describe_tokens(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the text and the engine's log-prob of each of the first tokens, and the trainer's log-prob if known."""
     ids = sample.completion_ids[:DETAILED_TOKENS]
-    known = [branch.trainer_log_probs for branch in sample.branches]
-    trainer = [] if any(row is None for row in known) else [value for row in known for value in row.tolist()]
+    trainer: list[float] = []
+    for branch in sample.branches:
+        if branch.trainer_log_probs is None:
+            trainer = []
+            break
+        trainer += branch.trainer_log_probs.tolist()
     return {
         "token_texts": token_texts(ids, tokenizer),
-        "log_probs": [round(value, 4) if math.isfinite(value) else None for value in sample.log_probs[: len(ids)]],
-        "trainer_log_probs": [round(value, 4) if math.isfinite(value) else None for value in trainer[: len(ids)]],
+        "log_probs": _rounded(sample.log_probs[: len(ids)]),
+        "trainer_log_probs": _rounded(trainer[: len(ids)]),
     }
+
+
+def _rounded(values: Sequence[float]) -> list[float | None]:
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:

@@ -86,9 +86,7 @@ def report_page(run_dir: Path) -> str:
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
     config = run_dir / "config.toml"
     configuration = config.read_text(encoding="utf-8") if config.is_file() else ""
-    last: list[Row] = []
-    for row in JsonTail(run_dir / COMPLETIONS_FILE, LAST_BYTES).read():
-        last = [*(last if last and last[0].get("step") == row.get("step") else []), row]
+    last = _rows_of_last_step(run_dir / COMPLETIONS_FILE)
     events = read_json_lines(run_dir / "events.jsonl")
     drawn = plot_timeline(read_timeline(run_dir))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -114,6 +112,16 @@ def report_page(run_dir: Path) -> str:
         events_note=f"The last {MAX_EVENTS} of {len(events)}." if len(events) > MAX_EVENTS else "",
         configuration=configuration,
     )
+
+
+def _rows_of_last_step(completions: Path) -> list[Row]:
+    """Return the rows of the last step in completions.jsonl."""
+    rows: list[Row] = []
+    for row in JsonTail(completions, LAST_BYTES).read():
+        if rows and rows[0].get("step") != row.get("step"):
+            rows = []
+        rows.append(row)
+    return rows
 
 
 def description_of(configuration: str) -> str:

@@ -454,7 +454,10 @@ class Checkpointer:
         found = -1
         if self.rank == 0:
             steps = whole_steps(self.folder)
-            found = step if step in steps else steps[-1] if steps and step < 0 else -1
+            if step in steps:
+                found = step
+            elif steps and step < 0:
+                found = steps[-1]
         if self._group is not None:
             message = torch.tensor([found])
             dist.broadcast(message, 0, group=self._group)

@@ -38,7 +38,7 @@ from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import without_dropout
 from torchtitan.models.parallelize import before_micro_batch, build_policy
 from torchtitan.models.shape.costs import Passes, model_flops, throughput
-from torchtitan.rollout.types import Batch, Group
+from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
 from torchtitan.trainer.reference import build_reference
@@ -56,6 +56,12 @@ MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_to
 OBSERVED_SUMS = ("observation", "observed")
 ALL_SUMS = (*SUMS, *MISMATCH_SUMS, *OBSERVED_SUMS, "replayed", "routed", "computed", "inputs", "operations")
 LARGEST = ("ratio", "mismatch")
+# Figures that only some runs have: name, its sum, and what it is divided by.
+MEANS_OF_SOME_RUNS = (
+    ("reference_kl", "reference_kl", "compared"),
+    ("observation/loss", "observation", "observed"),
+    ("routing/replayed_share", "replayed", "routed"),
+)
 
 
 @dataclass
@@ -85,10 +91,11 @@ class PolicyTrainer:
         self.references = {name: build_reference(own, dims, policy) for name, own in references_of(config).items()}
         self._teachers = {name: teacher_of(own) for name, own in sources_of(config)}
         teachers = {name: reference.policy for name, reference in self.references.items()}
-        apart = next((said for decoder in (policy, *teachers.values()) if (said := decoder.computes_apart())), None)
-        self._merged = config.training.merge_prefixes and apart is None
-        if config.training.merge_prefixes and apart:
-            logger.info("what completions begin with together is computed for each of them: %s", apart)
+        reasons = [decoder.computes_apart() for decoder in (policy, *teachers.values())]
+        reason_against_merging = next(filter(None, reasons), None)
+        self._merged = config.training.merge_prefixes and reason_against_merging is None
+        if config.training.merge_prefixes and reason_against_merging:
+            logger.info("prefixes that completions share are computed for each of them: %s", reason_against_merging)
         self.teaching = Teaching(config, policy, teachers, self._merged) if compares_vocabulary(config) else None
         self.dims = dims
         self.device = device()
@@ -217,8 +224,12 @@ class PolicyTrainer:
             assign_by_turn(batch, grpo.scale_rewards, grpo.advantage)
 
     def _pack(self, groups: list[Group], version: int) -> list[MicroBatch]:
+        samples, teachers = [], []
+        for group in groups:
+            samples += group.samples
+            teachers += [self._teacher(group.source)] * len(group.samples)
         return micro_batches(
-            [sample for group in groups for sample in group.samples],
+            samples,
             self.settings.objective,
             version=version,
             budget=self.config.training.tokens_per_micro_batch,
@@ -230,7 +241,7 @@ class PolicyTrainer:
             replayed=self.policy.args if self.config.grpo.routing_replay else None,
             merged=self._merged,
             observation_coefficient=self.config.grpo.observation_coefficient,
-            teachers=[self._teacher(group.source) for group in groups for _ in group.samples],
+            teachers=teachers,
         )
 
     def _teacher(self, source: str) -> str | None:
@@ -385,15 +396,17 @@ class PolicyTrainer:
 def assign_by_turn(batch: Batch, scale_rewards: str, estimator: str) -> None:
     """Turn t of a trajectory is compared with turns t of its group, by what was still to come of the reward there
     (rewards to go, Sutton & Barto 2018, section 13.4, with the group's mean as the baseline)."""
-    places = [
-        [(sample, turn) for sample in group.samples if turn < len(sample.returns)]
-        for group in batch.groups
-        for turn in range(max(len(sample.returns) for sample in group.samples))
-    ]
-    returns = [[sample.returns[turn] for sample, turn in members] for members in places]
-    lengths = [
-        [len(sampled_segments(sample.branches)[turn].token_ids) for sample, turn in members] for members in places
-    ]
+    places: list[list[tuple[Sample, int]]] = []
+    returns: list[list[float]] = []
+    lengths: list[list[int]] = []
+    for group in batch.groups:
+        most_turns = max(len(sample.returns) for sample in group.samples)
+        for turn in range(most_turns):
+            compared = [sample for sample in group.samples if turn < len(sample.returns)]
+            turns = [sampled_segments(sample.branches)[turn] for sample in compared]
+            places.append([(sample, turn) for sample in compared])
+            returns.append([sample.returns[turn] for sample in compared])
+            lengths.append([len(completion.token_ids) for completion in turns])
     for sample in batch.samples:
         sample.turn_advantages = [0.0] * len(sample.returns)
     for members, values in zip(places, group_advantages(returns, scale_rewards, estimator, lengths), strict=True):
@@ -470,7 +483,7 @@ class _Totals:
         same, drifted = sums["same_version_tokens"], sums["drift_tokens"]
         # The last forward has seen all steps but one; a divergence grows with the square of the way.
         whole_way = (optimizer_steps / max(optimizer_steps - 1, 1)) ** 2
-        return {
+        figures: dict[str, float | None] = {
             "loss": sums["loss"] / optimizer_steps,
             "entropy": sums["entropy"] / tokens,
             "clip/low_fraction": sums["clip/low"] / tokens,
@@ -478,7 +491,6 @@ class _Totals:
             "masked_fraction": sums["masked"] / tokens,
             "ratio/mean": sums["ratio"] / tokens,
             "ratio/max": largest["ratio"],
-            **({"reference_kl": sums["reference_kl"] / sums["compared"]} if sums["compared"] else {}),
             "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
             "mismatch_kl/max": largest["mismatch"],
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
@@ -487,6 +499,8 @@ class _Totals:
             "computed_tokens": sums["computed"],
             "computed_share": sums["computed"] / max(sums["inputs"], 1.0),
             "operations": sums["operations"],
-            **({"observation/loss": sums["observation"] / sums["observed"]} if sums["observed"] else {}),
-            **({"routing/replayed_share": sums["replayed"] / sums["routed"]} if sums["routed"] else {}),
         }
+        for name, total, count in MEANS_OF_SOME_RUNS:
+            if sums[count]:
+                figures[name] = sums[total] / sums[count]
+        return figures

@@ -333,14 +333,16 @@ class WeightSync:
         actors = self._actors()
         if len(actors) > MAX_NAMED or not all_have(self.watcher.status(), version, at_least):
             actors = self.watcher.refresh(REFRESH_TIMEOUT_SECONDS)["actors"]
-        applied = frozenset(name for name, actor in actors.items() if actor["serves"] and actor["version"] >= version)
-        missing = {
-            name: f"{actor['state']} at version {actor['version']}"
-            + (f": {actor['reason']}" if actor["reason"] else "")
-            for name, actor in actors.items()
-            if name not in applied and not (name in gone and not _is_live(actor))
-        }
-        return SyncOutcome(applied, missing)
+        applied = set()
+        missing: dict[str, str] = {}
+        for name, actor in actors.items():
+            stayed_away = name in gone and not _is_live(actor)
+            if actor["serves"] and actor["version"] >= version:
+                applied.add(name)
+            elif not stayed_away:
+                reason = f": {actor['reason']}" if actor["reason"] else ""
+                missing[name] = f"{actor['state']} at version {actor['version']}{reason}"
+        return SyncOutcome(frozenset(applied), missing)
 
     def pin(self, version: int, timeout: float = 5.0) -> None:
         """Have actors that serve `version` keep it until unpin(), for an evaluation. Rank 0 only."""
@@ -416,12 +418,12 @@ class WeightSync:
 
 def all_have(status: Message, version: int, at_least: int = 0) -> bool:
     """Return whether at least so many actors, and all that are waited for, serve `version` or newer."""
-    return (
-        status["newest"] is not None
-        and status["newest"] >= version
-        and sum(count for served, count in status["serving"] if served >= version) >= at_least
-        and all(served >= version for served, _count in status["awaited"])
-    )
+    newest = status["newest"]
+    if newest is None or newest < version:
+        return False
+    have_it = sum(count for served, count in status["serving"] if served >= version)
+    lag_behind = any(served < version for served, _count in status["awaited"])
+    return have_it >= at_least and not lag_behind
 
 
 def _is_live(actor: Message) -> bool:

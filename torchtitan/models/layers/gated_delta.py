@@ -37,6 +37,10 @@ NORM_EPS = 1e-6
 Recurrence = Callable[["GatedDeltaNet", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def _width(pieces: list[slice]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
 class HeadShard:
     """This rank's heads of a Gated DeltaNet, whose joint projection and convolution have channels of queries, then of
     keys, then of values: the rank has a part of each."""
@@ -55,9 +59,8 @@ class HeadShard:
         ranks = range(self.ranks)
         leaving = [self._pieces(self.rank, other) for other in ranks]
         coming = [self._pieces(other, self.rank) for other in ranks]
-        received, sent = (
-            [sum(one.stop - one.start for one in pieces) for pieces in some] for some in (coming, leaving)
-        )
+        received = [_width(pieces) for pieces in coming]
+        sent = [_width(pieces) for pieces in leaving]
         rows = torch.cat([x[:, piece] for pieces in leaving for piece in pieces], 1).t().contiguous()
         return all_to_all_single_autograd(rows, received, sent, self.group).t()
 

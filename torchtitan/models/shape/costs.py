@@ -250,8 +250,11 @@ def muon_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> int:
     """What orthogonalising takes on a rank at a time: nine times its matrices in bf16 (benchmarks/optimizer_step.py),
     which are its share of all, at most MUON_BUCKET_BYTES or else one matrix."""
     elements = _by_muon(config, args)
-    largest = 0 if config.lora.rank or not elements else max(a * b for a, b in args.projection_shapes().values())
-    return 9 * max(min(MUON_BUCKET_BYTES, elements * BYTES["bfloat16"] // ranks), largest * BYTES["bfloat16"])
+    largest_matrix = 0
+    if elements and not config.lora.rank:
+        largest_matrix = max(rows * columns for rows, columns in args.projection_shapes().values())
+    share = min(MUON_BUCKET_BYTES, elements * BYTES["bfloat16"] // ranks)
+    return 9 * max(share, largest_matrix * BYTES["bfloat16"])
 
 
 def recomputed_layers(config: JobConfig, args: ModelArgs) -> int:

@@ -56,8 +56,11 @@ def read_delta(config: dict[str, Any], family: Family) -> Delta | None:
     if not family.delta:
         return None
     layers, every = config["num_hidden_layers"], config["full_attention_interval"]
-    kinds = config.get("layer_types") or [FULL if index % every == every - 1 else "" for index in range(layers)]
-    linear = tuple(index for index in range(layers) if kinds[index] != FULL)
+    kinds = config.get("layer_types")
+    if kinds:
+        linear = tuple(index for index in range(layers) if kinds[index] != FULL)
+    else:
+        linear = tuple(index for index in range(layers) if index % every != every - 1)
     keys, values, key_dim, value_dim, kernel = (config[name] for name in DELTA_SIZES if name.startswith("linear"))
     if values % keys:
         raise UserError(f"linear_num_key_heads = {keys} in config.json must divide linear_num_value_heads = {values}")

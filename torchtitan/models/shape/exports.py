@@ -46,7 +46,11 @@ def export_path(run_dir: Path, kind: str, step: int) -> Path:
 def steps_in(folder: Path) -> dict[int, Path]:
     """The folders `step-N` in a folder, by step, oldest first."""
     entries = folder.iterdir() if folder.is_dir() else []
-    found = {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name)) and entry.is_dir()}
+    found: dict[int, Path] = {}
+    for entry in entries:
+        match = _STEP.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found[int(match[1])] = entry
     return dict(sorted(found.items()))
 
 

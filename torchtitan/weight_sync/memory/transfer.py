@@ -133,8 +133,10 @@ class Transfer:
         if not isinstance(reference, dict) or "parts" not in reference:
             return reference, size, False, "fetch"
         parts = shortest(reference["parts"], size, held)
-        count, thread = sum(part[3] for part in parts), field_of(reference, "thread", int) % READERS
-        return {**reference, "parts": parts}, count, all(part[3] < size for part in parts), f"fetch-{thread}"
+        lengths = [part[3] for part in parts]
+        only_deltas = all(length < size for length in lengths)
+        thread = field_of(reference, "thread", int) % READERS
+        return {**reference, "parts": parts}, sum(lengths), only_deltas, f"fetch-{thread}"
 
     def figures(self, now: float) -> Message:
         """Return what the registry is told when everything has arrived."""
@@ -147,14 +149,29 @@ class Transfer:
 
         held: bucket -> serial of the snapshot in staging memory; where that is `base`, a delta is requested.
         """
-        asked: list[tuple[Message, list[int]]] = [({}, []), ({"again": True}, []), ({"base": base}, []), ({}, [])]
+        table: list[int] = []
+        again: list[int] = []
+        deltas: list[int] = []
+        whole: list[int] = []
         for bucket in sorted(self.missing.get(rank, ())):
             key = rank, bucket
-            if key not in self.arriving:
-                is_delta = base is not None and held.get(key) == base
-                place = 0 if bucket == CHECKSUM_TABLE else 1 if key in self.corruptions else 2 if is_delta else 3
-                asked[place][1].append(bucket)
-        return [self.request(buckets, **how) for how, buckets in asked if buckets]
+            if key in self.arriving:
+                continue
+            if bucket == CHECKSUM_TABLE:
+                table.append(bucket)
+            elif key in self.corruptions:
+                again.append(bucket)
+            elif base is not None and held.get(key) == base:
+                deltas.append(bucket)
+            else:
+                whole.append(bucket)
+        requests: list[tuple[list[int], Message]] = [
+            (table, {}),
+            (again, {"again": True}),
+            (deltas, {"base": base}),
+            (whole, {}),
+        ]
+        return [self.request(buckets, **how) for buckets, how in requests if buckets]
 
     def request(self, buckets: list[int], **how: Any) -> Message:
         """Return a request for these buckets of a rank, in ascending order."""

@@ -78,8 +78,10 @@ def sent_box(placed: Placed, rank: int) -> Box | None:
     assert placed.coordinate is not None
     if not placed.mesh_shape:
         return box if rank == 0 else None
-    alike = zip(placed.placements, placed.coordinate, strict=True)
-    return None if any(placement.is_replicate() and coordinate for placement, coordinate in alike) else box
+    for placement, coordinate in zip(placed.placements, placed.coordinate, strict=True):
+        if placement.is_replicate() and coordinate > 0:
+            return None
+    return box
 
 
 def bucket_bytes_of(version_bytes: int, ranks: int) -> int:

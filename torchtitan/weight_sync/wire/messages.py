@@ -82,7 +82,10 @@ def facts(value: Any) -> dict[str, Any]:
     """Numbers and short texts by name."""
     if len(anything(value)) > MAX_FIGURES:
         raise ValueError(f"more than {MAX_FIGURES} of them")
-    return {name(key, 64): (name if type(fact) is str else number)(fact) for key, fact in value.items()}
+    checked: dict[str, Any] = {}
+    for key, fact in value.items():
+        checked[name(key, 64)] = name(fact) if type(fact) is str else number(fact)
+    return checked
 
 
 def between(value: Any, most: float) -> float:
