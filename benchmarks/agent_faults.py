@@ -21,12 +21,11 @@ import torch
 
 from tests.chat_models import END, SPECIAL, token_id
 from tests.integration_tests.recording_actor import RECORD
-from torchtitan.inference.engines.sidecar.foreign_engine import Call
 from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient
 from torchtitan.inference.pool import actor_parts
 from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.pool.actor_pool import InferencePool
-from torchtitan.inference.types import Completion, GenerateRequest, Given, SamplingParameters
+from torchtitan.inference.types import Call, Completion, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.prompts import PromptMaker

@@ -31,7 +31,7 @@ from tests.unit_tests.rollout.test_worker_replies import FORGED
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import STATE_BYTES, ActorError
 from torchtitan.inference.answers import generated_bytes
-from torchtitan.inference.pool.actor_parts import EmbeddedClient
+from torchtitan.inference.engines.embedded.client import EmbeddedClient
 from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters, VersionSpan
 from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt

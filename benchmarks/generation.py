@@ -42,9 +42,9 @@ except ImportError:
     sys.exit("benchmarks/generation.py compares with transformers: pip install -e '.[test]' brings it")
 
 from torchtitan.errors import UserError
+from torchtitan.inference.engines.embedded.client import EmbeddedClient
 from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.engines.sidecar.sidecar_process import find_python
-from torchtitan.inference.pool.actor_parts import EmbeddedClient
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 

@@ -24,8 +24,8 @@ from tests.processes import Processes, started_by
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.placement import unique_parameters
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.engines.registry import load_engine
 from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient
-from torchtitan.inference.pool.actor_parts import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
@@ -167,7 +167,7 @@ class Actor:
         """What `ask` returns of a client of this actor, which knows where the engine is."""
 
         async def work() -> Answer:
-            client = make_client(self.kind, self.url, TOKEN)
+            client = load_engine(self.kind).make_client(self.url, TOKEN)
             try:
                 await client.health(CALL_SECONDS)
                 return await ask(client)

@@ -17,7 +17,7 @@ from tests.integration_tests.test_embedded_server import TOKEN, start
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorNotReady
-from torchtitan.inference.pool.actor_parts import EmbeddedClient
+from torchtitan.inference.engines.embedded.client import EmbeddedClient
 from torchtitan.inference.types import TAGS, GenerateRequest, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch

@@ -6,7 +6,6 @@ for a long one is another process, and comes as arrays in one buffer. This modul
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from torchtitan.inference.actor_client import (
     ActorError,
     ActorNotReady,
     RequestRefused,
-    check_completions,
 )
 from torchtitan.inference.types import (
     Completion,
@@ -25,11 +23,10 @@ from torchtitan.inference.types import (
     GenerateRequest,
     NoVersion,
     Routes,
-    ScoredTokens,
     VersionSpan,
 )
 from torchtitan.utils.reader_process import Pieces, read_answer
-from torchtitan.utils.typed_json import Natural, WrongForm, decode, without_collection
+from torchtitan.utils.typed_json import Natural, WrongForm, without_collection
 
 # No answer is longer, whatever was asked.
 MAX_ANSWER_BYTES = 1 << 30
@@ -60,64 +57,41 @@ def scored_bytes(tokens: int, top: int = 0) -> int:
     return min(MAX_ANSWER_BYTES, ANSWER_BYTES + SAMPLE_BYTES + tokens * (TOKEN_BYTES + top * LIKELY_BYTES))
 
 
-class EmbeddedSpan(msgspec.Struct):
+class WrittenSpan(msgspec.Struct):
     epoch: str
     version: Natural
     start: Natural
     end: Natural
 
 
-class EmbeddedRoutes(msgspec.Struct):
+class WrittenRoutes(msgspec.Struct):
     first: Natural
     shape: tuple[Natural, Natural, Natural]
     bytes: int
     experts: str
 
 
-class EmbeddedCompletion(msgspec.Struct):
+class WrittenCompletion(msgspec.Struct):
+    """A completion as Completion.to_json() writes it."""
+
     token_ids: list[Natural]
     log_probs: list[float]
     finish_reason: str
-    spans: list[EmbeddedSpan]
+    spans: list[WrittenSpan]
     kept_token_ids: list[list[Natural]] | None = None
-    routes: EmbeddedRoutes | None = None
+    routes: WrittenRoutes | None = None
 
 
-class EmbeddedAnswer(msgspec.Struct):
-    completions: list[EmbeddedCompletion]
-
-
-class EmbeddedScores(msgspec.Struct):
-    log_probs: list[float]
-    epoch: str
-    version: Natural
-
-
-def completion_of(told: EmbeddedCompletion) -> Completion:
-    """Return a completion as to_json() has written it. Raises ValueError or KeyError."""
+def completion_of(written: WrittenCompletion) -> Completion:
+    """Return a completion that was written so. Raises ValueError or KeyError."""
     return Completion(
-        told.token_ids,
-        told.log_probs,
-        told.finish_reason,  # type: ignore[arg-type] # check_completions() looks at it
-        [VersionSpan(span.epoch, span.version, span.start, span.end) for span in told.spans],
-        told.kept_token_ids,
-        None if told.routes is None else Routes.from_json(msgspec.structs.asdict(told.routes)),
+        written.token_ids,
+        written.log_probs,
+        written.finish_reason,  # type: ignore[arg-type] # check_completions() looks at it
+        [VersionSpan(span.epoch, span.version, span.start, span.end) for span in written.spans],
+        written.kept_token_ids,
+        None if written.routes is None else Routes.from_json(msgspec.structs.asdict(written.routes)),
     )
-
-
-def embedded_completions(answer: bytes | memoryview) -> list[Completion]:
-    """Return the completions in an answer of the embedded engine. Raises ValueError or KeyError."""
-    return [completion_of(told) for told in decode(EmbeddedAnswer, answer, len(answer)).completions]
-
-
-def embedded_scores(answer: bytes | memoryview) -> ScoredTokens:
-    """Return the log-probs in an answer of the embedded engine. Raises WrongForm."""
-    scores = decode(EmbeddedScores, answer, len(answer))
-    return ScoredTokens(scores.log_probs, scores.epoch, scores.version)
-
-
-def _engine(name: str) -> Any:
-    return importlib.import_module(f"torchtitan.inference.engines.{name}.engine").ENGINE
 
 
 # From the reading function to the run
@@ -212,38 +186,6 @@ def outcome_of(read: Callable[[], Outcome]) -> bytes:
     return msgspec.msgpack.encode(outcome)
 
 
-def read_completions(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
-    """The reading function for completions: they are those that were asked for, and can be trained on."""
-
-    def read() -> Outcome:
-        request = GenerateRequest.from_json(about["request"])
-        if about["engine"] == "embedded":
-            completions = embedded_completions(answer)
-        else:
-            completions = _engine(about["engine"]).completions(request, answer)
-        check_completions(completions, request.sampling)
-        return Outcome(completions=[pack(one) for one in completions])
-
-    return outcome_of(read)
-
-
-def read_scores(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
-    """The reading function for the log-probs of given tokens: one for each but the first."""
-
-    def read() -> Outcome:
-        token_ids = about["token_ids"]
-        if about["engine"] == "embedded":
-            scored = embedded_scores(answer)
-        else:
-            scored = _engine(about["engine"]).scored(token_ids, answer)
-        if len(scored.log_probs) != len(token_ids) - 1:
-            number = len(scored.log_probs)
-            raise ActorError("score", f"{number} log-probs were returned for {len(token_ids)} tokens")
-        return Outcome(log_probs=array(scored.log_probs, "<f8"), epoch=scored.epoch, version=scored.version)
-
-    return outcome_of(read)
-
-
 async def exchange(function: str, about: dict[str, Any], pieces: Pieces) -> Outcome:
     """Return what a reading function makes of an answer."""
     try:
@@ -253,24 +195,9 @@ async def exchange(function: str, about: dict[str, Any], pieces: Pieces) -> Outc
     return msgspec.msgpack.decode(data, type=Outcome)
 
 
-async def _read(phase: str, function: str, about: dict[str, Any], pieces: Pieces) -> Outcome:
-    outcome = await exchange(f"{__name__}:{function}", about, pieces)
+async def accepted(phase: str, function: str, about: dict[str, Any], pieces: Pieces) -> Outcome:
+    """Return what a reading function makes of an answer that is as it should be. Raises what REFUSALS says."""
+    outcome = await exchange(function, about, pieces)
     if outcome.refused:
         raise REFUSALS[outcome.refused](phase, outcome.reason)
     return outcome
-
-
-async def completions_of(engine: str, request: GenerateRequest, pieces: Pieces) -> list[Completion]:
-    """Return the completions in an engine's answer to this request.
-
-    Raises ActorError: it has another form, or could not be trained on; ActorNotReady: it comes from weights that are no
-    version of this run; RequestRefused: the engine lacks what was asked for.
-    """
-    outcome = await _read("generate", "read_completions", {"engine": engine, "request": request.to_json()}, pieces)
-    return [unpack(one) for one in outcome.completions]
-
-
-async def scores_of(engine: str, token_ids: list[int], pieces: Pieces) -> ScoredTokens:
-    """Return the log-probs of these tokens in an engine's answer. Raises ActorError and ActorNotReady."""
-    outcome = await _read("score", "read_scores", {"engine": engine, "token_ids": token_ids}, pieces)
-    return ScoredTokens(values(outcome.log_probs, "<f8").tolist(), outcome.epoch, outcome.version)

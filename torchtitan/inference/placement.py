@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 
 from torchtitan.config.derived import from_torchrun, is_colocated, shares_devices, stages_on_device
+from torchtitan.config.engines import spec_of
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -54,7 +55,7 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
         UserError: the ranks leave too few.
     """
     devices = visible_devices()
-    if config.inference.backend == "embedded" or not devices:
+    if not devices or not spec_of(config).on_gpus:
         return {}
     on_cpu = os.environ.get("TORCHTITAN_DEVICE") == "cpu"
     ranks = 0 if on_cpu or shares_devices(config) else from_torchrun("LOCAL_WORLD_SIZE", "1", least=1)

@@ -176,6 +176,14 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class Call:
+    """One POST to an engine's server."""
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What an actor can do beyond sampling, as its /health says it."""
 

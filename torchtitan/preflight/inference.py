@@ -19,7 +19,7 @@ from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
-from torchtitan.inference.engines.sidecar.foreign_engine import load_engine
+from torchtitan.inference.engines.sidecar.descriptor import load_foreign
 from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import driver_version, has_gpu, is_loopback, wheel_version
@@ -110,7 +110,7 @@ def _check_route(check: Check) -> None:
         check.refuse("weight_sync.route", sync.route != "auto", text)
         return
     backend = config.inference.backend
-    routes = ("auto", *(() if backend == "embedded" else load_engine(backend).routes))
+    routes = ("auto", *(() if backend == "embedded" else load_foreign(backend).routes))
     text = f"must be {' or '.join(routes)} with inference.backend {backend}"
     check.refuse("weight_sync.route", sync.route not in routes, text)
 

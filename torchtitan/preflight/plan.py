@@ -17,6 +17,7 @@ from torchtitan.config.derived import (
 )
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
+from torchtitan.inference.engines.sidecar.descriptor import load_foreign
 from torchtitan.inference.engines.sidecar.sidecar_process import agent_settings, find_python
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -304,7 +305,7 @@ def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:
     share = tensor_parallel_size(config, args, gpus, device_bytes_of_driver())
     config.inference.tensor_parallel_size = share
     python = find_python(inference.backend, inference.engine_python)
-    return share, [*agent_settings(inference.backend, config), "--python", python]
+    return share, [*agent_settings(load_foreign(inference.backend), config), "--python", python]
 
 
 def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_bytes: int | None) -> int:

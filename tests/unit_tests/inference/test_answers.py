@@ -21,7 +21,8 @@ import pytest
 from torchtitan.errors import EXIT_RETRYABLE, exit_code_of
 from torchtitan.inference import answers
 from torchtitan.inference.actor_client import ActorError, ActorNotReady, RequestRefused
-from torchtitan.inference.answers import completions_of, generated_bytes, scored_bytes, scores_of
+from torchtitan.inference.answers import generated_bytes, scored_bytes
+from torchtitan.inference.engines.reading import completions_of, scores_of
 from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters, VersionSpan
 from torchtitan.utils import reader_process
 from torchtitan.utils.reader_process import ReaderUnavailable, read_answer

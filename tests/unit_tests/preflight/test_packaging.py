@@ -36,7 +36,8 @@ def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Pa
     configs = {f"torchtitan/train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")}
     assert "torchtitan/train_configs/debug_cpu.toml" in configs
     page = {f"torchtitan/report/{name}" for name in ("live.html", "report_page.html", "style.css")}
-    assert packed == modules | configs | page
+    engines = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtitan").rglob("engine.toml")}
+    assert len(engines) >= 4 and packed == modules | configs | page | engines
     assert "torchtitan-grpo = torchtitan.grpo_train:entry_point" in scripts
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.unit_tests.conftest import GOOD, SHAPE, WriteConfig
 from torchtitan.config.derived import verification
 from torchtitan.errors import ConfigError
-from torchtitan.inference.engines.sidecar.foreign_engine import load_engine
+from torchtitan.inference.engines.sidecar.descriptor import load_foreign
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.validate import load_config
 
@@ -342,7 +342,7 @@ def test_vllm_needs_torchvision_for_qwen_3_5(write_config: WriteConfig, tmp_path
     [
         ["--inference.backend", engine, "--weight_sync.route", route]
         for engine in ("vllm", "sglang")
-        for route in ("auto", *load_engine(engine).routes)
+        for route in ("auto", *load_foreign(engine).routes)
     ]
     + [["--inference.backend", "vllm", "--inference.mode", "colocate"]],
 )

@@ -1,8 +1,5 @@
-"""The parts that the supervision of an actor (actor.py) works with: its process and its client, chosen by
-inference.backend; its memory, which it can give back while the trainer trains; and its connection to the weights.
-
-This module has the command and the client of the embedded engine; agent/client.py has those of engines with an agent.
-"""
+"""The parts that the supervision of an actor (actor.py) works with: its process; its memory, which it can give back
+while the trainer trains; and its connection to the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from torchtitan.config.derived import verification
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import (
@@ -25,34 +21,19 @@ from torchtitan.inference.actor_client import (
     ActorHealth,
     base_url,
 )
-from torchtitan.inference.answers import completions_of, generated_bytes, scored_bytes, scores_of
-from torchtitan.inference.engines.sidecar.foreign_engine import load_engine
-from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient, agent_command
-from torchtitan.inference.placement import engine_devices, threads_per_actor
-from torchtitan.inference.serving.command_line import shared_command
-from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
+from torchtitan.inference.engines.registry import engine_of
+from torchtitan.inference.placement import threads_per_actor
+from torchtitan.inference.types import Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import actor_file
-from torchtitan.utils.machine import host_memory
 
 # After this many fruitless connections in a row, the process is restarted.
 ATTEMPTS = 3
 
 
-def make_client(backend: str, url: str, token: str, experts: int = 0) -> ActorClient:
-    """Return a client of the actor at `url`; for `experts` see ActorClient."""
-    if backend == "embedded":
-        return EmbeddedClient(url, token, experts)
-    return AgentClient(load_engine(backend), url, token, experts)
-
-
 def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
-    """Return the command line of the started actor `number` (from 0). The actor writes its port to `port_file` and
-    serves nothing until it has its first weights version. Raises UserError if it cannot be started here."""
-    backend = config.inference.backend
-    if backend == "embedded":
-        return embedded_command(config, port_file)
-    return agent_command(backend, config, port_file, number)
+    """Return the command line of the started actor `number`; see EngineDescriptor.command."""
+    return engine_of(config).command(config, port_file, number)
 
 
 class ActorProcess(ChildProcess):
@@ -75,9 +56,8 @@ class ActorProcess(ChildProcess):
         inference = self._config.inference
         # The name is new every time: an actor that outlived its trainer may still be about to write its port.
         port_file = self._logs / f"{self._name}.{secrets.token_hex(4)}.port"
-        environment = child_environment(
-            threads_per_actor(inference), secrets=True, **self._variables, **engine_devices(self._config, self._number)
-        )
+        devices = engine_of(self._config).environment(self._config, self._number)
+        environment = child_environment(threads_per_actor(inference), secrets=True, **self._variables, **devices)
         command = actor_command(self._config, port_file, self._number)
         await self.launch([*command, "--activity-file", str(self._activity_file)], environment)
         limit = f"after inference.startup_timeout_s = {inference.startup_timeout_s:g} s"
@@ -87,50 +67,6 @@ class ActorProcess(ChildProcess):
             await self.stop()
             raise ActorError("startup", str(error)) from error
         return base_url(inference.host, port)
-
-
-def cache_megabytes(config: JobConfig) -> int:
-    """Return the limit in MiB of one actor's KV cache: all actors together may take half of the memory that is free
-    now."""
-    return max(1, host_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
-
-
-def embedded_command(config: JobConfig, port_file: Path) -> list[str]:
-    """Return the command line of an embedded actor; see actor_command()."""
-    inference = config.inference
-    return [
-        *shared_command("torchtitan.inference.engines.embedded", config, port_file),
-        "--cache-mb", str(cache_megabytes(config)),
-        "--threads", str(threads_per_actor(inference)),
-        "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
-        "--require-version",
-        *(["--exact"] if inference.exact else []),
-    ]  # fmt: skip
-
-
-class EmbeddedClient(ActorClient):
-    """Client of the embedded engine's server, which does everything at one address."""
-
-    async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Return the completions of one request.
-
-        Raises:
-            ActorNotReady: the engine has no weights yet.
-            RequestRefused: the request itself is wrong.
-            ActorError: no answer, an error, or an answer that is not well-formed.
-        """
-        body, most = request.to_json(), generated_bytes(request, self.experts)
-        answer = await self.client.fetch("generate", "POST", "/v1/generate", timeout_s, body, most_bytes=most)
-        return await completions_of("embedded", request, answer)
-
-    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        body, most = {"token_ids": token_ids}, scored_bytes(len(token_ids))
-        answer = await self.client.fetch("score", "POST", "/v1/score", timeout_s, body, most_bytes=most)
-        return await scores_of("embedded", token_ids, answer)
-
-    async def capabilities(self, timeout_s: float) -> Capabilities:
-        data = await self.state(timeout_s)
-        return Capabilities("embedded", score=True, digest=bool(data.get("verifies", False)), sleep=True)
 
 
 class ActorMemory:

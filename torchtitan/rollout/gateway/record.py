@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.inference.answers import EmbeddedCompletion, Packed, array, completion_of, pack, unpack, values
+from torchtitan.inference.answers import Packed, WrittenCompletion, array, completion_of, pack, unpack, values
 from torchtitan.inference.types import Branch, Given
 from torchtitan.utils.reader_process import read_answer
 from torchtitan.utils.typed_json import Natural, decode
@@ -41,7 +41,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Record(_Facts):
-    branches: list[list[list[Natural] | EmbeddedCompletion]]
+    branches: list[list[list[Natural] | WrittenCompletion]]
 
 
 class _PackedRecord(_Facts):

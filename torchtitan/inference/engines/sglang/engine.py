@@ -17,7 +17,6 @@ import numpy as np
 from torchtitan.inference.actor_client import read_routes
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     FINISHED,
-    Call,
     EngineControl,
     EngineError,
     EngineFacts,
@@ -33,6 +32,7 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
 from torchtitan.inference.serving.middleware import PREFIX_KEYS
 from torchtitan.inference.types import (
     TAGS,
+    Call,
     Capabilities,
     Completion,
     GenerateRequest,

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, ForeignEngine, load_engine
+from torchtitan.inference.engines.sidecar.descriptor import load_foreign
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, ForeignEngine
 from torchtitan.inference.serving.command_line import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.serving.middleware import engine_folder
 
@@ -95,7 +96,7 @@ async def serve(arguments: argparse.Namespace, folder: Path) -> int:
     token_env = arguments.token_env or MADE_UP_TOKEN
     if not arguments.token_env:
         os.environ[MADE_UP_TOKEN] = secrets.token_urlsafe(24)
-    engine = load_engine(arguments.engine)
+    engine = load_foreign(arguments.engine)
     options = make_options(arguments, engine, token_env, folder)
     agent = RunningAgent(arguments, engine, options, os.environ[token_env])
     ended: asyncio.Future[Any] = asyncio.ensure_future(stopped.wait())

@@ -4,7 +4,6 @@ it holds, tokens), and how weights get into it."""
 from __future__ import annotations
 
 import http.client
-import importlib
 import json
 import os
 import time
@@ -18,6 +17,7 @@ import msgspec
 
 from torchtitan.errors import UserError
 from torchtitan.inference.types import (
+    Call,
     Capabilities,
     Completion,
     FinishReason,
@@ -240,14 +240,6 @@ class WeightLoader:
 Route = Literal["direct", "agent"]
 
 
-@dataclass(frozen=True)
-class Call:
-    """One POST to the engine."""
-
-    path: str
-    body: dict[str, Any]
-
-
 class Malformed(ValueError):
     """The engine's answer does not have the form that it should have."""
 
@@ -407,14 +399,3 @@ class ForeignEngine:
             if asked in ("auto", route):
                 return route
         raise UserError(f"{said}: {self.name} takes weights by {' or '.join(self.routes)}")
-
-
-def load_engine(name: str) -> ForeignEngine:
-    """Return the engine of that name. Raises UserError if there is none."""
-    try:
-        engine: ForeignEngine = importlib.import_module(f"torchtitan.inference.engines.{name}.engine").ENGINE
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"torchtitan.inference.engines.{name}.engine".startswith(error.name):
-            raise
-        raise UserError(f"there is no engine {name!r} to start an agent for") from error
-    return engine

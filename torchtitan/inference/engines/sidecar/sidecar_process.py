@@ -36,8 +36,10 @@ from torchtitan.inference.actor_client import (
     JsonClient,
     parse_health,
 )
-from torchtitan.inference.answers import completions_of, generated_bytes, scored_bytes, scores_of
-from torchtitan.inference.engines.sidecar.foreign_engine import Call, ForeignEngine, load_engine
+from torchtitan.inference.answers import generated_bytes, scored_bytes
+from torchtitan.inference.engines.reading import completions_of, scores_of
+from torchtitan.inference.engines.registry import engine_of
+from torchtitan.inference.engines.sidecar.foreign_engine import ForeignEngine
 from torchtitan.inference.placement import (
     check_fits,
     colocated_memory,
@@ -46,7 +48,7 @@ from torchtitan.inference.placement import (
     threads_per_actor,
 )
 from torchtitan.inference.serving.command_line import shared_command, shared_settings
-from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens
+from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import applied_bytes
 from torchtitan.utils.machine import is_loopback
@@ -60,7 +62,7 @@ SHARE_OF_APPLY_TIMEOUT = 0.9
 CAPABILITIES = TypeAdapter(Capabilities)
 
 
-def agent_command(engine: str, config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
+def agent_command(engine: ForeignEngine, config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
     """Return the command line of actor `number` with `engine`. The agent writes its own port to `port_file`.
 
     Raises UserError if the engine is not installed or does not have the route.
@@ -69,9 +71,9 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     device_share = share_beside_trainer(config) or own_share(config, device_bytes_of_driver())
     return [
         *shared_command("torchtitan.inference.engines.sidecar", config, port_file),
-        "--engine", engine,
+        "--engine", engine.name,
         "--name", name,
-        "--python", find_python(engine, inference.engine_python),
+        "--python", find_python(engine.name, inference.engine_python),
         "--log-file", str(port_file.with_name(f"{name}.engine.log")),
         *_settings_of_agents(engine, config),
         "--memory-gb", str(inference.engine_memory_gb),
@@ -80,17 +82,17 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     ]  # fmt: skip
 
 
-def agent_settings(engine: str, config: JobConfig) -> list[str]:
+def agent_settings(engine: ForeignEngine, config: JobConfig) -> list[str]:
     """Return the run's options for an agent that it does not start itself (scripts/grpo_multinode.slurm)."""
     share = own_share(config, device_bytes_of_driver())
     memory = ["--memory-gb", str(config.inference.engine_memory_gb), *(["--device-share", str(share)] if share else [])]
     return [*shared_settings(config), *_settings_of_agents(engine, config), *memory]
 
 
-def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
+def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     inference, sync, args = config.inference, config.weight_sync, read_shape(config)
     size, drain_s = 0 if args is None else applied_bytes(config, args), drain_seconds(config)
-    route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
+    route = engine.find_route(sync.route, f"weight_sync.route = {sync.route!r}")
     # The pool may add our own options after these, so the engine's options travel as one value.
     theirs = inference.engine_args | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
     return [
@@ -118,7 +120,7 @@ def share_beside_trainer(config: JobConfig) -> float:
     if memory is None or device_bytes is None:
         return 0.0
     check_fits(config, memory)
-    return memory.utilization(device_bytes, static=config.inference.backend == "sglang")
+    return engine_of(config).memory_share(memory, device_bytes)
 
 
 def find_python(engine: str, configured: str, key: str = "inference.engine_python") -> str:
@@ -170,7 +172,7 @@ class AgentClient(ActorClient):
         return self._capabilities
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Return the completions of one request; raises the same errors as actor_parts.EmbeddedClient.generate."""
+        """Return the completions of one request; raises the same errors as EmbeddedClient.generate."""
         most = generated_bytes(request, self.experts)
         answer = await self._ask("generate", self._kind.generate(request), timeout_s, most)
         return await completions_of(self._kind.name, request, answer)

@@ -15,7 +15,6 @@ import numpy as np
 from torchtitan.inference.actor_client import RequestRefused, read_routes
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     FINISHED,
-    Call,
     EngineControl,
     EngineError,
     EngineFacts,
@@ -30,7 +29,7 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
     read_spans,
 )
 from torchtitan.inference.engines.vllm.serve import BACKEND
-from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
+from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
 from torchtitan.utils.machine import has_gpu, host_memory
 from torchtitan.utils.typed_json import Natural, decode
 

@@ -1,0 +1,57 @@
+"""The embedded engine to the rest of a run: see engines/descriptor.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan.config.derived import verification
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.actor_client import ActorClient
+from torchtitan.inference.engines.descriptor import EngineDescriptor, TeacherScores
+from torchtitan.inference.engines.embedded.client import EmbeddedClient, read_samples, read_scores
+from torchtitan.inference.placement import threads_per_actor
+from torchtitan.inference.serving.command_line import shared_command
+from torchtitan.inference.types import Call, Completion, GenerateRequest, ScoredTokens
+from torchtitan.utils.machine import host_memory
+
+
+def cache_megabytes(config: JobConfig) -> int:
+    """Return the limit in MiB of one actor's KV cache: all actors together may take half of the memory that is free
+    now."""
+    return max(1, host_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
+
+
+class Embedded(EngineDescriptor):
+    """Part of this package, for first experiments on a CPU."""
+
+    def command(self, config: JobConfig, port_file: Path, number: int) -> list[str]:
+        inference = config.inference
+        return [
+            *shared_command("torchtitan.inference.engines.embedded", config, port_file),
+            "--cache-mb", str(cache_megabytes(config)),
+            "--threads", str(threads_per_actor(inference)),
+            "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
+            "--require-version",
+            *(["--exact"] if inference.exact else []),
+        ]  # fmt: skip
+
+    def make_client(self, url: str, token: str, experts: int = 0) -> ActorClient:
+        return EmbeddedClient(url, token, experts)
+
+    def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
+        return read_samples(answer)
+
+    def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
+        scores = read_scores(answer)
+        return ScoredTokens(scores.log_probs, scores.epoch, scores.version)
+
+    def ask_teacher(self, token_ids: list[int], top: int) -> Call:
+        return Call("/v1/score", {"token_ids": token_ids, "top": top})
+
+    def taught(self, token_ids: list[int], top: int, answer: bytes | memoryview) -> TeacherScores:
+        scores = read_scores(answer)
+        likeliest = [list(zip(log_probs, ids, strict=True)) for ids, log_probs in scores.top or []]
+        return TeacherScores([*scores.log_probs], [[*row] for row in likeliest])
+
+
+DESCRIPTOR = Embedded

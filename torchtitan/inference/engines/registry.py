@@ -1,0 +1,39 @@
+"""The engines that there are, each a folder beside this file with an engine.toml (see torchtitan/config/engines.py) and
+a descriptor.py, whose DESCRIPTOR is the class. An engine is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from torchtitan.config.engines import engine_specs, find_spec, spec_of
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.engines.descriptor import EngineDescriptor
+
+
+@cache
+def load_engine(name: str) -> EngineDescriptor:
+    """Return the engine in the folder of that name. Raises UserError if there is none."""
+    spec = engine_specs().get(name)
+    if spec is None:
+        raise UserError(f"there is no engine {name!r}: there are {', '.join(engine_specs())}")
+    module = importlib.import_module(f"{__package__}.{name}.descriptor")
+    descriptor: EngineDescriptor = module.DESCRIPTOR(spec)
+    return descriptor
+
+
+def engine_of(config: JobConfig) -> EngineDescriptor:
+    """Return the engine of a configuration; see spec_of()."""
+    return load_engine(spec_of(config).name)
+
+
+def server_of(backend: str) -> EngineDescriptor:
+    """Return the engine whose servers this value of inference.backend names. Raises UserError if there is none."""
+    spec = find_spec(backend)
+    return load_engine(backend if spec is None else spec.name)
+
+
+def all_engines() -> list[EngineDescriptor]:
+    """Return every engine."""
+    return [load_engine(name) for name in engine_specs()]

@@ -1,0 +1,33 @@
+"""SGLang to the rest of a run: see engines/descriptor.py."""
+
+from __future__ import annotations
+
+from torchtitan.inference.engines.descriptor import TeacherScores
+from torchtitan.inference.engines.sglang.engine import ENGINE, Sample
+from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
+from torchtitan.inference.placement import EngineMemory
+from torchtitan.inference.types import Call
+from torchtitan.utils.typed_json import decode
+
+
+class SGLangServer(ServedEngine):
+    """SGLang's server with an agent beside it."""
+
+    foreign = ENGINE
+
+    def memory_share(self, memory: EngineMemory, device_bytes: int) -> float:
+        """Its share (--mem-fraction-static) is of weights and KV cache alone."""
+        return memory.utilization(device_bytes, static=True)
+
+    def ask_teacher(self, token_ids: list[int], top: int) -> Call:
+        call = self.foreign.score(token_ids)
+        return Call(call.path, {**call.body, "top_logprobs_num": top}) if top else call
+
+    def taught(self, token_ids: list[int], top: int, answer: bytes | memoryview) -> TeacherScores:
+        about = decode(Sample, answer, len(answer)).meta_info
+        log_probs = [row.logprob for row in about.input_token_logprobs[1:]]
+        rows = (about.input_top_logprobs or [])[1:] if top else []
+        return TeacherScores(log_probs, [[(entry.logprob, entry.token_id) for entry in row or []] for row in rows])
+
+
+DESCRIPTOR = SGLangServer
