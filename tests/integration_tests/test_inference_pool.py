@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torchtitan.inference.pool import actor_parts
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.pool.weight_probe import ParityGuard
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.utils.json_lines import EventLog, JsonLines, read_json_lines
 from torchtitan.weight_sync.wire.handshake import HTTP, role_key
 
 VERSION = 7  # the fake takes the registry's port for its version
@@ -307,7 +308,7 @@ def test_a_full_disk_ends_the_wait_for_an_actor(tmp_path: Path, monkeypatch: pyt
         async with running(make_config(num_actors=1), tmp_path) as pool:
             waiting = asyncio.create_task(pool.generate(request(0), VERSION + 1))
             await eventually(lambda: bool(pool._waiting))
-            pool._events.path = Path("/dev/full")
+            pool._events._file = JsonLines("/dev/full", durable=True)
             if first == "the guard":
                 full.set()
             else:
@@ -319,6 +320,55 @@ def test_a_full_disk_ends_the_wait_for_an_actor(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(ParityGuard, "run", run)
     scenario()
+
+
+@contextlib.contextmanager
+def without_descriptors() -> Iterator[None]:
+    """What is open stays open, and nothing else can be opened."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+
+
+@asynchronous
+async def test_a_lack_of_descriptors_is_said_at_once_and_outlived(tmp_path: Path) -> None:
+    async with running(make_config(num_actors=1, max_restarts=100, max_retries=0), tmp_path) as pool:
+        victim = process_ids(pool)["actor-0"]
+        with (tmp_path / "events.jsonl").open("rb") as log, without_descriptors():
+            # One connection is there, from the probes; the others cannot be made.
+            outcomes = await asyncio.gather(*(pool.generate(request(i)) for i in range(8)), return_exceptions=True)
+            assert all("files and connections open" in str(one) for one in outcomes if isinstance(one, UserError))
+            assert any(isinstance(one, UserError) for one in outcomes)
+            os.kill(victim, signal.SIGKILL)
+            await eventually(lambda: b"files and connections open" in os.pread(log.fileno(), 1 << 20, 0))
+            assert not ready(pool, 1)()
+        await eventually(ready(pool, 1))
+        assert victim not in pids(await pool.generate(request(9)))
+
+
+@asynchronous
+async def test_an_actor_is_out_also_where_the_event_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DELAY_S", "600")
+    async with running(make_config(num_actors=1, max_retries=0), tmp_path) as pool:
+        asked = asyncio.create_task(pool.generate(request(0)))
+        await eventually(lambda: pool._actors[0].load > 0)
+        with monkeypatch.context() as patched:
+
+            def cannot(*_arguments: object, **_named: object) -> None:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            patched.setattr(pool._events._file, "write", cannot)
+            (tmp_path / "hang").touch()
+            with pytest.raises(UserError, match="evicted: its engine has not moved"):
+                await asyncio.wait_for(asked, PATIENCE_S)
+            assert pool.actors == {"actor-0": "evicted"}
+        (tmp_path / "hang").unlink()
+        await eventually(ready(pool, 1))
 
 
 @asynchronous

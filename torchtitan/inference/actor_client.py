@@ -31,6 +31,7 @@ from torchtitan.inference.types import (
     compact,
     mistakes_of,
 )
+from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
 from torchtitan.utils.reader_process import Pieces
 from torchtitan.utils.typed_json import Object, WrongForm, decode
 from torchtitan.weight_sync.wire import runtime as wire
@@ -181,6 +182,8 @@ class JsonClient:
         except asyncio.TimeoutError as error:
             raise ActorError(phase, f"{path} gave no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+                raise ActorError(phase, f"{path}: {describe_lack_of_descriptors(error)}") from error
             raise ActorError(phase, f"{path}: {type(error).__name__}: {error}") from error
 
     async def call_object(

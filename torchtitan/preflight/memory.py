@@ -1,15 +1,22 @@
-"""Whether a run fits into the memory and the cores that it may use on this machine. No torch here."""
+"""Whether a run fits into the memory, the cores and the descriptors that it may use on this machine. No torch here."""
 
 from __future__ import annotations
 
-from torchtitan.config.derived import from_torchrun, started_actors, trains_on_gpu
+from torchtitan.config.derived import (
+    from_torchrun,
+    has_engines,
+    is_colocated,
+    plays_through_gateway,
+    started_actors,
+    trains_on_gpu,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import estimate_memory, parts_on_host, version_bytes
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.check import Check
-from torchtitan.utils.machine import host_memory, machine_cores
+from torchtitan.utils.machine import host_memory, machine_cores, possible_descriptors
 
 # The least that a process takes which has imported torch or an engine.
 PROCESS_BYTES = 200 << 20
@@ -20,6 +27,8 @@ TRAINING, SLOTS, ACTORS = "model.hf_assets_path", "weight_sync.num_slots", "infe
 SAVING = "checkpoint.async_mode"
 WHAT = {TRAINING: "for training", SLOTS: "of slots for weight versions", ACTORS: "for actors"}
 WHAT[SAVING] = "for checkpoints that are written in the background"
+# What rank 0 has open besides: files, libraries, the pipes of its workers.
+OTHER_DESCRIPTORS = 256
 _PASSING = ("gathered", "activations", "logits", "unreduced")
 
 
@@ -66,6 +75,29 @@ def tight_memory(config: JobConfig, ranks: int) -> str:
     return (
         f"the run may need {_listed(needed)}, and of this machine's memory {size_text(memory.available)} are available "
         f"now ({memory.source}): the kernel kills processes when it is used up"
+    )
+
+
+def connections(config: JobConfig) -> int:
+    """Return the most connections that rank 0 has at a time: one for each request to an actor, which generates at least
+    one sequence, and one to look at each actor. What agents in isolated workers ask passes through rank 0, too, by two
+    more."""
+    if not has_engines(config) or is_colocated(config):
+        return 0
+    actors = len(config.inference.servers) or started_actors(config) or 1
+    requests = actors * (config.inference.max_sequences + 1)
+    return actors + requests * (3 if plays_through_gateway(config) else 1)
+
+
+def few_descriptors(config: JobConfig) -> str:
+    """Return what to say of a run that may need more connections than a process may have here; else an empty string."""
+    wanted, most = connections(config) + OTHER_DESCRIPTORS, possible_descriptors()
+    if wanted <= most:
+        return ""
+    return (
+        f"rank 0 may need {wanted:,} files and connections at a time (inference.max_sequences = "
+        f"{config.inference.max_sequences} for each actor), and a process may have {most:,} here: raise the hard limit "
+        "(ulimit -Hn), or lower inference.max_sequences"
     )
 
 

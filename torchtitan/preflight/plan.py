@@ -37,9 +37,10 @@ from torchtitan.models.shape.costs import (
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.checkpoint import unusual_tokens
 from torchtitan.preflight.inference import engine_python
-from torchtitan.preflight.memory import size_text, tight_memory
+from torchtitan.preflight.memory import OTHER_DESCRIPTORS, connections, few_descriptors, size_text, tight_memory
 from torchtitan.preflight.roofline import training_roofline
 from torchtitan.preflight.sources import describe_mix
+from torchtitan.utils.machine import possible_descriptors
 from torchtitan.weight_sync.transports.nccl import differing_nccl
 
 # H100 (SXM): dense bf16 operations and bytes of memory per second from the data sheet, and the fraction often reached.
@@ -143,6 +144,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         None if counts_epochs else long_warmup(config),
         differing_nccl(config, engine_python(config)),
         tight_memory(config, ranks),
+        few_descriptors(config),
         unusual_tokens(config),
     )
     lines = [
@@ -153,6 +155,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {shard_degree(parallelism, ranks)} shard × "
         f"{context}{parallelism.tensor_parallel_degree} tensor parallel{_experts(config)}",
         f"actors: {_actors(config, ranks)}",
+        *_connections(config),
         f"batch: {batch // each} groups × {each} = {batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
         *describe_mix(config, ranks),
@@ -288,6 +291,17 @@ def _actors(config: JobConfig, ranks: int) -> str:
     return (
         f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}){where}, {update}{joining}"
     )
+
+
+def _connections(config: JobConfig) -> list[str]:
+    count = connections(config)
+    if not count:
+        return []
+    joining = ", and as many for each further one that joins" if config.inference.discover else ""
+    return [
+        f"connections: rank 0 has at most {count:,} with actors{joining}, and some {OTHER_DESCRIPTORS} other files; a "
+        f"process may have {possible_descriptors():,} here"
+    ]
 
 
 def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:

@@ -46,7 +46,7 @@ from torchtitan.models.shape.exports import newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
 from torchtitan.preflight.checkpoint import check_checkpoint, unusual_tokens
 from torchtitan.preflight.inference import check_inference, check_weight_sync
-from torchtitan.preflight.memory import tight_memory
+from torchtitan.preflight.memory import few_descriptors, tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.preflight.sources import check_sources
 from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS
@@ -140,6 +140,7 @@ def ready(draft: Draft) -> JobConfig:
         for kind, said in (
             ("auto", draft.chosen),
             ("warning", tight_memory(config, world_size())),
+            ("warning", few_descriptors(config)),
             ("warning", unusual_tokens(config)),
         ):
             print(*[f"{kind}: {said}\n"] * bool(said), end="", file=sys.stderr, flush=True)

@@ -51,6 +51,7 @@ from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, new_e
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
+from torchtitan.utils.machine import raise_descriptor_limit
 from torchtitan.utils.provenance import provenance
 from torchtitan.weight_sync.facade import WeightSync
 
@@ -318,6 +319,7 @@ class Job:
 
     def _build(self) -> None:
         config, given = self.config, copy.deepcopy(self.config)
+        raise_descriptor_limit()  # rank 0 holds a connection for each request, and its children inherit this
         device.set_allocators(allocator_settings(config))
         address = device.init_process_group(config.comm)
         self._closing.callback(device.shutdown)
@@ -372,6 +374,7 @@ class Job:
         config, ranks = self.config, device.world_size()
         tokenizer = Tokenizer(config.model.hf_assets_path, config.rollout.chat_template_kwargs)
         events = EventLog(self.run_dir / "events.jsonl")
+        self._closing.callback(events.close)
         journal = Journal(self.run_dir, config.rollout.journal_max_mb << 20, self._trains_again_from)
         self._closing.callback(journal.close)
         if start.load_step is None:

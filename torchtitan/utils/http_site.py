@@ -22,16 +22,6 @@ STRANGER_SECONDS = 10.0
 BACKLOG = 1024
 # Of what aiohttp logs, so many lines pass per so many seconds, with so many characters of a stranger's request.
 MAX_LINES, LINES_SECONDS, MAX_SHOWN = 10, 60.0, 100
-# As many descriptors as a server needs. Some programs look at every descriptor that their limit allows.
-DESCRIPTORS = 65536
-
-
-def raise_descriptor_limit() -> None:
-    """Allow this process and its children as many descriptors as the system does, up to DESCRIPTORS."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, DESCRIPTORS)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def has_token(request: web.Request, token: str, in_query: bool = False) -> bool:

@@ -211,20 +211,28 @@ def _object(line: str) -> dict[str, Any] | None:
 class EventLog:
     """Notable events of a run: an actor was evicted, an evaluation is missing, …
 
-    Appends one JSON object per event to a file and says it on the console. Safe to call from any thread. Every
-    object has `time` (seconds since 1970) and `kind`; the rest is the event's own fields (JSON-able).
+    Says each event on the console and appends a JSON object to a file. Safe to call from any thread. Every object has
+    `time` (seconds since 1970) and `kind`; the rest is the event's own fields (JSON-able). The first event opens the
+    file, which stays open: a process that may open no more files still says so there.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._lock = threading.Lock()
+        self._file = JsonLines(self.path, durable=True, default=str)
 
     def write(self, kind: str, *, level: int = logging.INFO, **fields: Any) -> None:
-        """Log one event. level is that of the console line only."""
-        with self._lock, JsonLines(self.path, durable=True, default=str) as file:
-            file.write({"time": round(time.time(), 3), "kind": kind, **fields})
+        """Log one event. level is that of the console line only. Raises OSError if the file cannot be written, after
+        the line on the console."""
         said = " ".join(f"{name}={value}" for name, value in fields.items() if value != "")
         events_logger.log(level, "%s %s", kind, said)
+        with self._lock:
+            self._file.write({"time": round(time.time(), 3), "kind": kind, **fields})
+
+    def close(self) -> None:
+        """May be called twice; a later event opens the file again."""
+        with self._lock:
+            self._file.close()
 
 
 Span = tuple[str, float, float]

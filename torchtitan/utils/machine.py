@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import ipaddress
 import logging
 import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,12 +30,44 @@ _MEMORY_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# As many descriptors as a server needs. Some programs look at every descriptor that their limit allows.
+DESCRIPTORS = 65536
+# Errors of a process, or of a whole machine, that has as many files and connections open as it may.
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 
 
 def usable_cores() -> list[int]:
     """Numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def possible_descriptors() -> int:
+    """Return how many files and connections a process may have open after raise_descriptor_limit()."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (now, most):
+        return DESCRIPTORS
+    return max(now, min(most, DESCRIPTORS))
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process, and the processes that it starts from here on, as many descriptors as the system does, up to
+    DESCRIPTORS."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = possible_descriptors()
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def describe_lack_of_descriptors(error: OSError) -> str:
+    """Return what an error of NO_DESCRIPTOR means, for people."""
+    if error.errno == errno.ENFILE:
+        return "this machine has as many files and connections open as its kernel allows (sysctl fs.file-max)"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"this process has as many files and connections open as it may ({limit}): raise the hard limit (ulimit -Hn) "
+        "of the shell, container or service that starts the run"
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import socket
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from torchtitan.utils.json_lines import older_file
 from torchtitan.utils.logs import log_to
+from torchtitan.utils.machine import raise_descriptor_limit
 from torchtitan.utils.rate_limiter import RateLimiters
 from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.published import PublishedVersions
@@ -165,9 +165,8 @@ PARTS = {"registry": run_registry, "shard server": run_shard_server}
 def main() -> int:
     """Entry point. The argument is one JSON object; the token is in the environment."""
     log_to()
-    # Allow as many descriptors as possible, so that a flood of connections does not use up those that the job needs.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # So that a flood of connections does not use up those that the job needs.
+    raise_descriptor_limit()
     arguments = json.loads(sys.argv[1])
     runtime = SocketRuntime()
 

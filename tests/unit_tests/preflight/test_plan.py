@@ -14,6 +14,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import MemoryEstimate, estimate_memory, on_device
+from torchtitan.preflight import memory
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import load_config
@@ -184,3 +185,14 @@ def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.Mon
         if hidden is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert derived.trains_on_gpu() is (listed > 0 and hidden is None)
+
+
+def test_plan_says_how_many_connections_a_run_needs(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*write_config(), "--inference.num_actors", "2", "--inference.max_sequences", "1000"]
+    monkeypatch.setattr(memory, "possible_descriptors", lambda: 1_024)
+    text = describe_plan(load_config(arguments), 1)
+    # A request has at least one sequence; with one more than an actor computes at a time, and a look at each actor.
+    assert "connections: rank 0 has at most 2,004 with actors, and some 256 other files" in text
+    assert "# WARNING: rank 0 may need 2,260 files and connections at a time" in text and "ulimit -Hn" in text
+    monkeypatch.setattr(memory, "possible_descriptors", lambda: 65_536)
+    assert "files and connections at a time" not in describe_plan(load_config(arguments), 1)

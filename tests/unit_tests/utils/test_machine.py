@@ -48,3 +48,12 @@ def test_what_is_kept_costs_no_faults_again(kept: str, megabytes: int, again: bo
     assert len(shares) == 24 and shares[0] > 0.9
     # Aligned blocks do not fit into the place of one alone that is as large (before glibc 2.38): it takes some turns.
     assert (shares[-1] > 0.9) == again and (shares[-1] < 0.1) != again, shares
+
+
+def test_descriptor_limit_is_raised_as_far_as_it_may() -> None:
+    code = (
+        "import resource as r; from torchtitan.utils.machine import raise_descriptor_limit as up\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (128, 700)); up(); print(r.getrlimit(r.RLIMIT_NOFILE)); up()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(700, 700)\n"

@@ -17,6 +17,7 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.utils.json_lines import JsonTail, older_file
+from torchtitan.utils.machine import DESCRIPTORS
 from torchtitan.weight_sync import main, servers
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.servers import FROZEN_CHECKS, RegistryServer, ServerProcess, Supervised
@@ -122,15 +123,16 @@ def test_a_registry_whose_parent_was_killed_while_it_started_ends(
 
 def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) -> None:
     few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(most, DESCRIPTORS)
     # The new process begins with this limit, and this one has room for what it has open.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted - 1, most))
     try:
         registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     try:
         until(lambda: registry._words.heartbeat, process=registry.process)
-        assert resource.prlimit(registry.process.pid, resource.RLIMIT_NOFILE) == (most, most)
+        assert resource.prlimit(registry.process.pid, resource.RLIMIT_NOFILE) == (wanted, most)
     finally:
         registry.close(time.monotonic() + PATIENCE_S)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container, Coroutine
 from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
+from torchtitan.errors import DISK_ERRORS, UserError
 from torchtitan.inference.actor_client import (
     UPDATING,
     ActorClient,
@@ -25,6 +25,7 @@ from torchtitan.inference.actor_client import (
 from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, WeightConnection
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
 
 # The intervals between probes of an actor that requests wait for, of one that is about to join, and of others: they are
 # probed at least ten times before inference.health_timeout_s has passed.
@@ -266,17 +267,29 @@ class Actor:
         try:
             while not self.gave_up:
                 try:
-                    if self._process is not None and not self._process.alive:
-                        await self._replace(self._process)
-                    if self._process is None or self._process.alive:
-                        await self._probe()
-                except ActorError as error:
-                    await self._failed(error)
+                    await self._keep_alive()
+                except OSError as error:
+                    if error.errno not in NO_DESCRIPTOR:
+                        raise
+                    # To start or stop a process takes descriptors, too. Requests that end give some back.
+                    self._evict("supervision", describe_lack_of_descriptors(error))
                 if not self.gave_up:
                     await self._wait()
         except Exception as error:
-            self._give_up(f"its supervision failed: {error!r}")
+            # A full disk is no fault of the actor's, and ends the run by itself (InferencePool._check_tasks).
+            if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+                self._give_up(f"its supervision failed: {error!r}")
             raise
+
+    async def _keep_alive(self) -> None:
+        """Start the process if there is none, look at the actor once, and act on what is found."""
+        try:
+            if self._process is not None and not self._process.alive:
+                await self._replace(self._process)
+            if self._process is None or self._process.alive:
+                await self._probe()
+        except ActorError as error:
+            await self._failed(error)
 
     async def _replace(self, process: ActorProcess) -> None:
         """Start a process, because there is none yet or it has ended."""
@@ -292,8 +305,9 @@ class Actor:
                 return
             await asyncio.sleep(min(BACKOFF_S * 2**self.restarts, MAX_BACKOFF_S))
             self.restarts += 1
-            self._write("actor_restarting", restart=self.restarts)
         self.state = ActorState.STARTING
+        if self.restarts:
+            self._write("actor_restarting", restart=self.restarts)
         if self._client_or_none is not None:
             await self._client_or_none.close()
         self._announced, self.version, self._ready_at, self._distrusted = False, None, 0.0, -1
@@ -323,8 +337,8 @@ class Actor:
         if self.state is ActorState.EVICTED:
             # It may have missed anything, so it gets a fresh connection and a full version.
             self._weights.connected = False
-            self._write("actor_rejoining")
             self._set_state(ActorState.JOINING)
+            self._write("actor_rejoining")
         reached = self._memory.reached
         health, matched = await self._memory.match(self._client, health)
         # An actor that is asleep could only refuse weights.
@@ -357,23 +371,25 @@ class Actor:
             self._not_serving_since = self._not_serving_since or now
             # An update in progress has deadlines of its own and is no trouble.
             brief = now - self._not_serving_since <= BRIEFLY_S or health.weights_state in UPDATING
+            if self.state is not ActorState.JOINING:
+                self._set_state(ActorState.JOINING)
+                self.probe_now()  # engines do not serve while they apply a version, but that ends soon
             if self._announced and not brief:
                 self._announced = False
                 reason = "this version was not published" if unpublished else ""
                 self._write("actor_not_serving", status=health.status, version=health.version, reason=reason)
-            if self.state is not ActorState.JOINING:
-                self._set_state(ActorState.JOINING)
-                self.probe_now()  # engines do not serve while they apply a version, but that ends soon
             return
         self._not_serving_since = 0.0
         self._weights.stop_waiting(success=True)
-        if not self._announced:
-            self._announced, self._ready_at = True, now
-            self._write("actor_ready", version=health.version)
+        is_news, self._announced = not self._announced, True
+        if is_news:
+            self._ready_at = now
         if self.state is not ActorState.READY:
             self._set_state(ActorState.READY)
         elif self.version != before:
             self._changed()
+        if is_news:
+            self._write("actor_ready", version=health.version)
 
     async def _failed(self, error: ActorError) -> None:
         """Handle a failed probe, or a failed call that the probe led to."""
@@ -410,18 +426,19 @@ class Actor:
         self.evictions += 1
         self._evicted_at = time.monotonic()
         self.version, self._announced, self._not_serving_since = None, False, 0.0
+        self._failed_requests = 0
+        self._interrupt(reason)
+        self._set_state(ActorState.EVICTED)
+        # Last: its requests go to others also where the event cannot be written.
         self._write(
             "actor_evicted", level=logging.WARNING, phase=phase, noticed_by=noticed_by, reason=reason,
             unfinished_requests=unfinished,
         )  # fmt: skip
-        self._failed_requests = 0
-        self._interrupt(reason)
-        self._set_state(ActorState.EVICTED)
 
     def _give_up(self, reason: str) -> None:
         self.last_reason = reason
-        self._write("actor_gave_up", level=logging.ERROR, reason=reason)
         self._set_state(ActorState.GAVE_UP)
+        self._write("actor_gave_up", level=logging.ERROR, reason=reason)
 
     def _set_state(self, state: ActorState) -> None:
         if self.state is ActorState.GAVE_UP:

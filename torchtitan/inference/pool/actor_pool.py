@@ -169,14 +169,14 @@ class InferencePool:
             self._actors.remove(actor)
             self._past["evictions"] += actor.evictions
             self._tasks.pop(name).cancel()
-            self._events.write("actor_left", actor=name, url=actor.url)
             await actor.part()
+            self._events.write("actor_left", actor=name, url=actor.url)
         for name in guests.keys() - self._guests.keys():
             actor = self._guests[name] = self._add(name, 0, guests[name])
-            self._events.write("actor_joined", actor=name, url=actor.url)
             if self._registry is not None:
                 actor.connect(self._registry, self._published)
             self._watch(name, asyncio.create_task(actor.supervise()))
+            self._events.write("actor_joined", actor=name, url=actor.url)
 
     async def connect_weights(self, registry: str, published: Container[int] | None = None) -> None:
         """Have all actors, also those that (re)join later, pull their weights from the trainer with this registry

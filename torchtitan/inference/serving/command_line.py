@@ -18,9 +18,8 @@ from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import TOKEN_VARIABLE, base_url
 from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.utils.child_process import end_with_parent
-from torchtitan.utils.http_site import raise_descriptor_limit
 from torchtitan.utils.logs import log_to
-from torchtitan.utils.machine import is_loopback
+from torchtitan.utils.machine import is_loopback, raise_descriptor_limit
 from torchtitan.weight_sync.registry.guests import NAME
 from torchtitan.weight_sync.wire.handshake import OWN
 from torchtitan.weight_sync.wire.runtime import ProtocolError, parse_address

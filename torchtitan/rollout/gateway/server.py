@@ -34,8 +34,9 @@ from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, P
 from torchtitan.rollout.gateway.record import branches_to_json
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.utils.child_process import end_with_parent
-from torchtitan.utils.http_site import HttpSite, has_token, raise_descriptor_limit
+from torchtitan.utils.http_site import HttpSite, has_token
 from torchtitan.utils.logs import log_to
+from torchtitan.utils.machine import raise_descriptor_limit
 from torchtitan.utils.typed_json import Object, WrongForm, decode, without_collection
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from typing import Any
 from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.rollout.workers.isolation import find_isolation
 from torchtitan.rollout.workers.worker_process import WorkerProcess, WorkerSettings
-from torchtitan.utils.http_site import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,6 @@ class WorkerPool:
     async def start(self) -> None:
         """Start all workers. Raises the first one's UserError only once no start is in progress, so that close() may
         then stop them."""
-        if self._settings.needs_gateway:
-            raise_descriptor_limit()  # every connection with the gateway may pass through this process
         self._workers = [WorkerProcess(self._settings) for _ in range(self._count)]
         for outcome in await asyncio.gather(*(one.start() for one in self._workers), return_exceptions=True):
             if isinstance(outcome, BaseException):
