@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Checks lint, format, types and layers, then runs the whole test suite. Arguments go to pytest:
+# Checks lint, format, types and layers, then runs the tests. Other arguments go to pytest:
 #   scripts/run_tests.sh tests/unit_tests -k config
-#   --fast                                only the unit tests that are not marked slow
+#   --fast                                only the unit tests without a mark
+#   --engines                             only the tests with vLLM, SGLang and agents, and no checks
+#   --all                                 all tests but the benchmarks: before a release
 #   --benchmarks                          run every benchmark in little, too, and look whether it ends with its figures
+#   --summary FILE                        write what the end says to this file, as one JSON object
 #   TEST_WORKERS=3                        processes that run tests (default: one more than the cores, at most four)
 #   TORCHTITAN_ENGINES_SKIP=vllm,sglang   leave out the tests of these engines (which are installed on first use)
+# The tiers are in tests/tiers.py and CONTRIBUTING.md.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,15 +17,17 @@ setup_env test,dev
 
 say() { printf '[tests] %s\n' "$*" >&2; }
 
-say "ruff check"
-"$PYTHON" -m ruff check .
-say "ruff format --check"
-"$PYTHON" -m ruff format --check .
-say "mypy and lint-imports"
-"$PYTHON" -m mypy &
-types=$!
-"$(dirname "$PYTHON")/lint-imports"
-wait "$types"
+if [[ " $* " != *" --engines "* ]]; then
+    say "ruff check"
+    "$PYTHON" -m ruff check .
+    say "ruff format --check"
+    "$PYTHON" -m ruff format --check .
+    say "mypy and lint-imports"
+    "$PYTHON" -m mypy &
+    types=$!
+    "$(dirname "$PYTHON")/lint-imports"
+    wait "$types"
+fi
 say "pytest"
 # The tests start hundreds of processes: without bytecode files, each would take twice as long to start.
 unset PYTHONDONTWRITEBYTECODE

@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random checkpoints as transformers writes them; how tests share workers; what the end says."""
+"""Shared fixtures: tiny random checkpoints as transformers writes them; how tests share workers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from tests.tiny_models import SHAPE
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+pytest_plugins = ("tests.tiers", "tests.processor_seconds")
+
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES_FOLDER, UNIT_FOLDER = ROOT / "tests" / "engines", ROOT / "tests" / "unit_tests"
+ENGINES_FOLDER = ROOT / "tests" / "engines"
 # Those of its files that share no vLLM server with the others, and take as long.
 ENGINES_OF_THEIR_OWN = (
     "test_colocated",
@@ -145,22 +147,6 @@ def no_process_group_stays() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="only the unit tests that are not marked slow")
-    parser.addoption("--benchmarks", action="store_true", help="run every benchmark in little, too")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def wanted(item: pytest.Item) -> bool:
-        fast = UNIT_FOLDER in item.path.parents and item.get_closest_marker("slow") is None
-        if config.getoption("--fast") and not fast:
-            return False
-        return item.get_closest_marker("benchmark") is None or bool(config.getoption("--benchmarks"))
-
-    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
-    items[:] = [item for item in items if wanted(item)]
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file's tests stay together, and share its fixtures, and so do those that start engines, in two groups: one
@@ -178,27 +164,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engines of their own" if file.stem in ENGINES_OF_THEIR_OWN else "vLLM servers"
 
     return ByGroup(config, log)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which engines were run for real, and which were not: a skip must not pass for a success."""
-    counts: dict[str, dict[str, int]] = {}
-    reasons: dict[str, str] = {}
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.getreports(outcome):
-            for name, engine in getattr(report, "user_properties", ()):
-                if name != "engine" or (outcome == "passed" and report.when != "call"):
-                    continue
-                found = counts.setdefault(str(engine), {})
-                found[outcome] = found.get(outcome, 0) + 1
-                if outcome == "skipped" and isinstance(report.longrepr, tuple):
-                    reasons[str(engine)] = report.longrepr[2]
-    if not counts:
-        return
-    terminalreporter.section("engines")
-    for engine, found in sorted(counts.items()):
-        said = ", ".join(f"{count} {outcome}" for outcome, count in found.items())
-        ran = any(outcome != "skipped" for outcome in found)
-        terminalreporter.line(f"{engine}: {'exercised' if ran else 'NOT EXERCISED'} ({said})")
-        if engine in reasons:
-            terminalreporter.line(f"    {reasons[engine]}")

@@ -100,6 +100,7 @@ def test_a_curriculum_is_compared_with_dropped_groups(debug_checkpoint: Path) ->
     assert -1 <= figures["pass_difference"] <= 1
 
 
+@pytest.mark.exhaustive
 def test_each_hostile_actor_is_refused_for_what_it_does(debug_checkpoint: Path) -> None:
     figures = run_quickly("hostile_actors", {"kinds_refused"}, "--model", str(debug_checkpoint))
     assert figures["kinds_refused"] == 11 and figures["steps"] == figures["steps_without"] == 25
@@ -119,6 +120,7 @@ def test_benchmark_ends_with_its_figures(name: str) -> None:
         assert namespaces() <= before, "namespaces are left behind"
 
 
+@pytest.mark.exhaustive
 def test_every_sabotage_of_an_embedded_engine_is_noticed_and_nothing_else() -> None:
     assert run_quickly("sabotage", set()) == {"missed": 0, "false_alarms": 0}
 

@@ -55,6 +55,7 @@ def of_the_policy(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key.rpartition("/")[2] not in NOT_OF_THE_POLICY}
 
 
+@pytest.mark.exhaustive
 def test_evaluations_of_checkpoints_and_export_equal_those_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(

@@ -88,6 +88,7 @@ def test_what_is_killed_is_replaced_and_nothing_outlives_the_launcher(
     assert whole_steps(again.folder / "checkpoint")[-1] == steps + 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "moment",
     [lambda run: only(run, RANK), lambda run: only(run, ACTOR)],
@@ -106,6 +107,7 @@ def test_a_launcher_that_is_killed_early_leaves_nothing(
     until(lambda: not [one for one in psutil.process_iter(["cmdline"]) if words in " ".join(one.info["cmdline"] or [])])
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_early_is_started_again(
     debug_checkpoint: Path, processes: Processes, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_rank_that_is_killed_early_is_started_again(
     trains_on(run)
 
 
+@pytest.mark.exhaustive
 def test_signals_to_the_launcher_reach_the_run(debug_checkpoint: Path, processes: Processes, tmp_path: Path) -> None:
     run = start(processes, debug_checkpoint, tmp_path)
     # Before there is a run it waits for one, from when the launcher has blocked it.
@@ -131,6 +134,7 @@ def test_signals_to_the_launcher_reach_the_run(debug_checkpoint: Path, processes
     assert "Traceback" not in run.log()
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_that_closes_ends_the_run_with_a_checkpoint(debug_checkpoint: Path, tmp_path: Path) -> None:
     words = [
         str(ROOT / "run_grpo.sh"), "--job.dump_folder", str(tmp_path / "runs"),

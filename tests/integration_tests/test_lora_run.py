@@ -35,6 +35,7 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, *options
     return made
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> None:
     """In blocking mode: every step waits for the actor, which stays awake."""
     checkpoint = tmp_path / "checkpoint"

@@ -13,6 +13,7 @@ from tests.processes import ROOT, Processes
 from tests.runs import RUN_SECONDS, Run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(RUN_SECONDS)
 def test_twenty_steps_of_its_game(debug_checkpoint: Path, processes: Processes, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.openenv_server"]

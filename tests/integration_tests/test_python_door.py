@@ -129,6 +129,7 @@ def test_a_notebook_trains_twice_and_keeps_its_process(folder: Path) -> None:
     assert done.stderr.rstrip().endswith("mine: still mine")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "raised", "code"),
     [("SIGINT", "KeyboardInterrupt", -signal.SIGINT), ("SIGTERM", "SystemExit", 128 + signal.SIGTERM)],

@@ -51,6 +51,7 @@ def checkpoint() -> Path:
     return CACHE
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(2700)
 def test_the_example_trains_a_model_that_can_add(checkpoint: Path, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "real_model.py")

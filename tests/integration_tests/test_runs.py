@@ -262,6 +262,7 @@ def test_actors_sleep_while_the_trainer_trains(debug_checkpoint: Path, processes
     assert whole_steps(run.folder / "checkpoint")[-1] == len(steps)
 
 
+@pytest.mark.exhaustive
 def test_a_run_survives_an_actor_that_freezes_and_one_that_dies_and_saves_when_asked_to_stop(
     debug_checkpoint: Path, processes: Processes, tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.processes import ROOT, Processes
 from tests.runs import BRIEF, Run
 from torchtitan.rollout.flow.journal import ReplaySource
@@ -40,6 +42,7 @@ max_completion_tokens = 12
 """
 
 
+@pytest.mark.exhaustive
 def test_three_sources_survive_a_kill_and_the_end_of_one_environment(
     debug_checkpoint: Path, processes: Processes, tmp_path: Path
 ) -> None:

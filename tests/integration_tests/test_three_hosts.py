@@ -16,7 +16,7 @@ from tests.runs import RUN_SECONDS
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
 from torchtitan.utils.json_lines import read_json_lines
 
-pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(2 * RUN_SECONDS)]
 
 TRAINERS = ("trainer0", "trainer1")
 MASTER, SYNC, ACTOR = 29400, 7000, 8000

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 def test_a_dozen_faults(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/weight_sync_chaos.py", "--faults", "12", "--seed", "1", "--json"]
     # On a busy machine, the scheduler alone may hold a step for seconds; a step that really waits never ends.

@@ -28,14 +28,14 @@ from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.reference import build_reference
 
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {TP: 2},
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tp": {TP: 2},
     # One of each kind of split: tracing all of them would take longest of this file.
-    {TP: 2, **RECOMPUTED, **COMPILED, "lora.target_modules": ["q_proj", "down_proj", "lm_head"]},
-    {**RECOMPUTED, "training.dtype": "bfloat16"},
-    {EP: 2},
-]
+    "tp, compiled": {TP: 2, **RECOMPUTED, **COMPILED, "lora.target_modules": ["q_proj", "down_proj", "lm_head"]},
+    "fsdp, full, bfloat16": {**RECOMPUTED, "training.dtype": "bfloat16"},
+    "ep": {EP: 2},
+}
 
 
 # AdamW with an epsilon of the size of the gradients: its first step is lr · g / (|g| + epsilon), whose slope is at most
@@ -96,7 +96,13 @@ def _muon(policy: Decoder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "tp", "tp, full, compiled", "fsdp, full, bfloat16", "ep"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=[pytest.mark.exhaustive] if COMPILED.items() <= layout.items() else [])
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, layout: dict[str, Any]) -> None:
     directory = tiny_checkpoint("qwen2", False)
     if EP in layout:

@@ -30,11 +30,10 @@ from torchtitan.rollout.types import Batch
 APART = {"training.merge_prefixes": False}
 ADAPTED = {"lora.rank": 3, "lora.target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"]}
 REPLAYED = {"grpo.routing_replay": True}
-# Without a compiler, the other cases have tensor parallelism.
-DENSE: list[dict[str, Any]] = [{}, {TP: 2, **RECOMPUTED, **COMPILED}]
 # name -> (whether the model is a mixture, what one rank has, too, layouts of two ranks)
 CASES: dict[str, tuple[bool, dict[str, Any], list[dict[str, Any]]]] = {
-    "dense": (False, {}, DENSE),
+    "dense": (False, {}, [{}]),
+    "compiled": (False, {}, [{TP: 2, **RECOMPUTED, **COMPILED}]),
     "adapters": (False, ADAPTED, [RECOMPUTED, {TP: 2}]),
     "mixture": (True, REPLAYED, [RECOMPUTED, {EP: 2}, {TP: 2}]),
 }
@@ -122,7 +121,9 @@ def steps(directory: str, layouts: list[dict[str, Any]], scratch: str) -> list[d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] if case == "compiled" else []) for case in CASES]
+)
 def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, case: str) -> None:
     mixture, common, layouts = CASES[case]
     directory = make_mixture(tmp_path / "mixture", "qwen3_moe") if mixture else tiny_checkpoint()

@@ -242,7 +242,7 @@ SELECTIVE = {"activation_checkpoint.mode": "selective"}
         pytest.param(
             *("qwen3_5_text", 2, []),
             [{**TP, "activation_checkpoint.mode": "full", "compile.enable": True}],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["experts", "adapters", "four", "compiled"],

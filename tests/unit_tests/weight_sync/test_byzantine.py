@@ -59,7 +59,7 @@ def attack(rng: random.Random, address: str, token: str, rank: int | None, versi
             client.sendall(fuzzed(rng, version))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(max(300, 3 * SECONDS))
 def test_neither_the_trainer_nor_an_honest_actor_notices(tmp_path: Path) -> None:
     rng, token = random.Random(SEED), secrets.token_urlsafe(16)

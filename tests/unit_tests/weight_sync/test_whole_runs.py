@@ -17,16 +17,15 @@ import pytest
 from tests.unit_tests.weight_sync import byzantine, runs
 from tests.unit_tests.weight_sync.job import Job
 
-# For a longer search: twice as many as small runs, and from which seed on.
-RUNS = int(os.environ.get("WEIGHT_SYNC_RUNS", "8000"))
+# Twice as many as small runs: by default, and with `--all`. For a longer search, how many, and from which seed on.
+RUNS, ALL_RUNS = 1600, 8000
 FIRST = int(os.environ.get("WEIGHT_SYNC_RUNS_FIRST", "0"))
-# Others take up to five times as long each.
+# Kind -> its run, and of how many runs one is of this kind. Others than small ones take up to five times as long each.
 KINDS: dict[str, tuple[Callable[[int], Job], int]] = {
-    "small": (runs.run_small, RUNS // 2), "slow_fleet": (runs.run_slow_fleet, RUNS // 50),
-    "faults": (runs.run_faults, RUNS // 50), "relay": (runs.run_relay, RUNS // 100),
-    "references": (runs.run_references, RUNS // 200), "relaunch": (runs.run_relaunch, RUNS // 400),
-    "hung": (runs.run_hung, RUNS // 200), "without_registry": (runs.run_without_registry, RUNS // 1000),
-    "byzantine": (byzantine.run_byzantine, RUNS // 400), "crowd": (runs.run_crowd, RUNS // 8000),
+    "small": (runs.run_small, 2), "slow_fleet": (runs.run_slow_fleet, 50), "faults": (runs.run_faults, 50),
+    "relay": (runs.run_relay, 100), "references": (runs.run_references, 200), "relaunch": (runs.run_relaunch, 400),
+    "hung": (runs.run_hung, 200), "without_registry": (runs.run_without_registry, 1000),
+    "byzantine": (byzantine.run_byzantine, 400), "crowd": (runs.run_crowd, 8000),
 }  # fmt: skip
 # Runs leave circles of objects; looking for them now and then is enough.
 COLLECT_EVERY = 500
@@ -34,8 +33,10 @@ COLLECT_EVERY = 500
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_promises_hold_in_every_run(kind: str) -> None:
-    run, count = KINDS[kind]
+def test_promises_hold_in_every_run(kind: str, pytestconfig: pytest.Config) -> None:
+    run, share = KINDS[kind]
+    chosen = ALL_RUNS if pytestconfig.getoption("--all") else RUNS
+    count = max(1, int(os.environ.get("WEIGHT_SYNC_RUNS", chosen)) // share)
     logging.disable(logging.CRITICAL)
     gc.collect()
     gc.freeze()
