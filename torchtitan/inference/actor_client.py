@@ -7,8 +7,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import base64
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,6 @@ from torchtitan.inference.types import (
     Completion,
     GenerateRequest,
     Routes,
-    SamplingParameters,
     ScoredTokens,
     Tag,
     check_routes,
@@ -46,8 +43,6 @@ NOT_READY = 503
 KEEP_ALIVE_S = 60.0
 PIECE_BYTES = 1 << 20
 MAX_REASON_CHARACTERS = 500
-# No number of a token or version that does not fit a tensor.
-LARGEST = 1 << 63
 # An answer to an order, or about an actor's state, is no longer.
 STATE_BYTES = 1 << 18
 
@@ -62,6 +57,10 @@ class ActorError(Exception):
 
 class ActorNotReady(ActorError):
     """The actor lives but must not serve now: it has no weights yet, or is paused."""
+
+
+class AnswerRefused(ActorError):
+    """The actor answered, and its answer is malformed or has values that no engine can have computed for this run."""
 
 
 class RequestRefused(ActorError):
@@ -207,10 +206,11 @@ class ActorClient(abc.ABC):
     """Client of the actor at `url`, with `token` as authorisation. Every method has a deadline and raises ActorError.
     Belongs to one asyncio loop."""
 
-    def __init__(self, url: str, token: str, experts: int = 0):
-        """experts: how many a token has in all layers, where requests ask for them."""
+    def __init__(self, url: str, token: str, experts: int = 0, vocabulary: int | None = None):
+        """experts: how many a token has in all layers, where requests ask for them. vocabulary: of the run's model,
+        if that is known; an answer with a token beyond it is refused."""
         self.client = JsonClient(url, token)
-        self.experts = experts
+        self.experts, self.vocabulary = experts, vocabulary
 
     @property
     def url(self) -> str:
@@ -284,44 +284,6 @@ def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserE
     return UserError(
         f"request {request_id} failed {len(failures)} times (inference.max_retries = {max_retries}): {reasons}"
     )
-
-
-def check_completions(completions: list[Completion], sampling: SamplingParameters) -> list[Completion]:
-    """Check that these are as many as were requested and no longer, and that their tokens, log-probs and version spans
-    fit together and can be trained on. Raises ActorError, or TypeError or OverflowError for what has another type."""
-    if len(completions) != sampling.n:
-        raise ActorError("generate", f"{len(completions)} completions were returned, {sampling.n} were requested")
-    for completion in completions:
-        if (length := len(completion.token_ids)) > sampling.max_tokens:
-            raise ActorError("generate", f"{length} tokens were returned, at most {sampling.max_tokens} were requested")
-        _check(completion)
-    return completions
-
-
-def _check(completion: Completion) -> None:
-    if completion.finish_reason not in ("stop", "length"):
-        raise ActorError("generate", f"the engine ended a completion with finish_reason = {completion.finish_reason!r}")
-    length = len(completion.token_ids)
-    if len(completion.log_probs) != length:
-        raise ActorError("generate", f"{length} tokens were returned with {len(completion.log_probs)} log-probs")
-    if not all(map(math.isfinite, completion.log_probs)):
-        # A single one would make the loss of the whole batch NaN or infinite.
-        raise ActorError("generate", "a log-prob is not finite")
-    if not length:
-        raise ActorError("generate", "a completion is without tokens")
-    kept = completion.kept_token_ids
-    if kept is not None and len(kept) != length:
-        raise ActorError("generate", f"{length} tokens were returned with {len(kept)} lists of kept ones")
-    ids = [*completion.token_ids, *itertools.chain(*(kept or ()))]
-    if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= LARGEST:
-        raise ActorError("generate", "a token is not a number of a token")
-    position, version = 0, -1
-    for span in completion.spans:
-        if span.start != position or span.end <= span.start or not version <= span.version < LARGEST:
-            raise ActorError("generate", f"version spans do not cover the tokens in order: {completion.spans}")
-        position, version = span.end, span.version
-    if position != length:
-        raise ActorError("generate", f"version spans cover {position} of {length} tokens")
 
 
 def read_routes(

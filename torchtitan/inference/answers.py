@@ -15,6 +15,7 @@ import numpy as np
 from torchtitan.inference.actor_client import (
     ActorError,
     ActorNotReady,
+    AnswerRefused,
     RequestRefused,
 )
 from torchtitan.inference.types import (
@@ -122,7 +123,12 @@ class Outcome(msgspec.Struct, array_like=True):
     top: tuple[memoryview, memoryview] | None = None
 
 
-REFUSALS: dict[str, type[ActorError]] = {"wrong": ActorError, "not_ready": ActorNotReady, "request": RequestRefused}
+REFUSALS: dict[str, type[ActorError]] = {
+    "answer": AnswerRefused,
+    "actor": ActorError,
+    "not_ready": ActorNotReady,
+    "request": RequestRefused,
+}
 
 
 def array(numbers: Sequence[int | float | None], dtype: str) -> memoryview:
@@ -178,11 +184,13 @@ def outcome_of(read: Callable[[], Outcome]) -> bytes:
         outcome = Outcome("not_ready", str(error))
     except RequestRefused as error:
         outcome = Outcome("request", str(error))
+    except AnswerRefused as error:
+        outcome = Outcome("answer", str(error))
     except ActorError as error:
-        outcome = Outcome("wrong", str(error))
+        outcome = Outcome("actor", str(error))
     except Exception as error:  # libraries raise anything over what another process wrote
         text = str(error) if isinstance(error, WrongForm) else repr(error)
-        outcome = Outcome("wrong", f"the answer is malformed: {text}")
+        outcome = Outcome("answer", f"the answer is malformed: {text}")
     return msgspec.msgpack.encode(outcome)
 
 
@@ -191,7 +199,7 @@ async def exchange(function: str, about: dict[str, Any], pieces: Pieces) -> Outc
     try:
         data = await read_answer(function, about, pieces)
     except WrongForm as error:
-        return Outcome("wrong", f"the answer cannot be read: {error}")
+        return Outcome("answer", f"the answer cannot be read: {error}")
     return msgspec.msgpack.decode(data, type=Outcome)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan.inference.actor_client import JsonClient
+from torchtitan.inference.answer_checks import check_log_probs, check_token_ids
 from torchtitan.inference.answers import Outcome, Top, array, exchange, outcome_of, scored_bytes, values
 from torchtitan.inference.engines.descriptor import TeacherScores
 from torchtitan.inference.engines.registry import server_of
@@ -26,6 +27,9 @@ def read_taught(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
             raise WrongForm(f"{top} tokens were requested for every place, got {lengths}")
         entries = [entry for row in likeliest for entry in row]
         ids, log_probs = [token for _, token in entries], [log_prob for log_prob, _ in entries]
+        check_log_probs(scores.log_probs, "score")  # type: ignore[arg-type] # _check() has refused None
+        check_log_probs(log_probs, "score", "of one of the likeliest tokens, the log-prob")
+        check_token_ids(ids, about["vocabulary"], "score")
         return Outcome(log_probs=array(scores.log_probs, "<f8"), top=(array(ids, "<i8"), array(log_probs, "<f8")))
 
     return outcome_of(read)
@@ -44,17 +48,22 @@ def _likeliest(scores: TeacherScores, top: int) -> list[list[tuple[Any, Any]]]:
 
 
 async def ask_teacher(
-    client: JsonClient, backend: str, token_ids: list[int], top: int, timeout_s: float
+    client: JsonClient,
+    backend: str,
+    token_ids: list[int],
+    top: int,
+    timeout_s: float,
+    vocabulary: int | None = None,
 ) -> tuple[list[float], list[Top]]:
     """Return the log-probs of all tokens but the first, and the `top` likeliest tokens in their places. backend:
-    distill.teacher_backend.
+    distill.teacher_backend. vocabulary: of the run's model, if that is known.
 
     Raises ActorError: see JsonClient.fetch; WrongForm: the answer has another form.
     """
     call = server_of(backend).ask_teacher(token_ids, top)
     most = scored_bytes(len(token_ids), top)
     pieces: Pieces = await client.fetch("score", "POST", call.path, timeout_s, call.body, most_bytes=most)
-    about = {"backend": backend, "token_ids": token_ids, "top": top}
+    about = {"backend": backend, "token_ids": token_ids, "top": top, "vocabulary": vocabulary}
     outcome = await exchange(f"{__name__}:read_taught", about, pieces)
     if outcome.refused:
         raise WrongForm(f"{call.path} did not answer as distill.teacher_backend does: {outcome.reason}")

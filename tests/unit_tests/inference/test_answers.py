@@ -90,7 +90,7 @@ def longest(asked: GenerateRequest, epoch: str = "1764374400-0123456789abcdef") 
     made = []
     for _ in range(sampling.n):
         ids, log_probs = generator.integers(1 << 17, 1 << 18, tokens), -generator.random(tokens)
-        kept = [[131071] * (1 + place % 3) for place in range(tokens)] if sampling.truncated else None
+        kept = [[131071] * (place % 3) + [int(ids[place])] for place in range(tokens)] if sampling.truncated else None
         shape = (len(asked.prompt_ids) + tokens - 1, LAYERS, PER_TOKEN)
         routes = Routes(0, generator.integers(0, 300, shape).astype(np.uint16)) if sampling.routes else None
         spans = [VersionSpan(epoch, VERSION + place, place, place + 1) for place in range(tokens)]

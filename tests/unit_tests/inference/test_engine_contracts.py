@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,11 @@ import torch
 from msgspec.json import encode as sent
 
 from tests.unit_tests.inference.json_server import serving
-from torchtitan.inference.actor_client import ActorError, ActorNotReady, JsonClient, RequestRefused, check_completions
+from tests.unit_tests.inference.test_answers import ENGINES
+from torchtitan.inference.actor_client import ActorError, ActorNotReady, AnswerRefused, JsonClient, RequestRefused
+from torchtitan.inference.answer_checks import check_completions
+from torchtitan.inference.engines.colocated.replica_pool import Answer, decode_answers, encode_answers
+from torchtitan.inference.engines.reading import completions_of, scores_of
 from torchtitan.inference.engines.sglang import engine as sglang_engine
 from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.engines.sglang.engine import SGLangControl
@@ -370,7 +374,7 @@ def test_engines_know_the_options_that_they_are_started_with(
 
 
 @pytest.mark.parametrize(
-    ("log_probs", "reason"), [([-1.0, math.nan], "not finite"), ([-math.inf], "not finite"), ([], "without tokens")]
+    ("log_probs", "reason"), [([-1.0, math.nan], "is nan"), ([-math.inf], "is -inf"), ([], "without tokens")]
 )
 def test_what_could_not_be_trained_on_is_asked_for_again(log_probs: list[float], reason: str) -> None:
     length = len(log_probs)
@@ -379,6 +383,70 @@ def test_what_could_not_be_trained_on_is_asked_for_again(log_probs: list[float],
         check_completions([Completion([1] * length, log_probs, "stop", spans)], SamplingParameters(2))
     with pytest.raises(ActorError, match="finish_reason = 'abort'"):
         check_completions([Completion([], [], "abort", [])], SamplingParameters(1))
+
+
+VOCABULARY = 64
+CUT = Completion([9, 8], [-0.5, -1.0], "length", [VersionSpan("e", 3, 0, 2)])
+WHOLE = Completion([9, 8, 1, 63], [-0.5, 3e-5, -700.0, 0.0], "length", [VersionSpan("e", 3, 0, 4)])
+IMPOSSIBLE: dict[str, tuple[Completion, str]] = {
+    "shorter than its length": (CUT, "after 2 of 4 tokens.*max-model-len.*below training.seq_len"),
+    "vLLM's floor": (replace(WHOLE, log_probs=[-0.5, -0.5, -9999.0, -0.5]), "token 3 is -9999, a probability of 0"),
+    "the least fp32": (replace(WHOLE, log_probs=[-3.4e38, -0.5, -0.5, -0.5]), r"token 1 is -3.4e\+38"),
+    "above 0": (replace(WHOLE, log_probs=[-0.5, -0.5, -0.5, 0.01]), "token 4 is 0.01, above 0"),
+    "a probability": (replace(WHOLE, log_probs=[0.5, 0.9, 0.1, 1.0]), "token 1 is 0.5, above 0"),
+    "another vocabulary": (replace(WHOLE, token_ids=[9, 8, 1, 64]), r"token 64 is not of .* vocabulary \(0 to 63\)"),
+    "none of those kept": (replace(WHOLE, kept_token_ids=[[9], [8, 2], [1], [62]]), "token 63 was sampled, but is not"),
+    "kept beyond": (replace(WHOLE, kept_token_ids=[[9], [8, 64], [1], [63]]), "token 64 is not of .* vocabulary"),
+}
+
+
+def read_samples(engine: str, sent_samples: list[Completion]) -> list[Completion]:
+    """What the run gets of an engine's answer; `colocated` hands over completions in the process."""
+    top_k = 40 if any(one.kept_token_ids for one in sent_samples) else 0
+    asked = GenerateRequest("r", [5, 6, 7], SamplingParameters(4, len(sent_samples), top_k=top_k))
+    if engine == "colocated":
+        (answer,) = decode_answers(encode_answers([Answer("r", sent_samples)]))
+        return check_completions(answer.completions, asked.sampling, VOCABULARY)
+    return asyncio.run(completions_of(engine, asked, [sent(ENGINES[engine](sent_samples, 3))], VOCABULARY))
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+@pytest.mark.parametrize("engine", [*ENGINES, "colocated"])
+def test_an_answer_that_cannot_be_is_refused_whichever_engine_sends_it(engine: str, case: str) -> None:
+    completion, reason = IMPOSSIBLE[case]
+    whole = WHOLE if completion.kept_token_ids is None else replace(WHOLE, kept_token_ids=[[9], [8], [1], []])
+    assert read_samples(engine, [whole])[0].log_probs == WHOLE.log_probs
+    with pytest.raises(AnswerRefused, match=reason):
+        read_samples(engine, [whole, completion])
+
+
+SCORES: dict[str, Callable[[list[float]], Any]] = {
+    "embedded": lambda values: {"log_probs": values, "epoch": "e", "version": 3},
+    "vllm": lambda values: {
+        "choices": [VLLM_SCORED["choices"][0]],
+        "prompt_logprobs": [None, *({str(6 + place): {"logprob": value}} for place, value in enumerate(values))],
+    },
+    "sglang": lambda values: {
+        "output_ids": [1],
+        "meta_info": {
+            "weight_version": "e/3",
+            "input_token_logprobs": [[None, 5], *([value, 6 + place] for place, value in enumerate(values))],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [(-9999.0, "token 2 is -9999, a probability of 0"), (0.5, "token 2 is 0.5, above 0")]
+)
+@pytest.mark.parametrize("engine", SCORES)
+def test_a_score_that_cannot_be_is_refused_whichever_engine_sends_it(engine: str, wrong: float, reason: str) -> None:
+    def read(values: list[float]) -> list[float]:
+        return asyncio.run(scores_of(engine, [5, 6, 7], [sent(SCORES[engine](values))])).log_probs
+
+    assert read([-0.5, -30.0]) == [-0.5, -30.0]
+    with pytest.raises(AnswerRefused, match=reason):
+        read([-0.5, wrong])
 
 
 def test_vllms_answers_are_understood() -> None:

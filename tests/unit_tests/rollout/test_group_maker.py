@@ -94,6 +94,26 @@ async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any)
         await teacher.close()
 
 
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"7": {"logprob": -9999.0}}, "the log-prob of token 2 is -9999"),
+        ({"7": {"logprob": 0.2}}, "the log-prob of token 2 is 0.2, above 0"),
+        ({"7": {"logprob": -0.5}, "9": {"logprob": 0.3}}, "one of the likeliest tokens"),
+        ({"7": {"logprob": -0.5}, "12": {"logprob": -0.1}}, "token 12 is not of the run's vocabulary"),
+    ],
+)
+@asynchronous
+async def test_a_teachers_answer_that_cannot_be_is_refused(row: Any, reason: str) -> None:
+    rows = [None, {"5": {"logprob": -0.5}, "9": {"logprob": -1.0}}, {"1": {"logprob": -2.0}, **row}]
+    with serving(lambda path, body: (200, {"choices": [{"prompt_logprobs": rows}]})) as url:
+        config = Distill(teacher_url=url, teacher_backend="vllm", divergence="forward_kl", top_k=2)
+        teacher = Teacher(config, vocabulary=12)
+        with pytest.raises(UserError, match=reason):
+            await teacher.ask([3, 5, 7])
+        await teacher.close()
+
+
 @asynchronous
 async def test_a_server_that_fails_is_asked_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtitan.rollout.flow.group_maker.PAUSE_S", 0.0)

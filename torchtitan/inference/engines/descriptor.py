@@ -51,8 +51,8 @@ class EngineDescriptor:
 
     # Asking an actor
 
-    def make_client(self, url: str, token: str, experts: int = 0) -> ActorClient:
-        """Return a client of the actor at `url`; for `experts` see ActorClient."""
+    def make_client(self, url: str, token: str, experts: int = 0, vocabulary: int | None = None) -> ActorClient:
+        """Return a client of the actor at `url`; for `experts` and `vocabulary` see ActorClient."""
         raise NotImplementedError
 
     # Reading its answers. These run in another process where an answer is long.

@@ -29,7 +29,7 @@ from torchtitan.inference.pool.actor import Actor, ActorState
 from torchtitan.inference.pool.actor_parts import ActorProcess
 from torchtitan.inference.pool.weight_probe import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
-from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.checkpoint_shape import read_shape, vocabulary_of
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.wire.handshake import ACTOR, HTTP, role_key
 
@@ -75,7 +75,9 @@ class InferencePool:
         self._run_dir, self._events = run_dir, events
         args = read_shape(config) if config.grpo.routing_replay else None
         experts = 0 if args is None or args.experts is None else args.num_hidden_layers * args.experts.per_token
-        self._make_client = make_client or partial(engine_of(config).make_client, experts=experts)
+        self._make_client = make_client or partial(
+            engine_of(config).make_client, experts=experts, vocabulary=vocabulary_of(config)
+        )
         self._actors: list[Actor] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The supervision of each actor, by its name, and the parity guard, by an empty one"""

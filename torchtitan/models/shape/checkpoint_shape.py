@@ -357,3 +357,11 @@ def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArg
             f"{args.family}; set model.name to auto"
         )
     return args
+
+
+def vocabulary_of(config: JobConfig) -> int | None:
+    """Return the size of the policy's vocabulary, or None where no model is named, or the debug checkpoint has not been
+    made yet. Raises what read_shape() does."""
+    model = config.model
+    args = read_shape(config) if model.flavor or model.hf_assets_path else None
+    return None if args is None else args.vocab_size

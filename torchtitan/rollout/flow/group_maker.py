@@ -15,6 +15,7 @@ from torchtitan.inference.actor_client import ActorError, JsonClient, RequestRef
 from torchtitan.inference.answers import Top
 from torchtitan.inference.teacher import ask_teacher
 from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters, add_turn, stream_seed
+from torchtitan.models.shape.checkpoint_shape import vocabulary_of
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.turns import TurnReader
 from torchtitan.rollout.flow.episodes import Engines, Player
@@ -55,7 +56,7 @@ class GroupMaker:
         self.single_turn = episodes is None
         self._environment = environment_name(config)
         self._groups = 0
-        self.teacher = Teacher(config.distill) if config.distill.teacher_url else None
+        self.teacher = Teacher(config.distill, vocabulary_of(config)) if config.distill.teacher_url else None
         self.stop_token_ids = list(dict.fromkeys([*config.rollout.stop_token_ids, *tokenizer.eos_token_ids]))
 
     @property
@@ -180,8 +181,9 @@ class Teacher:
     """A teacher on a server, which scores the policy's samples for job.stage = "distill". Belongs to one asyncio loop.
     If the server requires a token, it is read from TORCHTITAN_TEACHER_TOKEN."""
 
-    def __init__(self, config: Distill):
-        self._config = config
+    def __init__(self, config: Distill, vocabulary: int | None = None):
+        """vocabulary: of the run's model, if that is known."""
+        self._config, self._vocabulary = config, vocabulary
         self._client = JsonClient(config.teacher_url, os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
         self._free = asyncio.Semaphore(CONCURRENT)
 
@@ -218,8 +220,8 @@ class Teacher:
             await asyncio.sleep(attempt * PAUSE_S)
             try:
                 async with self._free:
-                    backend = self._config.teacher_backend
-                    return await ask_teacher(self._client, backend, token_ids, top, ATTEMPT_TIMEOUT_S)
+                    backend, limit_s = self._config.teacher_backend, ATTEMPT_TIMEOUT_S
+                    return await ask_teacher(self._client, backend, token_ids, top, limit_s, self._vocabulary)
             except (RequestRefused, TokenRefused, WrongForm) as error:
                 problem = str(error)
                 break

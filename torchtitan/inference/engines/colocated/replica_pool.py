@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import ActorError, check_completions, gave_up
+from torchtitan.inference.actor_client import ActorError, gave_up
+from torchtitan.inference.answer_checks import check_completions
 from torchtitan.inference.types import Completion, GenerateRequest, make_label
+from torchtitan.models.shape.checkpoint_shape import vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Answer:
     request_id: str
     completions: list[Completion] = field(default_factory=list)
     refused: str = ""
+    replica: str = ""
+    """The name of the replica that it comes from, once it has arrived"""
 
 
 def encode_answers(answers: list[Answer]) -> bytes:
@@ -95,6 +99,7 @@ class ColocatedPool:
     def __init__(self, config: JobConfig, epoch: str, replicas: int):
         self._max_sequences = config.inference.max_sequences
         self._max_retries, self._redone = config.inference.max_retries, 0
+        self._vocabulary = vocabulary_of(config)
         self._epoch = epoch
         self._lock = threading.Lock()
         self._number = 0
@@ -137,9 +142,9 @@ class ColocatedPool:
             if answer.refused:
                 raise UserError(f"the engine refused request {request.request_id}: {answer.refused}")
             try:
-                return check_completions(answer.completions, request.sampling)
+                return check_completions(answer.completions, request.sampling, self._vocabulary)
             except ActorError as error:
-                failures.append(str(error))
+                failures.append(f"{answer.replica}: {error}")
             if len(failures) > self._max_retries:
                 raise gave_up(request.request_id, failures, self._max_retries)
             self._redone += 1
@@ -218,6 +223,7 @@ class ColocatedPool:
                 if waiting is None:
                     continue  # cancelled meanwhile
                 self._loads[waiting.replica] -= waiting.request.sampling.n
+            answer.replica = replica_name(waiting.replica)
             waiting.loop.call_soon_threadsafe(_resolve, waiting.answer, answer)
 
     def _pace(self, seconds: float) -> None:

@@ -53,7 +53,7 @@ class EmbeddedClient(ActorClient):
         """
         body, most = request.to_json(), generated_bytes(request, self.experts)
         answer = await self.client.fetch("generate", "POST", "/v1/generate", timeout_s, body, most_bytes=most)
-        return await completions_of(NAME, request, answer)
+        return await completions_of(NAME, request, answer, self.vocabulary)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         body, most = {"token_ids": token_ids}, scored_bytes(len(token_ids))

@@ -35,8 +35,8 @@ class Embedded(EngineDescriptor):
             *(["--exact"] if inference.exact else []),
         ]  # fmt: skip
 
-    def make_client(self, url: str, token: str, experts: int = 0) -> ActorClient:
-        return EmbeddedClient(url, token, experts)
+    def make_client(self, url: str, token: str, experts: int = 0, vocabulary: int | None = None) -> ActorClient:
+        return EmbeddedClient(url, token, experts, vocabulary)
 
     def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
         return read_samples(answer)

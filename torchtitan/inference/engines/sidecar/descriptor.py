@@ -29,8 +29,8 @@ class ServedEngine(EngineDescriptor):
     def command(self, config: JobConfig, port_file: Path, number: int) -> list[str]:
         return agent_command(self.foreign, config, port_file, number)
 
-    def make_client(self, url: str, token: str, experts: int = 0) -> ActorClient:
-        return AgentClient(self.foreign, url, token, experts)
+    def make_client(self, url: str, token: str, experts: int = 0, vocabulary: int | None = None) -> ActorClient:
+        return AgentClient(self.foreign, url, token, experts, vocabulary)
 
     def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
         return self.foreign.completions(request, answer)

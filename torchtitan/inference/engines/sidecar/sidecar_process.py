@@ -155,8 +155,15 @@ def reachable_url(engine: str, agent: str) -> str:
 class AgentClient(ActorClient):
     """Talks to the agent at `url`, and to the engine at the address that the agent reports in /health."""
 
-    def __init__(self, engine: ForeignEngine, url: str, token: str, experts: int = 0):
-        super().__init__(url, token, experts)
+    def __init__(
+        self,
+        engine: ForeignEngine,
+        url: str,
+        token: str,
+        experts: int = 0,
+        vocabulary: int | None = None,
+    ):
+        super().__init__(url, token, experts, vocabulary)
         self._kind, self._token = engine, token
         self._engine: JsonClient | None = None
         self._capabilities: Capabilities | None = None
@@ -175,7 +182,7 @@ class AgentClient(ActorClient):
         """Return the completions of one request; raises the same errors as EmbeddedClient.generate."""
         most = generated_bytes(request, self.experts)
         answer = await self._ask("generate", self._kind.generate(request), timeout_s, most)
-        return await completions_of(self._kind.name, request, answer)
+        return await completions_of(self._kind.name, request, answer, self.vocabulary)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         answer = await self._ask("score", self._kind.score(token_ids), timeout_s, scored_bytes(len(token_ids)))
