@@ -7,8 +7,10 @@ from __future__ import annotations
 import abc
 import asyncio
 import base64
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -40,9 +42,14 @@ LEAVING = "leaving"
 WRONG_REQUEST = 400
 UNAUTHORIZED = 401
 NOT_READY = 503
-KEEP_ALIVE_S = 60.0
+# Idle connections are closed sooner than servers close them: vLLM's and SGLang's do after 5 s. A request that is sent
+# just then is lost.
+KEEP_ALIVE_S = 4.0
 PIECE_BYTES = 1 << 20
 MAX_REASON_CHARACTERS = 500
+# How aiohttp says that the server has closed a connection.
+CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError)
+MIN_TIMEOUT_S = 0.1
 # An answer to an order, or about an actor's state, is no longer.
 STATE_BYTES = 1 << 18
 
@@ -115,6 +122,20 @@ def wrong_request(status: int, _reason: str) -> bool:
     return status == WRONG_REQUEST
 
 
+@dataclass
+class _Connection:
+    """What is known of the connection that a request was sent by."""
+
+    is_reused: bool = False
+    """It has served an earlier request"""
+    has_answered: bool = False
+    """The answer has begun"""
+
+
+async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _parameters: object) -> None:
+    context.trace_request_ctx.is_reused = True
+
+
 class JsonClient:
     """Client of the server at `url` (http://host:port) that reuses its connections; belongs to one asyncio loop.
 
@@ -135,8 +156,12 @@ class JsonClient:
         body: dict[str, Any] | None = None,
         refused: Callable[[int, str], bool] = wrong_request,
         most_bytes: int = STATE_BYTES,
+        repeatable: bool = False,
     ) -> Pieces:
         """Return the answer in pieces. One with more than `most_bytes` is refused as soon as it has them.
+
+        repeatable: the server may get the request twice. It is then sent once more if its connection, which had served
+        an earlier one, was closed before any answer: the server may have closed it while it was idle.
 
         Raises:
             ActorNotReady: the server said 503.
@@ -144,52 +169,81 @@ class JsonClient:
             RequestRefused: `refused(status, reason)` holds.
             ActorError: no answer in time, another status, or too long an answer.
         """
-        if self._session is None:
-            # The pool bounds the requests in flight; a second bound here would only delay health probes.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        deadline = time.monotonic() + timeout_s
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                most = most_bytes if response.status == 200 else STATE_BYTES
-                pieces, size = [bytearray()], 0
-                async for piece in response.content.iter_any():
-                    size += len(piece)
-                    if size > most:
-                        raise ValueError(f"the answer has more than {most} bytes")
-                    if len(pieces[-1]) >= PIECE_BYTES:
-                        pieces.append(bytearray())
-                    pieces[-1] += piece
-                if response.status == 200:
-                    return pieces
-                text = pieces[0][: 4 * MAX_REASON_CHARACTERS].decode(errors="replace")[:MAX_REASON_CHARACTERS]
-                reason = f"{path} answered {response.status}: {text}"
-                if response.status == NOT_READY:
-                    raise ActorNotReady(phase, reason)
-                if response.status == UNAUTHORIZED:
-                    hint = (
-                        f"set {self._token_variable} in this environment to the token that the server was started with"
-                    )
-                    raise TokenRefused(phase, f"{self.url} refuses our token ({path} answered 401): {hint}")
-                # Other codes are about this actor: its limits, or what it can do now.
-                if refused(response.status, text):
-                    raise RequestRefused(phase, reason)
-                raise ActorError(phase, reason)
+            try:
+                connection = _Connection()
+                status, pieces = await self._exchange(method, path, timeout_s, body, most_bytes, connection)
+            except CLOSED:
+                if not (repeatable and connection.is_reused and not connection.has_answered):
+                    raise
+                left_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
+                status, pieces = await self._exchange(method, path, left_s, body, most_bytes, _Connection())
         except asyncio.TimeoutError as error:
             raise ActorError(phase, f"{path} gave no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
                 raise ActorError(phase, f"{path}: {describe_lack_of_descriptors(error)}") from error
             raise ActorError(phase, f"{path}: {type(error).__name__}: {error}") from error
+        if status == 200:
+            return pieces
+        text = pieces[0][: 4 * MAX_REASON_CHARACTERS].decode(errors="replace")[:MAX_REASON_CHARACTERS]
+        reason = f"{path} answered {status}: {text}"
+        if status == NOT_READY:
+            raise ActorNotReady(phase, reason)
+        if status == UNAUTHORIZED:
+            hint = f"set {self._token_variable} in this environment to the token that the server was started with"
+            raise TokenRefused(phase, f"{self.url} refuses our token ({path} answered 401): {hint}")
+        # Other codes are about this actor: its limits, or what it can do now.
+        if refused(status, text):
+            raise RequestRefused(phase, reason)
+        raise ActorError(phase, reason)
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: dict[str, Any] | None,
+        most_bytes: int,
+        connection: _Connection,
+    ) -> tuple[int, Pieces]:
+        """Send a request once. Returns the answer's status and its body. Notes in `connection` what came of it."""
+        if self._session is None:
+            tracing = aiohttp.TraceConfig()
+            tracing.on_connection_reuseconn.append(_note_reuse)
+            # The pool bounds the requests in flight; a second bound here would only delay health probes.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, trace_configs=[tracing])
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._session.request(
+            method, self.url + path, json=body, headers=headers, timeout=timeout, allow_redirects=False,
+            trace_request_ctx=connection,
+        ) as response:  # fmt: skip
+            connection.has_answered = True
+            most = most_bytes if response.status == 200 else STATE_BYTES
+            pieces, size = [bytearray()], 0
+            async for piece in response.content.iter_any():
+                size += len(piece)
+                if size > most:
+                    raise ValueError(f"the answer has more than {most} bytes")
+                if len(pieces[-1]) >= PIECE_BYTES:
+                    pieces.append(bytearray())
+                pieces[-1] += piece
+            return response.status, pieces
 
     async def call_object(
-        self, phase: str, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
+        self,
+        phase: str,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: dict[str, Any] | None = None,
+        repeatable: bool = False,
     ) -> dict[str, Any]:
-        """Return the answer to an order, a JSON object. Raises what `fetch` does."""
-        (data,) = await self.fetch(phase, method, path, timeout_s, body)
+        """Return the answer to an order, a JSON object. See `fetch`, whose exceptions it raises."""
+        (data,) = await self.fetch(phase, method, path, timeout_s, body, repeatable=repeatable)
         try:
             return decode(Object, data)
         except WrongForm as error:
@@ -240,7 +294,7 @@ class ActorClient(abc.ABC):
         """Have the actor pull its weights from the trainer with this registry (host:port), under this name and with its
         key. Replaces an earlier connection. With `relay`, it also passes them on to other actors."""
         body = {"registry": registry, "actor": actor, "epoch": epoch, "key": key, "relay": relay}
-        await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body)
+        await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body, repeatable=True)
 
     async def release(self, timeout_s: float) -> None:
         """Tell an actor that leaves that it gets no more requests, and that the answers to all it had have come."""

@@ -62,7 +62,9 @@ async def ask_teacher(
     """
     call = server_of(backend).ask_teacher(token_ids, top)
     most = scored_bytes(len(token_ids), top)
-    pieces: Pieces = await client.fetch("score", "POST", call.path, timeout_s, call.body, most_bytes=most)
+    pieces: Pieces = await client.fetch(
+        "score", "POST", call.path, timeout_s, call.body, most_bytes=most, repeatable=True
+    )
     about = {"backend": backend, "token_ids": token_ids, "top": top, "vocabulary": vocabulary}
     outcome = await exchange(f"{__name__}:read_taught", about, pieces)
     if outcome.refused:

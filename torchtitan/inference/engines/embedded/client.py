@@ -52,12 +52,16 @@ class EmbeddedClient(ActorClient):
             ActorError: no answer, an error, or an answer that is not well-formed.
         """
         body, most = request.to_json(), generated_bytes(request, self.experts)
-        answer = await self.client.fetch("generate", "POST", "/v1/generate", timeout_s, body, most_bytes=most)
+        answer = await self.client.fetch(
+            "generate", "POST", "/v1/generate", timeout_s, body, most_bytes=most, repeatable=True
+        )
         return await completions_of(NAME, request, answer, self.vocabulary)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         body, most = {"token_ids": token_ids}, scored_bytes(len(token_ids))
-        answer = await self.client.fetch("score", "POST", "/v1/score", timeout_s, body, most_bytes=most)
+        answer = await self.client.fetch(
+            "score", "POST", "/v1/score", timeout_s, body, most_bytes=most, repeatable=True
+        )
         return await scores_of(NAME, token_ids, answer)
 
     async def capabilities(self, timeout_s: float) -> Capabilities:

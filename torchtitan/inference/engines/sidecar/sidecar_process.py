@@ -198,7 +198,8 @@ class AgentClient(ActorClient):
             raise ActorNotReady(phase, "the agent has not reported yet where its engine is")
         # If this is cancelled, the closed connection makes the engine drop the request.
         refused = self._kind.refused
-        return await self._engine.fetch(phase, "POST", call.path, timeout_s, call.body, refused, most_bytes)
+        # It may be sent twice: an engine keeps nothing of a request but what is under its weights in the prefix cache.
+        return await self._engine.fetch(phase, "POST", call.path, timeout_s, call.body, refused, most_bytes, True)
 
     async def _note_engine(self, data: Any) -> None:
         try:
