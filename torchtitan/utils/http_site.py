@@ -51,12 +51,20 @@ class HttpSite:
     """Serves an application at one address. The application calls trust() for a request that has authenticated; a
     connection without one is closed after STRANGER_SECONDS, or earlier where there are many.
 
-    shutdown_s: time for running requests when the site closes.
+    Args:
+        shutdown_s: time for running requests when the site closes.
+        decompress: decompress bodies; what cannot be is refused in plain text before the application sees it.
     """
 
-    def __init__(self, app: web.Application, shutdown_s: float = 60.0):
+    def __init__(self, app: web.Application, shutdown_s: float = 60.0, decompress: bool = True):
         # handler_cancellation: a client that hangs up ends its handler, which aborts the request.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=shutdown_s,
+            auto_decompress=decompress,
+        )
         self._server: asyncio.Server | None = None
         self._most = min(MAX_STRANGERS, max(TURN_SHARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE))
         self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}

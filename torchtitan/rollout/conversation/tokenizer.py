@@ -23,6 +23,7 @@ from torchtitan.models.shape.checkpoint_files import read_json
 from torchtitan.rollout.conversation.chat_templates import ChatTemplates
 from torchtitan.rollout.conversation.marks import SHIELDS, any_of, shield
 from torchtitan.rollout.conversation.messages import Messages
+from torchtitan.rollout.conversation.token_bytes import TokenBytes
 
 # Texts are encoded one by one; with threads of its own, the library would warn wherever a process is started.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -97,6 +98,9 @@ class Tokenizer:
         # The same tokenizer without the tokens that were added to its model.
         own = _read_json(path)
         self._without_added = FastTokenizer.from_str(json.dumps(own | {"added_tokens": []}))
+        self._token_bytes = TokenBytes(
+            own, {token: text for text, token in self.added_tokens.items()}, self._tokenizer.id_to_token
+        )
         self.unknown_id = _unknown_id(own["model"])
         """The token of text that the vocabulary does not hold; None where there is always another way to write it"""
         self._without_added.no_padding()
@@ -159,6 +163,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of token ids; unknown ids (padding rows of an embedding) give no text."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each token; joined, they are the text of all, special tokens included."""
+        found = [self._token_bytes.find(token) for token in ids]
+        # Some tokenizers write a space before the first word, which decoding leaves out.
+        if found and found[0].startswith(b" ") and not self.decode(ids[:1], skip_special=False).startswith(" "):
+            found[0] = found[0][1:]
+        return found
 
     def render_chat(self, messages: Messages, add_generation_prompt: bool = True, tools: Messages = ()) -> str:
         """Render [{"role": …, "content": …}, …] as prompt text with the chat template.

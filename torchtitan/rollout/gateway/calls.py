@@ -18,6 +18,8 @@ from torchtitan.rollout.conversation.tool_formats.format import ToolCall
 from torchtitan.rollout.conversation.tool_formats.registry import DEFAULT
 from torchtitan.rollout.conversation.turns import reader_of
 
+CONTEXT_FULL = "context_length_exceeded"
+
 
 class WrongCall(Exception):
     """An error by the program. `code` is OpenAI's error code, if there is one."""
@@ -160,13 +162,14 @@ def make_choice(
 
 
 def log_prob_entries(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the text and log-prob of each token in OpenAI's format."""
+    """Return the text, the bytes and the log-prob of each token in OpenAI's format."""
+    found = tokenizer.token_bytes(completion.token_ids)
     return [
         {
-            "token": (text := tokenizer.decode([token], skip_special=False)),
+            "token": tokenizer.decode([token], skip_special=False),
             "logprob": log_prob,
-            "bytes": list(text.encode()),
+            "bytes": list(token_bytes),
             "top_logprobs": [],
         }
-        for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True)
+        for token, token_bytes, log_prob in zip(completion.token_ids, found, completion.log_probs, strict=True)
     ]

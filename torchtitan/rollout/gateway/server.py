@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import codecs
 import json
 import logging
 import os
-import re
 import secrets
 import sys
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -24,37 +23,43 @@ from torchtitan.errors import UserError
 from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
-from torchtitan.rollout.conversation.tool_formats.format import refuse_constant
 from torchtitan.rollout.conversation.tool_formats.registry import find_format
-from torchtitan.rollout.gateway.calls import Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
-from torchtitan.rollout.gateway.dialects.dialect import Dialect
+from torchtitan.rollout.gateway.answer_stream import AnswerStream
+from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
+from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
 from torchtitan.rollout.gateway.dialects.token_ids import parse_tokens, tokens_answer
 from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, PeerFailed
 from torchtitan.rollout.gateway.record import branches_to_json
+from torchtitan.rollout.gateway.request_body import MAX_BODY_BYTES, read_body
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.utils.child_process import end_with_parent
 from torchtitan.utils.http_site import HttpSite, has_token
 from torchtitan.utils.logs import log_to
 from torchtitan.utils.machine import raise_descriptor_limit
-from torchtitan.utils.typed_json import Object, WrongForm, decode, without_collection
+from torchtitan.utils.typed_json import Object, WrongForm, decode
 
 logger = logging.getLogger(__name__)
 
-# Parsing so many bytes holds up the gateway's other calls for a quarter of a second at most.
-MAX_BODY_BYTES = 16 * 1024 * 1024
 # The most calls of one key at a time, and the time that a program has to send its call, or to take its answer.
 MAX_UNDER_WAY = 1024
 TRANSFER_S = 60.0
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
 
 
 class NoAnswer(Exception):
     """The system could not answer a call. The message says why."""
+
+
+class RefusedInStream(Exception):
+    """A call is refused in the stream that it asked for."""
+
+    def __init__(self, refusal: WrongCall, stream: AnswerStream):
+        super().__init__(str(refusal))
+        self.refusal, self.stream = refusal, stream
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class GatewayServer:
         """Name of an access that has not ended -> its key"""
         self._ended_keys: deque[str] = deque()
         # Sampling is cancelled when a program disconnects.
-        self.site = HttpSite(self._application())
+        self.site = HttpSite(self._application(), decompress=False)
         self.gone = asyncio.Event()
         """The run has disconnected"""
 
@@ -206,11 +211,15 @@ class GatewayServer:
                     raise _ended() from None
                 finally:
                     access.under_way.discard(task)
-            except WrongCall as error:
-                return web.json_response(dialect.error(str(error), error.status, error.code), status=error.status)
-            except NoAnswer as error:
-                text = f"the policy could not answer: {error}"
-                return web.json_response(dialect.error(text, 503, None), status=503)
+            except ConnectionError:
+                raise  # nobody is there to read an error
+            except RefusedInStream as error:
+                await error.stream.begin(request)
+                await error.stream.fail(*_error_of(error.refusal))
+                return error.stream.response
+            except Exception as error:
+                message, status, code = _error_of(error)
+                return _json(dialect.error(message, status, code), status)
 
         return handle
 
@@ -219,11 +228,10 @@ class GatewayServer:
 
         Raises WrongCall if the key is unknown or its episode has ended; the run is told once of a late call.
         """
-        given = request.headers.get("Authorization", "")
-        key = given.removeprefix("Bearer ") if given.startswith("Bearer ") else request.headers.get("X-Api-Key", "")
-        access = self._accesses.get(key)
-        if access is None:
+        found = [self._accesses[key] for key in _keys(request) if key in self._accesses]
+        if not found:
             raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
+        access = next((one for one in found if not one.ended), found[0])
         self.site.trust(request)
         if len(access.under_way) >= MAX_UNDER_WAY:
             raise WrongCall(f"this key has {MAX_UNDER_WAY} calls under way", "too_many_calls", 429)
@@ -249,41 +257,62 @@ class GatewayServer:
 
     async def _models(self, _request: web.Request, _access: _Access) -> web.Response:
         model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
-        return web.json_response({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
+        return _json({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
 
     def _converse(self, dialect: Dialect) -> Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]:
         """Return the handler of a dialect's calls."""
 
         async def converse(request: web.Request, access: _Access) -> web.StreamResponse:
             session = self._session(request, access)
-            call = self._understood(dialect.read(await _body(request), session.recall))
+            call = self._understood(dialect.read(await read_body(request, TRANSFER_S), session.recall))
             prompt_ids = self._prompt(session, call)
-            name, completions = await self._sample(session, prompt_ids, call, call.n)
-            choices = []
-            for index, completion in enumerate(completions):
-                named = f"{name}-{index}" if index else name
-                choice = make_choice(completion, call, self._tokenizer, named, self._tool_format, prompt_ids)
-                session.remember(name, call, prompt_ids, choice)
-                choices.append(choice)
-            answer = Answer(name, self._settings.name, int(time.time()), len(prompt_ids), choices)
+            started = Answer(f"{session.name}-refused", self._settings.name, int(time.time()), len(prompt_ids), [])
+            try:
+                number = self._admit(session, prompt_ids, call)
+            except WrongCall as error:
+                if call.stream and error.code == CONTEXT_FULL and dialect.streams_full_context:
+                    raise RefusedInStream(error, AnswerStream(dialect, call, started, TRANSFER_S)) from error
+                raise
+            started = replace(started, name=f"{session.name}-{number}")
             if not call.stream:
-                return web.json_response(dialect.write(call, answer))
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
-            frames = b"".join(dialect.frames(call, answer))
-            await asyncio.wait_for(response.write(frames), TRANSFER_S)
-            await response.write_eof()
-            return response
+                return _json(dialect.write(call, await self._answer(session, call, prompt_ids, number, started)))
+            stream = AnswerStream(dialect, call, started, TRANSFER_S)
+            await stream.begin(request)
+            try:
+                answer = await stream.keep_alive(self._answer(session, call, prompt_ids, number, started))
+            except asyncio.CancelledError:
+                if not access.ended:
+                    raise  # the program has disconnected
+                await stream.fail(*_error_of(_ended()))
+            except ConnectionError:
+                raise  # the same, seen at a ping
+            except Exception as error:
+                await stream.fail(*_error_of(error))
+            else:
+                await stream.finish(answer)
+            return stream.response
 
         return converse
+
+    async def _answer(
+        self, session: Session, call: Call, prompt_ids: list[int], number: int, started: Answer
+    ) -> Answer:
+        """Return the policy's answer to a call. Raises NoAnswer if the system fails."""
+        choices = []
+        for index, completion in enumerate(await self._sample(session, prompt_ids, call, number)):
+            named = f"{started.name}-{index}" if index else started.name
+            choice = make_choice(completion, call, self._tokenizer, named, self._tool_format, prompt_ids)
+            session.remember(started.name, call, prompt_ids, choice)
+            choices.append(choice)
+        return replace(started, choices=choices)
 
     def _count_tokens(self, dialect: Dialect) -> Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]:
         """Return the handler of calls whose tokens are only counted."""
 
         async def count(request: web.Request, access: _Access) -> web.StreamResponse:
             session = self._session(request, access)
-            call = self._understood(dialect.read(await _body(request), session.recall))
-            return web.json_response(dialect.write_count(len(self._prompt(session, call))))
+            call = self._understood(dialect.read(await read_body(request, TRANSFER_S), session.recall))
+            return _json(dialect.write_count(len(self._prompt(session, call))))
 
         return count
 
@@ -305,86 +334,92 @@ class GatewayServer:
 
     async def _generate(self, request: web.Request, access: _Access) -> web.Response:
         session = self._session(request, access)
-        call = parse_tokens(await _body(request))
-        name, (completion,) = await self._sample(session, call.token_ids, call, 1)
-        return web.json_response(tokens_answer(name, completion))
+        call = parse_tokens(await read_body(request, TRANSFER_S))
+        number = self._admit(session, call.token_ids, call)
+        (completion,) = await self._sample(session, call.token_ids, call, number)
+        return _json(tokens_answer(f"{session.name}-{number}", completion))
 
-    async def _sample(
-        self, session: Session, prompt_ids: list[int], call: Call, n: int
-    ) -> tuple[str, list[Completion]]:
-        """Sample n completions and record them before the program gets them. Return the call's name and them.
-
-        Raises WrongCall if there is no room or no call left, NoAnswer if the system fails.
-        """
-        own, number = session.sampling, session.calls
-        stops = list(dict.fromkeys([*own.stop_token_ids, *stop_ids(call, self._tokenizer)]))
-        room = session.longest - len(prompt_ids)
-        if room < 1:
+    def _admit(self, session: Session, prompt_ids: list[int], call: Call) -> int:
+        """Count a call and return its number. Raises WrongCall if there is no room or no call left."""
+        stop_ids(call, self._tokenizer)  # refuses tokens that do not exist
+        if len(prompt_ids) >= session.longest:
             session.cut = True
+            # Agents compact when they read this: Claude Code looks for the first words and reads both numbers, LiteLLM
+            # looks for "maximum context length".
             raise WrongCall(
-                f"the conversation has {len(prompt_ids)} tokens, of at most {session.longest} (training.seq_len)",
-                "context_length_exceeded",
+                f"prompt is too long: {len(prompt_ids)} tokens > {session.longest - 1} maximum; this model's maximum "
+                f"context length is {session.longest} tokens (training.seq_len), of which an answer needs one",
+                CONTEXT_FULL,
             )
-        if number + n > self._settings.max_calls:
+        number = session.calls
+        if number + call.n > self._settings.max_calls:
             session.cut = True
             raise WrongCall(
                 f"this session has had {number} of its {self._settings.max_calls} answers", "too_many_calls", 429
             )
-        session.calls += n
+        session.calls += call.n
+        return number
+
+    async def _sample(self, session: Session, prompt_ids: list[int], call: Call, number: int) -> list[Completion]:
+        """Sample the completions of an admitted call and record them before the program gets them.
+
+        Raises NoAnswer if the system fails.
+        """
+        limits = session.sampling
+        room = session.longest - len(prompt_ids)
         sampling = replace(
-            own,
-            n=n,
-            max_tokens=min(room, own.max_tokens, call.max_tokens or room),
-            stop_token_ids=stops,
-            seed=stream_seed(own.seed, number),
+            limits,
+            n=call.n,
+            max_tokens=min(room, limits.max_tokens, call.max_tokens or room),
+            stop_token_ids=list(dict.fromkeys([*limits.stop_token_ids, *stop_ids(call, self._tokenizer)])),
+            seed=stream_seed(limits.seed, number),
         )
-        name = f"{session.name}-{number}"
-        asked = GenerateRequest(name, prompt_ids, sampling).to_json()
+        asked = GenerateRequest(f"{session.name}-{number}", prompt_ids, sampling).to_json()
         answers = self._peer.call("sample", request=asked, min_version=session.min_version, shares=session.shares)
         try:
             body = await asyncio.wait_for(answers, self._settings.timeout_s)
-        except (PeerFailed, ConnectionError, asyncio.TimeoutError) as error:
+            sampled = [Completion.from_json(one) for one in decode(list[Object], body, len(body))]
+        except (PeerFailed, ConnectionError, asyncio.TimeoutError, WrongForm) as error:
             session.failed.add(hash(tuple(prompt_ids)))
             raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
-        data = decode(list[Object], body, len(body))
-        completions = [cut_at_stop(Completion.from_json(one), call.stop, self._tokenizer) for one in data]
+        completions = [cut_at_stop(one, call.stop, self._tokenizer) for one in sampled]
         for completion in completions:
             session.record(prompt_ids, completion)
-        return name, completions
+        return completions
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = await asyncio.wait_for(request.read(), TRANSFER_S)
-    except asyncio.TimeoutError:
-        raise WrongCall(f"the body took longer than {TRANSFER_S:g} s", status=408) from None
-    try:
-        return decode(Object, body, len(body))
-    except WrongForm as error:
-        if (data := _lenient(body)) is None:
-            raise WrongCall(f"the body is not JSON, or not an object: {error}") from None
-        return data
+def _keys(request: web.Request) -> list[str]:
+    """Return the keys that a request brings: programs send a stale one beside the right one in another header."""
+    given = [value.strip().partition(" ") for value in request.headers.getall("Authorization", [])]
+    bearers = [key.strip() for scheme, _, key in given if scheme.lower() == "bearer"]
+    return [*bearers, *(key.strip() for key in request.headers.getall("X-Api-Key", []))]
 
 
-def _lenient(body: bytes) -> dict[str, Any] | None:
-    """Return an object that only `json` reads, with a byte order mark or half of a surrogate pair; None if it is none.
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=compact_json(data), status=status, content_type="application/json")
 
-    JSON.stringify and json.dumps write such a half where a text was cut inside an emoji.
-    """
-    if not body.startswith(codecs.BOM_UTF8) and SURROGATE.search(body) is None:
-        return None
-    try:
-        with without_collection():
-            data = json.loads(body.decode("utf-8-sig"), parse_constant=refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
+
+def _error_of(error: Exception) -> tuple[str, int, str | None]:
+    """Return (message, status, code) of what ended a call."""
+    if isinstance(error, WrongCall):
+        return str(error), error.status, error.code
+    if isinstance(error, NoAnswer):
+        return f"the policy could not answer: {error}", 503, None
+    if isinstance(error, RecursionError):
+        return "the body is nested too deeply", 400, None
+    if isinstance(error, web.HTTPException):
+        return error.text or error.reason, error.status, None
+    logger.error("a call failed: %s", "".join(traceback.format_exception(error)))
+    return f"an error of the gateway, which its log describes: {type(error).__name__}", 500, None
 
 
 async def _no_route(request: web.Request) -> web.Response:
+    """Refuse a request to no route, in the form of the dialect whose path it begins with."""
+    matching = [one for one in DIALECTS if request.path.startswith(one.path)]
+    dialect = matching[0] if matching else OPENAI
     paths = ", ".join(one.path for one in DIALECTS)
     text = f"{request.method} {request.path} is not served here: programs POST to {paths}"
-    return web.json_response(OPENAI.error(text, 404, "unknown_url"), status=404)
+    return _json(dialect.error(text, 404, "unknown_url"), 404)
 
 
 def _ended() -> WrongCall:

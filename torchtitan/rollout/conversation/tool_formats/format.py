@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -107,5 +108,14 @@ def refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
+def finite_number(text: str) -> float:
+    """Return the number that a JSON text says. Raises ValueError for one that would become infinite, as 1e999 does:
+    JavaScript cannot read what Python would write for it."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text:.40} is too large a number")
+    return value
+
+
+DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant, parse_float=finite_number)
 SPACE = re.compile(r"\s*")

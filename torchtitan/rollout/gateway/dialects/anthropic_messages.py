@@ -87,11 +87,16 @@ class AnthropicMessages(Dialect):
         reason, sequence = _stop(choice)
         return {**_about(answer), "content": _blocks(choice), "stop_reason": reason, "stop_sequence": sequence}
 
-    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
-        (choice,) = answer.choices
+    def opening(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
         about = {**_about(answer), "content": [], "stop_reason": None, "stop_sequence": None}
         about["usage"] = {**about["usage"], "output_tokens": 0}
         yield {"type": "message_start", "message": about}
+
+    def waiting(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield {"type": "ping"}
+
+    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        (choice,) = answer.choices
         for index, block in enumerate(_blocks(choice)):
             if block["type"] == "text":
                 empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -28,6 +28,7 @@ class ChatCompletions(Dialect):
     """POST /v1/chat/completions, with some of the options of vLLM and SGLang."""
 
     path = "/v1/chat/completions"
+    last_frame = b"data: [DONE]\n\n"
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data)
@@ -61,26 +62,31 @@ class ChatCompletions(Dialect):
         ]
         return {**_about(answer), "object": "chat.completion", "choices": choices, "usage": _usage(answer)}
 
+    def opening(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        for index in range(call.n):
+            yield _chunk(answer, index, {"role": "assistant", "content": ""})
+
+    def waiting(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield _chunk(answer, 0, {})
+
     def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
-        chunk = {**_about(answer), "object": "chat.completion.chunk"}
-
-        def event(index: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-            choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
-            return {**chunk, "choices": [choice]}
-
         for index, choice in enumerate(answer.choices):
             text = choice.message["content"] or ""
-            yield event(index, {"role": "assistant", "content": text}, logprobs=_log_probs(choice))
+            if text or choice.log_probs:
+                yield _chunk(answer, index, {"content": text}, logprobs=_log_probs(choice))
             for number, one in enumerate(choice.calls):
-                yield event(index, {"tool_calls": [{"index": number, **one}]})
-            yield event(index, {}, finish_reason=choice.finish)
+                yield _chunk(answer, index, {"tool_calls": [{"index": number, **one}]})
+            yield _chunk(answer, index, {}, finish_reason=choice.finish)
         if call.usage_in_stream:
-            yield {**chunk, "choices": [], "usage": _usage(answer)}
+            yield {**_about(answer), "object": "chat.completion.chunk", "choices": [], "usage": _usage(answer)}
 
-    def frames(self, call: Call, answer: Answer) -> Iterator[bytes]:
-        for event in self.events(call, answer):
-            yield b"data: " + compact_json(event) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+    def frame(self, event: dict[str, Any], number: int) -> bytes:
+        return b"data: " + compact_json(event) + b"\n\n"
+
+
+def _chunk(answer: Answer, index: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
+    return {**_about(answer), "object": "chat.completion.chunk", "choices": [choice]}
 
 
 def _about(answer: Answer) -> dict[str, Any]:

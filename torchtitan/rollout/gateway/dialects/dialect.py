@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchtitan.rollout.gateway.calls import Answer, Call
@@ -19,6 +19,10 @@ class Dialect(ABC):
     path: str
     counting_path: str = ""
     """Where the API counts the tokens of a call without an answer; empty if it has no such route"""
+    last_frame: bytes = b""
+    """What ends a stream, behind its last event"""
+    streams_full_context: bool = False
+    """Whether a program that asked for a stream expects one that says that its conversation is too long"""
 
     @abstractmethod
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
@@ -29,18 +33,31 @@ class Dialect(ABC):
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
         """Return an answer as JSON."""
 
+    def opening(self, call: Call, answer: Answer) -> Iterable[dict[str, Any]]:
+        """Yield the events of a stream that can be sent before the answer is sampled; it has no choices yet."""
+        return ()
+
+    def waiting(self, call: Call, answer: Answer) -> Iterable[dict[str, Any]]:
+        """Yield the events that show that the answer is being sampled."""
+        return ()
+
     @abstractmethod
-    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
-        """Yield an answer as the events of a stream. (It was sampled as a whole and is only framed as a stream.)"""
+    def events(self, call: Call, answer: Answer) -> Iterable[dict[str, Any]]:
+        """Yield an answer as the events behind `opening`. It was sampled as a whole and is only framed as a stream."""
+
+    def failure(
+        self, call: Call, answer: Answer, message: str, status: int, code: str | None
+    ) -> Iterable[dict[str, Any]]:
+        """Yield the events that end a stream without an answer."""
+        yield self.error(message, status, code)
+
+    def frame(self, event: dict[str, Any], number: int) -> bytes:
+        """Return an event of a stream as a server-sent event. number: how many were sent before."""
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), compact_json(event))
 
     def write_count(self, tokens: int) -> dict[str, Any]:
         """Return the JSON for the number of a call's tokens."""
         raise NotImplementedError
-
-    def frames(self, call: Call, answer: Answer) -> Iterator[bytes]:
-        """Yield the events as server-sent events."""
-        for event in self.events(call, answer):
-            yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), compact_json(event))
 
     def error(self, message: str, status: int, code: str | None) -> dict[str, Any]:
         """Return an error as JSON, in OpenAI's format."""
@@ -49,4 +66,5 @@ class Dialect(ABC):
 
 
 def compact_json(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":")).encode()
+    """Raises ValueError for NaN and infinite numbers, which are no JSON."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()

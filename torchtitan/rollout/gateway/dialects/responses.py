@@ -64,6 +64,8 @@ class OpenAIResponses(Dialect):
     """POST /v1/responses."""
 
     path = "/v1/responses"
+    # Codex compacts its conversation then; it takes a status other than 200 for the end.
+    streams_full_context = True
 
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         request, functions, left_out = read_request(data, _Request, ONLY, "parameters")
@@ -101,15 +103,24 @@ class OpenAIResponses(Dialect):
             "usage": usage,
         }
 
-    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
-        for number, event in enumerate(self._events(call, answer)):
-            yield {**event, "sequence_number": number}
+    def opening(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield {"type": "response.created", "response": _begun(call, answer)}
+        yield from self.waiting(call, answer)
 
-    def _events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+    def waiting(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield {"type": "response.in_progress", "response": _begun(call, answer)}
+
+    def failure(
+        self, call: Call, answer: Answer, message: str, status: int, code: str | None
+    ) -> Iterator[dict[str, Any]]:
+        error = {"code": code or "server_error", "message": message}
+        yield {"type": "response.failed", "response": {**_begun(call, answer), "status": "failed", "error": error}}
+
+    def frame(self, event: dict[str, Any], number: int) -> bytes:
+        return super().frame({**event, "sequence_number": number}, number)
+
+    def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
         (choice,) = answer.choices
-        begun = {**_about(call, answer), "status": "in_progress", "output": [], "usage": None}
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
         for index, item in enumerate(_items(answer, choice)):
             place = {"item_id": item["id"], "output_index": index}
             empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
@@ -173,6 +184,11 @@ def _about(call: Call, answer: Answer) -> dict[str, Any]:
         "max_output_tokens": call.max_tokens,
         "text": {"format": {"type": "text"}},
     }
+
+
+def _begun(call: Call, answer: Answer) -> dict[str, Any]:
+    """Return a response that is not there yet."""
+    return {**_about(call, answer), "status": "in_progress", "output": [], "usage": None}
 
 
 def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:

@@ -1,0 +1,262 @@
+"""What the gateway's APIs promise besides the answer: streams that begin at once, errors in their form, keys, bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from tests.chat_families import FAMILIES
+from tests.chat_models import write_chat_tokenizer
+from tests.patience import PATIENCE_S, asynchronous
+from tests.programs import API, Program
+from tests.unit_tests.rollout.test_gateway_dialects import opened, serving, told
+from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.gateway import answer_stream
+from torchtitan.rollout.gateway.peer import PeerFailed
+
+APIS = API[:3]
+
+
+class WaitingEngine:
+    """Takes the place of an engine that samples until `go` is set, and then fails if it is to."""
+
+    def __init__(self, engine: Any, fails: bool = False):
+        self.go, self.asked, self._engine, self._fails = asyncio.Event(), asyncio.Event(), engine, fails
+
+    async def call(self, name: str, **more: Any) -> bytes | None:
+        if name != "sample":
+            return None
+        self.asked.set()
+        await self.go.wait()
+        if self._fails:
+            raise PeerFailed("an actor died")
+        found: bytes = await self._engine.call(name, **more)
+        return found
+
+
+def events_of(text: str) -> list[Any]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def program_of(api: str, http: aiohttp.ClientSession, url: str, key: str, stream: bool) -> Program:
+    program = Program(api, http, url, key, stream)
+    program.user("?")
+    return program
+
+
+@asynchronous
+async def test_a_stream_begins_before_sampling_and_shows_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    monkeypatch.setattr(answer_stream, "PING_S", 0.01)
+    first = {"chat": "chat.completion.chunk", "messages": "message_start", "responses": "response.created"}
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            server._peer = waiting = WaitingEngine(engine)  # type: ignore[assignment]
+            engine.says = ["hello"]
+            program = program_of(api, http, url, await opened(server, api, stop), True)
+            path, body = program.body()
+            headers = {"X-Api-Key": program.key}
+            async with http.post(f"{url}{path}", json={**body, "stream": True}, headers=headers) as response:
+                assert response.status == 200 and response.content_type == "text/event-stream"
+                seen = b""
+                while len(events_of(seen.decode())) < 5:  # what comes while nothing has been sampled
+                    seen += await asyncio.wait_for(response.content.readany(), PATIENCE_S)
+                waiting.go.set()
+                seen += await response.read()
+            begin = events_of(seen.decode())[0]
+            assert first[api] == begin.get("type", begin.get("object"))
+            # What libraries make of all of it.
+            engine.says, waiting.go = ["hello"], asyncio.Event()
+            asking = asyncio.ensure_future(program.ask())
+            await waiting.asked.wait()
+            waiting.go.set()
+            assert (await asking).text == "hello"
+
+
+@asynchronous
+async def test_a_failure_behind_the_headers_of_a_stream_is_an_error_of_the_api(tmp_path: Path) -> None:
+    """The system fails, or the episode ends: libraries raise, and nothing of it is an answer."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession():
+        for ends in (False, True):
+            for api in APIS:
+                name = f"{api}-{ends}"
+                server._peer = waiting = WaitingEngine(engine, fails=True)  # type: ignore[assignment]
+                asking = asyncio.ensure_future(ask_by_library(api, url, await opened(server, name, stop)))
+                await waiting.asked.wait()
+                if ends:
+                    await server._end(name)
+                else:
+                    waiting.go.set()
+                assert ("has ended" if ends else "an actor died") in await asking
+
+
+async def ask_by_library(api: str, url: str, key: str) -> str:
+    """Return the error of a streamed call."""
+    messages: Any = [{"role": "user", "content": "?"}]
+    if api == "messages":
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as claude:
+            with pytest.raises(anthropic.APIError) as raised:
+                async with claude.messages.stream(model="p", max_tokens=9, messages=messages) as events:
+                    await events.get_final_message()
+        return str(raised.value)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as gpt:
+        if api == "chat":
+            with pytest.raises(openai.APIError) as failed:
+                async for _ in await gpt.chat.completions.create(model="p", messages=messages, stream=True):
+                    pass
+            return str(failed.value)
+        stream = await gpt.responses.create(model="p", input="?", stream=True)
+        last = [event async for event in stream][-1]
+        assert last.type == "response.failed" and last.response.error is not None
+        return last.response.error.message
+
+
+@asynchronous
+async def test_a_full_context_is_said_as_agents_read_it(tmp_path: Path) -> None:
+    """Claude Code reads "prompt is too long: 5 tokens > 4"; Codex reads a stream's response.failed and its code."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop, seq_len=20) as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            for stream in (False, True):
+                key = await opened(server, f"{api}-{stream}", stop)
+                path, body = program_of(api, http, url, key, stream).body()
+                async with http.post(f"{url}{path}", json={**body, "stream": stream}, headers=bearer(key)) as response:
+                    status, text = response.status, await response.text()
+                if api == "responses" and stream:
+                    failed = events_of(text)[-1]
+                    assert status == 200 and failed["type"] == "response.failed"
+                    error = failed["response"]["error"]
+                else:
+                    assert status == 400
+                    error = json.loads(text)["error"]
+                assert "prompt is too long: " in error["message"] and " tokens > 19 maximum" in error["message"]
+                if api == "messages":
+                    assert error["type"] == "invalid_request_error"
+                else:
+                    assert error["code"] == "context_length_exceeded"
+        assert not engine.log
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@asynchronous
+async def test_a_key_is_found_in_either_header_whatever_stands_in_the_other(tmp_path: Path) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, _engine, url), aiohttp.ClientSession() as http:
+        key, ended = await opened(server, "s", stop), await opened(server, "ended", stop)
+        await server._end("ended")
+        server._peer.call = told  # type: ignore[assignment, union-attr]
+        tried: list[tuple[dict[str, str], int]] = [
+            ({"Authorization": f"bearer {key}"}, 200), ({"authorization": f"BEARER  {key} "}, 200),
+            ({**bearer("stale"), "x-api-key": key}, 200), ({**bearer(ended), "x-api-key": key}, 200),
+            ({**bearer(key), "x-api-key": "stale"}, 200), ({**bearer(key), "x-api-key": ended}, 200),
+            (bearer(ended), 410), (bearer("stale"), 401), ({"Authorization": f"Basic {key}"}, 401), ({}, 401),
+        ]  # fmt: skip
+        for headers, status in tried:
+            async with http.get(f"{url}/v1/models", headers=headers) as response:
+                assert response.status == status, headers
+
+
+@asynchronous
+async def test_every_error_has_the_form_of_its_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its status: bodies that are too large, too deep or packed in an unknown way, wrong methods, faults."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, _engine, url), aiohttp.ClientSession() as http:
+        key = await opened(server, "s", stop)
+        for api in APIS:
+            path, body = program_of(api, http, url, key, False).body()
+            plain = json.dumps(body).encode()
+            deep: Any = 1
+            for _ in range(900):
+                deep = {"properties": deep}
+            nested = json.dumps({**body, "tools": [{"type": "function", "name": "f", "function": {"name": "f"},
+                "input_schema": deep, "parameters": deep}], "response_format": deep, "mcp_servers": deep,
+                "truncation": deep}).encode()  # fmt: skip
+            bomb = gzip.compress(b" " * (17 << 20) + plain)
+            sent: list[tuple[int, str, str, bytes, str]] = [
+                (413, "POST", path, b"x" * (17 << 20), ""), (413, "POST", path, bomb, "gzip"),
+                (415, "POST", path, plain, "zstd"), (415, "POST", path, plain, "br"),
+                (400, "POST", path, plain, "gzip"), (400, "POST", path, gzip.compress(plain)[:-9], "gzip"),
+                (400, "POST", path, nested, ""), (404, "GET", path, b"", ""), (404, "DELETE", f"{path}/x", b"", ""),
+                (200, "POST", path, gzip.compress(plain), "gzip"), (200, "POST", path, zlib.compress(plain), "deflate"),
+                (200, "POST", path, zlib.compress(plain)[2:-4], "Deflate"), (200, "POST", path, plain, "identity"),
+            ]  # fmt: skip
+            for status, method, target, data, encoding in sent:
+                form = {**bearer(key), **({"Content-Encoding": encoding} if encoding else {})}
+                async with http.request(method, f"{url}{target}", data=data, headers=form) as response:
+                    assert response.status == status, (api, encoding, data[:20], await response.text())
+                    if status != 200:
+                        check_form(api, await response.json())
+            with monkeypatch.context() as broken:
+                broken.setattr(server, "_prompt", None)
+                async with http.post(f"{url}{path}", data=plain, headers=bearer(key)) as response:
+                    assert response.status == 500
+                    check_form(api, await response.json())
+
+
+def check_form(api: str, data: Any) -> None:
+    if api == "messages":
+        assert data["type"] == "error"
+    else:
+        assert {"code", "param"} <= data["error"].keys()
+    assert data["error"]["message"] and data["error"]["type"]
+
+
+@asynchronous
+async def test_numbers_that_are_no_json_never_leave(tmp_path: Path) -> None:
+    """Neither as the arguments of a call, nor as what an answer repeats of the request, nor as log-probs."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    tools = [("look", "Look", {"type": "object", "properties": {"at": {"type": "number"}}})]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        key = await opened(server, "s", stop)
+        for api in APIS:
+            for stream in (False, True):
+                for number in ("NaN", "-Infinity", "1e999", "[-1E999]", '{"x": 1e400}'):
+                    engine.says = [f'<tool_call>{{"name": "look", "arguments": {{"at": {number}}}}}</tool_call>']
+                    program = Program(api, http, url, key, stream, tools)
+                    program.user("?")
+                    said = await program.ask()
+                    assert not said.calls and number in said.text
+                # A byte order mark has the body read by another parser.
+                path, body = Program(api, http, url, key, stream, tools, [{"role": "user", "content": "?"}]).body()
+                text = json.dumps({**body, "stream": stream}).replace('"number"', '"number", "maximum": 1e999')
+                async with http.post(f"{url}{path}", data=b"\xef\xbb\xbf" + text.encode(), headers=bearer(key)) as got:
+                    assert got.status == 400
+        sample = engine.sample
+        for log_prob in (float("-inf"), float("nan")):
+
+            def broken(request: Any, log_prob: float = log_prob) -> Any:
+                completion = sample(request)
+                completion.log_probs[-1] = log_prob
+                return completion
+
+            engine.sample = broken  # type: ignore[method-assign]
+            async with http.post(
+                f"{url}/v1/chat/completions", headers=bearer(key),
+                json={"messages": [{"role": "user", "content": "?"}], "logprobs": True},
+            ) as response:  # fmt: skip
+                assert response.status == 503
+                check_form("chat", await response.json())
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in ("qwen2.5", "phi3", "mistral")], ids=str)
+def test_the_bytes_of_tokens_join_to_the_text(family: Any, tmp_path: Path) -> None:
+    """Also where a character is spread over tokens, of which none can be decoded alone, and at a leading space."""
+    tokenizer = Tokenizer(family.write(tmp_path))
+    for text in ("a🙂é 日本\n", " two  words", f"end{family.said}"):
+        ids = tokenizer.encode(text)
+        assert b"".join(tokenizer.token_bytes(ids)) == tokenizer.decode(ids, skip_special=False).encode()
