@@ -1,25 +1,23 @@
 """What follows from the configuration and this machine alone, and more than one part of a run has to know. No torch.
 
-Of engines: their addresses, of which `slurm:NODES:PORT` stands for those of all actors on these nodes, and
-[inference.engine_args], options of vllm or sglang that pass through.
+Of engines: their addresses, of which `slurm:NODES:PORT` stands for those of all actors on these nodes.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torchtitan.config.engines import EngineSpec, find_spec
 from torchtitan.config.job_config import GRPO, JobConfig, Parallelism, WeightSync
 from torchtitan.config.objectives import DAPO_CLIP, GSPO_CLIP, describe
 from torchtitan.config.sources import IN_TABLE, Source
 from torchtitan.config.transports import TRANSPORTS
-from torchtitan.config.values import show
 from torchtitan.errors import ConfigError
 from torchtitan.utils.machine import count_gpus, gpus_of_driver, hides_gpus
 
@@ -40,18 +38,6 @@ SLURM = "slurm:"
 MAX_SERVERS = 4096
 SLURM_FORM = "slurm:NODES:PORT such as slurm:gpu[01-04,7]:8000 or slurm:gpu1,gpu2:8000-8003"
 ENGINE_ARGS = "inference.engine_args"
-# Options that a run gives the engine itself, and where to say it instead. Two values of one option would be a riddle.
-OWN_OPTIONS = {
-    "model": "model.hf_assets_path",
-    "model-path": "model.hf_assets_path",
-    "host": "inference.host",
-    "port": "a free port of inference.host",
-    "dtype": "inference.dtype",
-    "tensor-parallel-size": "inference.tensor_parallel_size",
-    "tp-size": "inference.tensor_parallel_size",
-    "tp": "inference.tensor_parallel_size",
-    "api-key": "a generated token",
-}
 
 
 def trains_on_gpu() -> bool:
@@ -65,14 +51,12 @@ def trains_on_gpu() -> bool:
 
 
 def device_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by `table.key` to take where `given` has none: nothing for a CPU, whose defaults are those of the tables.
-
-    The embedded engine computes on the CPU whatever the trainer has.
-    """
+    """Values by `table.key` to take where `given` has none; for a CPU the tables' own defaults are meant."""
     if not trains_on_gpu():
         return {}
     defaults = dict(ON_GPU)
-    if given.get("inference.backend", JobConfig().inference.backend) != "embedded":
+    spec = find_spec(given.get("inference.backend", JobConfig().inference.backend))
+    if spec is None or spec.on_gpus:
         defaults |= ENGINE_ON_GPU
     return {key: value for key, value in defaults.items() if key not in given}
 
@@ -190,7 +174,8 @@ def has_engines(config: JobConfig) -> bool:
 def started_actors(config: JobConfig) -> int:
     """How many actors the run starts as processes of their own."""
     inference = config.inference
-    starts = has_engines(config) and inference.mode == "server" and inference.launch and not inference.servers
+    has_actors = has_engines(config) and not spec_of(config).in_ranks
+    starts = has_actors and inference.launch and not inference.servers
     return inference.num_actors if starts else 0
 
 
@@ -254,23 +239,32 @@ def group_size(config: JobConfig) -> int:
     return 1 if config.job.stage == "sft" else config.grpo.group_size
 
 
+def spec_of(config: JobConfig) -> EngineSpec:
+    """Return the engine of a configuration. Where its backend does not have its mode, which preflight refuses, it is
+    the backend's in the default mode."""
+    inference = config.inference
+    spec = find_spec(inference.backend, inference.mode) or find_spec(inference.backend)
+    assert spec is not None, f"inference.backend = {inference.backend!r} has passed the check of its key"
+    return spec
+
+
 def is_colocated(config: JobConfig) -> bool:
     """Whether the engines run inside the trainer's ranks."""
-    return config.inference.mode == "colocate" and has_engines(config)
+    return spec_of(config).in_ranks and has_engines(config)
 
 
 def shares_devices(config: JobConfig) -> bool:
     """Whether the servers that the run starts have the ranks' own GPUs, in turns with the trainer."""
-    inference = config.inference
-    asked = inference.mode == "server" and inference.sleep_level > 0 and inference.backend != "embedded"
-    return asked and not inference.servers and has_engines(config)
+    spec, inference = spec_of(config), config.inference
+    takes_turns = spec.on_gpus and not spec.in_ranks and inference.sleep_level > 0
+    return takes_turns and not inference.servers and has_engines(config)
 
 
 def stages_on_device(config: JobConfig) -> bool:
     """Whether engines receive versions in the memory of their GPU. Workers that share a version, and agents that write
-    files or answer for the embedded engine, receive them in host memory."""
-    inference, sync = config.inference, config.weight_sync
-    alone = inference.backend == "vllm" and inference.mode == "server" and inference.tensor_parallel_size == 1
+    files, receive them in host memory."""
+    sync = config.weight_sync
+    alone = spec_of(config).stages_on_device and config.inference.tensor_parallel_size == 1
     return alone and sync.route != "agent" and TRANSPORTS[sync.transport].on_device and trains_on_gpu()
 
 
@@ -290,7 +284,7 @@ def allocator_settings(config: JobConfig) -> str:
 
 def sleeps_between_batches(config: JobConfig) -> bool:
     """Whether actors that are processes of their own sleep while the trainer trains."""
-    return config.inference.mode == "server" and config.inference.sleep_level > 0 and has_engines(config)
+    return has_engines(config) and not spec_of(config).in_ranks and config.inference.sleep_level > 0
 
 
 def verification(config: JobConfig) -> str:
@@ -299,7 +293,7 @@ def verification(config: JobConfig) -> str:
     if chosen != "auto":
         return chosen
     # Actors with adapters have no tensor that is what was sent.
-    return "digest" if config.inference.backend == "embedded" and config.lora.rank == 0 else "probe"
+    return "digest" if spec_of(config).digests and config.lora.rank == 0 else "probe"
 
 
 def apply_timeout(sync: WeightSync, applied_bytes: int, drain_s: float) -> float:
@@ -459,31 +453,3 @@ def option_name(key: str) -> str:
     """A key as the engine's option is spelled, without its hyphens: max_model_len and max-model-len are the same."""
     head, dot, rest = key.partition(".")
     return head.replace("_", "-") + dot + rest
-
-
-def engine_words(engine_args: Mapping[str, Any]) -> list[str]:
-    """The words that an engine is started with: true is the option alone, false leaves it out, a table is JSON."""
-    words: list[str] = []
-    for key, value in engine_args.items():
-        if value is False:
-            continue
-        words.append(f"--{option_name(key)}")
-        if value is not True:
-            items = value if isinstance(value, list) else [value]
-            words += [item if isinstance(item, str) else json.dumps(item) for item in items]
-    return words
-
-
-def wrong_options(engine_args: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with names: given twice, ours, or none that an option can have."""
-    seen: dict[str, str] = {}
-    for name, value in engine_args.items():
-        option = option_name(name)
-        text = f"{name} = {show(value)} is not allowed:"
-        if not option.strip("-.") or option.startswith("-") or any(map(str.isspace, option)) or "=" in option:
-            yield f"{text} it must be an option's name without its hyphens, such as max-model-len"
-        elif option in OWN_OPTIONS:
-            yield f"{text} the run sets it itself ({OWN_OPTIONS[option]})"
-        elif option in seen:
-            yield f"{text} it is the same option as {seen[option]}"
-        seen[option] = name

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.values import TABLE, read_toml
-
-if TYPE_CHECKING:
-    from torchtitan.config.job_config import JobConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "inference" / "engines"
 FILE = "engine.toml"
@@ -83,10 +79,17 @@ def find_spec(backend: str, mode: str = EngineSpec.mode) -> EngineSpec | None:
     return None
 
 
-def spec_of(config: JobConfig) -> EngineSpec:
-    """Return the engine of a configuration. Where its backend does not have its mode, which preflight refuses, it is
-    the backend's in the default mode."""
-    inference = config.inference
-    spec = find_spec(inference.backend, inference.mode) or find_spec(inference.backend)
-    assert spec is not None, f"inference.backend = {inference.backend!r} has passed the check of its key"
-    return spec
+def backends_meaning() -> str:
+    """Return what inference.backend is, for the reference of the configuration."""
+    return f"Engine that samples: {_about(EngineSpec.mode)}; see docs/engines.md"
+
+
+def modes_meaning() -> str:
+    """Return what inference.mode is, for the reference of the configuration."""
+    others = [f"{mode}: {_about(mode)}" for mode in modes()[1:]]
+    return "; or ".join(["Actors are separate processes (server)", *others])
+
+
+def _about(mode: str) -> str:
+    found = [spec for spec in engine_specs().values() if spec.mode == mode]
+    return ", ".join(f"{spec.backend} ({spec.about})" for spec in sorted(found, key=lambda spec: spec.backend))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from torchtitan.config.engines import backends, backends_meaning, modes, modes_meaning
 from torchtitan.config.transports import MEANING, TRANSPORTS
 from torchtitan.config.values import (
     TABLE,
@@ -312,11 +313,9 @@ class Environment:
 
 @dataclass(config=TABLE)
 class Inference:
-    backend: Annotated[str, Names(("embedded", "vllm", "sglang"))] = "embedded"
-    """Engine that samples: embedded (part of this package), vllm or sglang (see docs/engines.md)"""
+    backend: Annotated[str, Names(backends()), Field(description=backends_meaning())] = "embedded"
 
-    mode: Literal["server", "colocate"] = "server"
-    """Actors are separate processes (server), or run in the trainer's own processes (colocate, vllm only)"""
+    mode: Annotated[str, Names(modes()), Field(description=modes_meaning())] = "server"
 
     num_actors: Count = 2
     """Inference actors to start"""

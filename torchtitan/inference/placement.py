@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchtitan.config.derived import from_torchrun, is_colocated, shares_devices, stages_on_device
-from torchtitan.config.engines import spec_of
+from torchtitan.config.derived import from_torchrun, is_colocated, shares_devices, spec_of, stages_on_device
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape

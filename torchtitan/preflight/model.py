@@ -17,11 +17,13 @@ from torchtitan.config.derived import (
     has_environment,
     ranks_per_pack,
     shard_degree,
+    spec_of,
     teacher_of,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
+from torchtitan.inference.engines.checks import problem_of_family
 from torchtitan.models.shape.checkpoint_shape import (
     BLOCK,
     FLAVORS,
@@ -35,9 +37,7 @@ from torchtitan.models.shape.checkpoint_shape import (
 )
 from torchtitan.models.shape.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.preflight.check import Check
-from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import check_memory
-from torchtitan.utils.machine import wheel_version
 
 KEY = "model.hf_assets_path"
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
@@ -153,11 +153,12 @@ FOREIGN_LAYOUT: dict[str, object] = {
 def _check_foreign(check: Check, args: ForeignArgs) -> None:
     text = f"for {args.family}, whose layers are transformers'"
     allowed = FOREIGN_LAYOUT | {"lora.base_bits": 16, "grpo.routing_replay": False}
-    allowed |= {"training.expert_bias_rate": 0.0, "inference.mode": "server"}
+    allowed |= {"training.expert_bias_rate": 0.0}
     for key, value in allowed.items():
         check.refuse(key, check.get(key) != value, f"must be {show(value)} {text}")
-    embedded = check.config.inference.backend == "embedded" and not check.config.rollout.replay
-    check.refuse("inference.backend", embedded, f'must be "vllm" or "sglang" {text}')
+    if (chosen := problem_of_family(check.config)) is not None and not check.config.rollout.replay:
+        key, needed = chosen
+        check.refuse(key, True, f"must be {needed} {text}")
     # With transformers 5, PEFT takes these names for those of experts and loses the adapters of such layers.
     shapes, lora = args.projection_shapes(), check.config.lora
     lost = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.target_modules and name in shapes]
@@ -215,10 +216,6 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
         check.refuse("lora.base_bits", ragged, text)
     if not isinstance(args, ForeignArgs):
         _check_experts(check, args)
-    starts_vllm = config.inference.backend == "vllm" and args.family.startswith("qwen3_5") and not check.planning
-    if starts_vllm and (python := engine_python(config)) and wheel_version(python, "torchvision") is None:
-        text = f"imports torchvision for {args.family}, which {python} lacks: install the one that fits its torch there"
-        check.refuse("inference.backend", True, text)
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < args.vocab_size]
     text = f"must be 0 to {args.vocab_size - 1}, the model's vocabulary"
     check.refuse("rollout.stop_token_ids", outside, text, value=outside)
@@ -295,7 +292,7 @@ def _check_sft(check: Check) -> None:
         ("entropy_coefficient", grpo.entropy_coefficient > 0, "0"),
     ):
         refuse(f"grpo.{key}", asked, f"must be {off} {stage}")
-    shared = config.inference.mode == "colocate" or config.inference.sleep_level > 0
+    shared = spec_of(config).in_ranks or config.inference.sleep_level > 0
     text = "needs inference.mode = server with inference.sleep_level = 0: training steps do not wait for actors"
     refuse("sft.sample", config.sft.sample and shared, text)
     refuse("sft.sample", config.sft.sample and not config.eval.enable, "needs eval.enable = true")

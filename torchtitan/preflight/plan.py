@@ -11,14 +11,14 @@ from torchtitan.config.derived import (
     longest_completion,
     shard_degree,
     shares_devices,
+    spec_of,
     stages_on_device,
     trains_on_gpu,
     without_masters,
 )
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.sidecar.descriptor import load_foreign
-from torchtitan.inference.engines.sidecar.sidecar_process import agent_settings, find_python
+from torchtitan.inference.engines.registry import server_of
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import (
@@ -73,11 +73,11 @@ def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
 def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float | None:
     """Return the seconds in which H100s sample a batch of completions of the maximum length.
 
-    Returns None if the run does not start vLLM or SGLang. A decode step reads the weights once, and the keys and values
-    of all running sequences.
+    Returns None if the run starts no engine that computes on GPUs. A decode step reads the weights once, and the keys
+    and values of all running sequences.
     """
     inference = config.inference
-    if config.rollout.replay or inference.servers or inference.backend == "embedded":
+    if config.rollout.replay or inference.servers or not spec_of(config).on_gpus:
         return None
     size, longest = inference.tensor_parallel_size, longest_completion(config)
     engines = max(1, ranks // size) if is_colocated(config) else inference.num_actors
@@ -313,13 +313,13 @@ def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:
     Raises:
         UserError: the backend has no servers, it is not installed, or the model does not fit the GPUs.
     """
-    inference, args = config.inference, read_shape(config)
-    if inference.backend == "embedded" or args is None:
-        raise UserError("inference nodes need inference.backend = vllm or sglang, and a model in model.hf_assets_path")
+    args = read_shape(config)
+    engine = server_of(config.inference.backend)
+    if args is None:
+        raise UserError("inference nodes need a model in model.hf_assets_path")
     share = tensor_parallel_size(config, args, gpus, device_bytes_of_driver())
     config.inference.tensor_parallel_size = share
-    python = find_python(inference.backend, inference.engine_python)
-    return share, [*agent_settings(load_foreign(inference.backend), config), "--python", python]
+    return share, engine.node_settings(config)
 
 
 def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_bytes: int | None) -> int:

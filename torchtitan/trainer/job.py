@@ -21,8 +21,10 @@ import torch
 from torchtitan.config.derived import (
     allocator_settings,
     has_engines,
+    is_colocated,
     long_warmup,
     sleeps_between_batches,
+    started_actors,
     stop_tokens,
     trains_on_gpu,
     without_masters,
@@ -33,7 +35,7 @@ from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError, exit_code_of
 from torchtitan.inference.engines.colocated.replica_pool import Round
-from torchtitan.inference.engines.colocated.vllm_engine import open_replica
+from torchtitan.inference.engines.registry import engine_of
 from torchtitan.models.layers.batch_invariance import size_message
 from torchtitan.report.metrics import set_up_logging
 from torchtitan.report.page import LivePage
@@ -334,9 +336,7 @@ class Job:
         self._describe_devices(address)
         self._recorder = StepRecorder(self.run_dir, rank)
         self._closing.callback(self._recorder.close)
-        elsewhere = not has_engines(config) or config.inference.servers or config.inference.mode == "colocate"
-        actors = 0 if elsewhere or not config.inference.launch else config.inference.num_actors
-        device.set_threads(config.training.threads, beside=actors)
+        device.set_threads(config.training.threads, beside=started_actors(config))
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
         data = self._open_data(start, epoch, token) if rank == 0 else None
@@ -347,7 +347,9 @@ class Job:
             logger.warning(rising)
         restored = self._build_trainer(start, None if data is None else data.tokenizer)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank, self.version))
-        self.replica = self._closing.enter_context(open_replica(config, self.trainer.optimizer, self.run_dir))
+        self.replica = self._closing.enter_context(
+            engine_of(config).open_in_rank(config, self.trainer.optimizer, self.run_dir)
+        )
         path = open_weight_path(config, self.trainer.policy, epoch, token, self.run_dir, self.replica)
         self.weights = self._closing.enter_context(path)
         self.sync = self.weights if isinstance(self.weights, WeightSync) else None
@@ -411,8 +413,8 @@ class Job:
         )
         self._closing.callback(self.checkpointer.wait, config.checkpoint.save_deadline_s)
         # An engine in these processes is judged by what it samples, see mismatch.py.
-        served = config.inference.mode == "server"
-        self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
+        in_ranks = is_colocated(config)
+        self._probe = [] if in_ranks else mismatch.probe_tokens(config, policy.args.vocab_size)
         if start.load_step is None:
             if config.checkpoint.enable:
                 self.checkpointer.describe_origins()
@@ -428,10 +430,10 @@ class Job:
             events.write("goes_on_with_other_values", level=logging.WARNING, **changed)
         if self._events is None:
             self._record_start(events)
-        job, inference = self.config.job, self.config.inference
+        job, features = self.config.job, engine_of(self.config).features
         logger.info("%s; run folder %s", job.description or job.name, self.run_dir)
-        on_cpu = inference.backend == "embedded" and not inference.exact and device.device().type == "cpu"
-        if on_cpu and (said := size_message(self.trainer.policy.invariant_sizes(), "the engine's log-probs")):
+        alike = features.trainers_layers and not self.config.inference.exact and device.device().type == "cpu"
+        if alike and (said := size_message(self.trainer.policy.invariant_sizes(), "the engine's log-probs")):
             logger.warning(said)
 
     def _trains_again_from(self) -> float:

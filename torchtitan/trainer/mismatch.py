@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torchtitan.config.derived import has_engines, verification
+from torchtitan.config.derived import has_engines, is_colocated, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.pool.weight_probe import probe_tolerance
@@ -88,7 +88,7 @@ def _colocated(config: JobConfig, figures: Figures, version: int) -> UserError |
     version that was trained is scored by the trainer anyway."""
     rollout = config.rollout
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    if config.inference.mode != "colocate" or verification(config) != "probe" or truncated:
+    if not is_colocated(config) or verification(config) != "probe" or truncated:
         return None
     value, limit = figures.get("mismatch_kl/same_version"), TAIL * probe_tolerance(config) ** 2
     if value is None or not _above(value, limit):

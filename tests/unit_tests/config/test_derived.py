@@ -32,6 +32,7 @@ def test_ranks_set_up_allocators_for_what_shares_their_memory(
     mode: str, transport: str, level: int, offload: bool | str, expected: str
 ) -> None:
     config = JobConfig()
+    config.inference.backend = "vllm"
     config.inference.mode, config.weight_sync.transport, config.inference.sleep_level = mode, transport, level  # type: ignore[assignment]
     config.training.enable_cpu_offload = offload  # type: ignore[assignment]
     assert allocator_settings(config) == expected

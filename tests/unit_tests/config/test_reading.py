@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit_tests.conftest import GOOD, WriteConfig
-from torchtitan.config.derived import engine_words
 from torchtitan.config.job_config import JobConfig, config_to_toml, free_table, known_keys
 from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.reading import Draft, nearest_key, read_command_line
@@ -23,6 +22,7 @@ from torchtitan.config.values import Names, Range
 from torchtitan.errors import ConfigError
 from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import ClipRange
+from torchtitan.inference.engines.options import engine_words
 from torchtitan.preflight.validate import load_config
 
 if sys.version_info >= (3, 11):

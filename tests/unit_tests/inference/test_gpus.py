@@ -124,7 +124,7 @@ def test_communicators_need_one_version_of_nccl(
 def test_engines_for_cuda_13_need_its_driver(
     driver: str, environments: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.preflight.inference.driver_version", lambda: driver)
+    monkeypatch.setattr("torchtitan.inference.engines.checks.driver_version", lambda: driver)
     config = JobConfig()
     config.inference.backend, config.inference.engine_python = "vllm", environments("engine", "2.30.7")
     check = Check(config, 1, planning=False)

@@ -61,7 +61,7 @@ oops | 'oops' does not belong to any
 --weight_sync.transport ipc --training.enable_cpu_offload \
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
 --inference.mode colocate | inference.mode = "colocate" | server only
---inference.tensor_parallel_size 2 | inference.tensor_parallel_size | needs inference.backend vllm or sglang
+--inference.tensor_parallel_size 2 | inference.tensor_parallel_size | needs inference.backend = sglang or vllm
 --weight_sync.route agent | weight_sync.route | must be auto with inference.backend embedded
 --inference.sleep_level 1 | inference.sleep_level | needs grpo.async_weight_update = false
 --inference.offload_optimizer true | inference.offload_optimizer | needs inference.mode = colocate
@@ -349,7 +349,7 @@ def test_vllm_needs_torchvision_for_qwen_3_5(write_config: WriteConfig, tmp_path
 def test_adapters_are_for_every_engine_and_probed(
     write_config: WriteConfig, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+    monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
     config = load_config([*write_config(), "--lora.rank", "4", *words])
     assert verification(config) == "probe"
 
@@ -366,9 +366,9 @@ def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.Monkey
 
 def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*write_config(), "--inference.backend=vllm", "--inference.mode=colocate", "--inference.sleep_level=2"]
-    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+    monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
     assert load_config(words).inference.sleep_level == 2
-    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="sleep_level = 2 .* without an NVIDIA GPU"):
         load_config(words)
     # Plans are made on any machine.
@@ -378,7 +378,7 @@ def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monke
 def test_servers_sleep_only_where_every_step_waits_for_them(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
     words = [*write_config(), "--inference.sleep_level=1"]
     blocking = [*words, "--grpo.async_weight_update=false"]
     assert load_config(blocking).inference.sleep_level == 1
@@ -390,12 +390,12 @@ def test_servers_sleep_only_where_every_step_waits_for_them(
             load_config(foreign)
         # Servers that run already may have GPUs on machines of their own.
         load_config([*foreign, "--inference.servers", "http://127.0.0.1:8000"])
-        monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+        monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
         load_config(foreign)
         with pytest.raises(ConfigError, match='transport = "nccl" .*one member of a communicator per GPU'):
             load_config([*foreign, "--weight_sync.transport=nccl"])
-        monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
-    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+        monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
     adapters = [*blocking, "--inference.sleep_level=2", "--lora.rank=4"]
     with pytest.raises(ConfigError, match="sleep_level = 2 .*at most 1 with lora.rank"):
         load_config(adapters)

@@ -6,14 +6,22 @@ docs/adding_an_engine.md is written along this class.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchtitan.config.engines import EngineSpec
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.placement import EngineMemory, engine_devices
 from torchtitan.inference.types import Call, Completion, GenerateRequest, ScoredTokens
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -27,11 +35,65 @@ class TeacherScores:
     empty unless they were asked for"""
 
 
+@dataclass(frozen=True)
+class Features:
+    """What an engine can do besides sampling. Configurations that ask for more are refused (checks.py)."""
+
+    options: tuple[str, ...] = ()
+    """Keys of [inference] that it has a use for, of those that are not for every engine: tensor_parallel_size,
+    engine_args, engine_python, engine_memory_gb, exact, offload_optimizer"""
+    routes: tuple[str, ...] = ()
+    """What weight_sync.route may be besides auto"""
+    sleep_levels: tuple[int, ...] = (0,)
+    """What inference.sleep_level may be"""
+    in_flight_kv: tuple[str, ...] = ("keep", "recompute")
+    """What inference.in_flight_kv may be"""
+    update_modes: tuple[str, ...] = ("in_flight", "drain")
+    """What inference.update_mode may be"""
+    reports_experts: bool = False
+    """Whether it says which experts each token had (grpo.routing_replay)"""
+    reports_experts_on_cpu: bool = True
+    """Whether it does so without a GPU, too"""
+    trainers_layers: bool = False
+    """Whether it computes with the trainer's own layers, so that log-probs can be equal to the last bit"""
+    any_family: bool = True
+    """Whether it computes models whose layers the trainer takes from transformers"""
+
+
 class EngineDescriptor:
     """One engine. A subclass overrides what differs; `spec` is what its engine.toml says."""
 
+    features: ClassVar[Features] = Features()
+    documentation: ClassVar[dict[str, str]]
+    """Its column of the table in docs/engines.md: the cell for each title in documentation.TITLES"""
+
     def __init__(self, spec: EngineSpec):
         self.spec = spec
+
+    # Before the start
+
+    def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
+        """Yield (key, reason) of each key that cannot be as it is with this engine on any machine, besides what
+        `features` says."""
+        yield from ()
+
+    def missing(self, config: JobConfig) -> Iterator[tuple[str, str]]:
+        """Yield (key, reason) of what this machine lacks to start the engine."""
+        yield from ()
+
+    def digest_problem(self, config: JobConfig) -> str:
+        """Return why weight_sync.verify cannot be `digest` here, or an empty string where it can."""
+        return f"inference.backend {self.spec.backend} cannot check its weights in this setup: use probe (or auto)"
+
+    def python(self, config: JobConfig) -> str | None:
+        """Return the interpreter that this run would start it with; None if it starts none, if that is our own, or
+        none is installed here."""
+        return None
+
+    def node_settings(self, config: JobConfig) -> list[str]:
+        """Return options, without host and port, of an actor that another program starts for this run on a node of its
+        own (scripts/grpo_multinode.slurm). Raises UserError if the engine is not installed or not for that."""
+        raise UserError(f"no nodes of their own are planned for inference.backend = {self.spec.backend}")
 
     # Starting an actor
 
@@ -48,6 +110,15 @@ class EngineDescriptor:
     def memory_share(self, memory: EngineMemory, device_bytes: int) -> float:
         """Return the share of a GPU of so many bytes that the engine is told to take."""
         return memory.utilization(device_bytes)
+
+    # Running in the trainer's ranks
+
+    def open_in_rank(
+        self, config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path
+    ) -> AbstractContextManager[Any]:
+        """Open this rank's part of the engine (collective), a Replica; None where the engine has actors. Raises
+        UserError."""
+        return contextlib.nullcontext()
 
     # Asking an actor
 

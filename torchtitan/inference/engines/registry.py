@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from torchtitan.config.engines import engine_specs, find_spec, spec_of
+from torchtitan.config.derived import spec_of
+from torchtitan.config.engines import engine_specs, find_spec
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.descriptor import EngineDescriptor

@@ -28,10 +28,10 @@ class Ipc(Transport):
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        from torchtitan.config.derived import shares_devices, trains_on_gpu
+        from torchtitan.config.derived import shares_devices, spec_of, trains_on_gpu
 
-        inference = config.inference
-        started = inference.mode == "server" and inference.backend != "embedded" and not inference.servers
+        spec = spec_of(config)
+        started = spec.on_gpus and not spec.in_ranks and not config.inference.servers
         # A process can only open the memory of devices that it sees.
         if started and not shares_devices(config) and not config.rollout.replay and trains_on_gpu():
             yield (

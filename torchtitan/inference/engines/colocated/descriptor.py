@@ -3,11 +3,50 @@ to start and nothing to ask over HTTP."""
 
 from __future__ import annotations
 
-from torchtitan.inference.engines.descriptor import EngineDescriptor
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.engines.descriptor import EngineDescriptor, Features
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchtitan.inference.engines.colocated.replica import Replica
+
+WITHOUT_SERVERS = "with inference.mode = colocate, which has no servers"
 
 
 class Colocated(EngineDescriptor):
     """vLLM in the trainer's own processes."""
+
+    features = Features(
+        options=("tensor_parallel_size", "engine_args", "engine_python", "engine_memory_gb", "offload_optimizer"),
+        sleep_levels=(0, 1, 2),
+        any_family=False,
+    )
+
+    def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
+        inference = config.inference
+        if inference.servers:
+            yield "inference.servers", f"must be empty {WITHOUT_SERVERS}"
+        if not inference.launch:
+            yield "inference.launch", f"must be true {WITHOUT_SERVERS}"
+        if ranks % inference.tensor_parallel_size:
+            text = f"must divide the {ranks} rank{'s' if ranks > 1 else ''} (NGPU)"
+            yield "inference.tensor_parallel_size", text
+        if inference.offload_optimizer and config.training.enable_cpu_offload:
+            text = "training.enable_cpu_offload keeps the optimizer's state in host memory already"
+            yield "inference.offload_optimizer", text
+
+    def open_in_rank(
+        self, config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path
+    ) -> AbstractContextManager[Replica | None]:
+        from torchtitan.inference.engines.colocated.vllm_engine import open_replica
+
+        return open_replica(config, optimizer, run_dir)
 
 
 DESCRIPTOR = Colocated

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorClient
-from torchtitan.inference.engines.descriptor import EngineDescriptor, TeacherScores
+from torchtitan.inference.engines.descriptor import EngineDescriptor, Features, TeacherScores
 from torchtitan.inference.engines.embedded.client import EmbeddedClient, read_samples, read_scores
 from torchtitan.inference.placement import threads_per_actor
 from torchtitan.inference.serving.command_line import shared_command
@@ -23,6 +24,24 @@ def cache_megabytes(config: JobConfig) -> int:
 
 class Embedded(EngineDescriptor):
     """Part of this package, for first experiments on a CPU."""
+
+    features = Features(
+        options=("exact",),
+        sleep_levels=(0, 1, 2),
+        reports_experts=True,
+        trainers_layers=True,
+        any_family=False,
+    )
+
+    def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
+        if config.inference.sleep_level == 2 and config.lora.rank:
+            text = "must be at most 1 with lora.rank > 0: 2 would drop the base weights, which are never sent"
+            yield "inference.sleep_level", text
+
+    def digest_problem(self, config: JobConfig) -> str:
+        if config.lora.rank == 0:
+            return ""
+        return "actors merge adapters into their weights, which then differ from what was sent: use probe (or auto)"
 
     def command(self, config: JobConfig, port_file: Path, number: int) -> list[str]:
         inference = config.inference

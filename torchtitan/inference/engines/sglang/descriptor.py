@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torchtitan.inference.engines.descriptor import TeacherScores
+from collections.abc import Iterator
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.engines.descriptor import Features, TeacherScores
 from torchtitan.inference.engines.sglang.engine import ENGINE, Sample
-from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
+from torchtitan.inference.engines.sidecar.descriptor import OPTIONS, ServedEngine
 from torchtitan.inference.placement import EngineMemory
 from torchtitan.inference.types import Call
 from torchtitan.utils.typed_json import decode
@@ -14,6 +17,22 @@ class SGLangServer(ServedEngine):
     """SGLang's server with an agent beside it."""
 
     foreign = ENGINE
+    features = Features(
+        options=OPTIONS,
+        routes=ENGINE.routes,
+        sleep_levels=(0, 1, 2),
+        # Its pause either stops immediately or drops running requests.
+        update_modes=("in_flight",),
+        reports_experts=True,
+    )
+
+    def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
+        if config.grpo.routing_replay and config.inference.in_flight_kv == "recompute":
+            text = "needs inference.in_flight_kv = keep with inference.backend = sglang"
+            why = (
+                "for recomputed tokens it would report the experts of the new weights but the log-probs of the old ones"
+            )
+            yield "grpo.routing_replay", f"{text}: {why}"
 
     def memory_share(self, memory: EngineMemory, device_bytes: int) -> float:
         """Its share (--mem-fraction-static) is of weights and KV cache alone."""

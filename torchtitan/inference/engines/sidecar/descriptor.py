@@ -12,8 +12,11 @@ from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.engines.descriptor import EngineDescriptor
 from torchtitan.inference.engines.registry import load_engine
 from torchtitan.inference.engines.sidecar.foreign_engine import ForeignEngine
-from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient, agent_command
+from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient, agent_command, agent_settings, find_python
 from torchtitan.inference.types import Completion, GenerateRequest, ScoredTokens
+
+OPTIONS = ("tensor_parallel_size", "engine_args", "engine_python", "engine_memory_gb")
+"""Keys of [inference] that the agent hands on"""
 
 
 class ServedEngine(EngineDescriptor):
@@ -25,6 +28,18 @@ class ServedEngine(EngineDescriptor):
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)
         assert self.foreign.name == spec.name, f"{self.foreign.name} is in the folder {spec.name}"
+
+    def python(self, config: JobConfig) -> str | None:
+        if config.inference.servers or config.rollout.replay:
+            return None
+        try:
+            return find_python(self.spec.name, config.inference.engine_python)
+        except UserError:
+            return None
+
+    def node_settings(self, config: JobConfig) -> list[str]:
+        python = find_python(self.spec.name, config.inference.engine_python)
+        return [*agent_settings(self.foreign, config), "--python", python]
 
     def command(self, config: JobConfig, port_file: Path, number: int) -> list[str]:
         return agent_command(self.foreign, config, port_file, number)

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter
 from torchtitan.config.derived import (
     apply_timeout,
     drain_seconds,
-    engine_words,
     shares_devices,
     sleeps_between_batches,
     verification,
@@ -37,6 +36,7 @@ from torchtitan.inference.actor_client import (
     parse_health,
 )
 from torchtitan.inference.answers import generated_bytes, scored_bytes
+from torchtitan.inference.engines.options import engine_words
 from torchtitan.inference.engines.reading import completions_of, scores_of
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.engines.sidecar.foreign_engine import ForeignEngine

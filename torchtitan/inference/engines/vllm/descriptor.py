@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
-from torchtitan.inference.engines.descriptor import TeacherScores
-from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.engines.descriptor import Features, TeacherScores
+from torchtitan.inference.engines.sidecar.descriptor import OPTIONS, ServedEngine
 from torchtitan.inference.engines.vllm.engine import ENGINE, Row
 from torchtitan.inference.types import Call
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.utils.machine import wheel_version
 from torchtitan.utils.typed_json import decode
+
+NEEDS_TORCHVISION = "qwen3_5"
 
 
 class _Choice(msgspec.Struct):
@@ -23,6 +31,30 @@ class VLLMServer(ServedEngine):
     """vLLM's server with an agent beside it."""
 
     foreign = ENGINE
+    features = Features(
+        options=OPTIONS,
+        routes=ENGINE.routes,
+        sleep_levels=(0, 1, 2),
+        reports_experts=True,
+        reports_experts_on_cpu=False,
+    )
+
+    def missing(self, config: JobConfig) -> Iterator[tuple[str, str]]:
+        try:
+            args = read_shape(config)
+        except UserError:  # preflight reports it
+            return
+        python = self.python(config)
+        if args is None or python is None or not args.family.startswith(NEEDS_TORCHVISION):
+            return
+        if wheel_version(python, "torchvision") is None:
+            text = f"imports torchvision for {args.family}, which {python} lacks"
+            yield "inference.backend", f"{text}: install the one that fits its torch there"
+
+    def digest_problem(self, config: JobConfig) -> str:
+        if config.weight_sync.route != "agent" and config.lora.rank == 0:
+            return ""
+        return super().digest_problem(config)
 
     def ask_teacher(self, token_ids: list[int], top: int) -> Call:
         """A server that others have started has this route, and perhaps not that of engine.py."""
