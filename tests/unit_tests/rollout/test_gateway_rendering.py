@@ -11,6 +11,7 @@ import pytest
 from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, Given, SamplingParameters, VersionSpan
+from torchtitan.rollout.conversation.messages import read_message
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_formats.format import ToolCall
 from torchtitan.rollout.conversation.tool_formats.registry import parse_tool_calls
@@ -144,7 +145,7 @@ def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
             call = Call(messages, TOOLS)
             choice = make_choice(completion, call, tokenizer, "x")
             held = prompt + completion.token_ids
-            session.remember("x", call, prompt, choice)
+            session.remember("x", call, choice)
             messages = [*messages, choice.message, {"role": "user", "content": noise(generator)}]
         (branch,) = session.branches
         assert branch.token_ids == held and len(branch.sampled) == 6
@@ -159,7 +160,7 @@ def test_rewritten_history_branches_and_nothing_is_trained_twice(tokenizer: Toke
         completion = answer([*tokenizer.encode(text), END])
         session.record(prompt, completion)
         choice = make_choice(completion, Call(messages), tokenizer, "x")
-        session.remember("x", Call(messages), prompt, choice)
+        session.remember("x", Call(messages), choice)
         return choice.message
 
     begin = [{"role": "user", "content": "hello"}]
@@ -191,7 +192,8 @@ def test_a_template_that_hides_new_messages_is_rendered_whole(tmp_path: Path) ->
     renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "hides", hides)))
     session = Session("s", SamplingParameters(8), 100)
     said = Choice({"role": "assistant", "content": "A"}, answer([65, END]))
-    session.remember("x", Call([{"role": "user", "content": "x"}]), [], said)
+    session.record([66], said.completion)
+    session.remember("x", Call([{"role": "user", "content": "x"}]), said)
     talk = [{"role": role, "content": text} for role, text in (("user", "x"), ("assistant", "A"), ("user", "y"))]
     assert session.prompt(renderer, talk, []) == renderer.whole(talk, [])
     refuses = CHAT_TEMPLATE + "{%- if messages | length > 2 %}{{ raise_exception('no') }}{%- endif %}"
@@ -288,8 +290,9 @@ def test_results_of_two_calls_under_templates_that_refuse_some(tmp_path: Path, r
     talk = [{"role": "user", "content": "?"}]
     prompt = session.prompt(ChatRenderer(tokenizer), talk, TOOLS)
     choice = make_choice(completion, Call(talk, TOOLS), tokenizer, "a-run-3-1")
-    session.remember("a-run-3-1", Call(talk, TOOLS), prompt, choice)
-    message = choice.message
+    session.record(prompt, completion)
+    session.remember("a-run-3-1", Call(talk, TOOLS), choice)
+    message = read_message(choice.message)
     ids = [call["id"] for call in message["tool_calls"]]
     assert len(set(ids)) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
     talk = [*talk, message, *({"role": "tool", "tool_call_id": one, "content": f"a {one}"} for one in ids)]

@@ -139,8 +139,8 @@ def test_every_place_gives_the_tokens_of_the_template(family: Family, tmp_path: 
         renderer, session = asyncio.run(gateway_renderer(config, tmp_path)), Session("s", SamplingParameters(8), 8192)
         for i, sampled in zip((1, 3), said, strict=True):
             prompt = session.prompt(renderer, messages[:i], tools)
-            session.record(prompt, answer(sampled))
-            session.remember("x", Call(messages[:i], tools), prompt, Choice(messages[i], answer(sampled)))
+            session.record(prompt, completion := answer(sampled))
+            session.remember("x", Call(messages[:i], tools), Choice(messages[i], completion))
         (branch,) = session.branches
         assert branch.token_ids == whole
         # An answer that was cut off before its end, or between the tokens that end it, gets what is missing.

@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection, Iterable
 
 SHIELD = ("\U0010fffe", "\U0010ffff")
-SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 LITERAL = re.compile(r"</?\w+>")
 
 Group = tuple[str, ...]
@@ -29,6 +28,11 @@ def shield(text: str, pattern: re.Pattern[str] | None) -> str:
     """Surround what the pattern finds with the shield. Shields that the text has by itself are replaced."""
     clean = text.replace(SHIELD[0], "\ufffd").replace(SHIELD[1], "\ufffd")
     return pattern.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", clean) if pattern else clean
+
+
+def shielded(pattern: re.Pattern[str] | None) -> re.Pattern[str] | None:
+    """Return the pattern for what `shield` has surrounded; its group is the text within."""
+    return re.compile(f"{SHIELD[0]}({pattern.pattern}){SHIELD[1]}") if pattern else None
 
 
 def bare(*patterns: str) -> re.Pattern[str]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[dict[str, Any]]
-ASSISTANT = "assistant"
+ASSISTANT, TOOL = "assistant", "tool"
+# Roles whose text is the run's own or the program's: only there may a text spell special tokens. Elsewhere it was
+# written outside, or by the policy, and stays plain text.
+INSTRUCTING = ("system", "developer")
+# Many templates write a role as it is, so one with other characters could spell a control token.
+ROLE = re.compile(r"[\w .-]{1,64}")
 # The keys under which datasets and templates have the thought before an answer.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Types of the parts of a content that are one.
@@ -16,15 +21,30 @@ THOUGHT_PARTS = ("thinking", "reasoning")
 
 
 def plain_message(message: Any) -> dict[str, Any]:
-    """Return a message as chat templates expect it: content is text, a thought is `reasoning_content`, tool call
-    arguments are objects, and null keys are removed (except inside arguments that are JSON text).
+    """Return a message of a dataset as chat templates expect it, see `read_message`. Null keys are removed at any depth
+    (except inside arguments that are JSON text), because files of datasets add them.
 
     Raises ValueError if that is impossible.
     """
-    plain = _without_nulls(message) if isinstance(message, dict) else {}
+    if isinstance(message, dict):
+        message = {key: _without_nulls(value) for key, value in message.items()}
+    return read_message(message)
+
+
+def read_message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates expect it: content is text, a thought is `reasoning_content`, tool call
+    arguments are objects, the older role `function` is `tool`, and null keys are removed. A null in the arguments of a
+    call is a value and stays.
+
+    Raises ValueError if that is impossible.
+    """
+    plain = _without_null_keys(message) if isinstance(message, dict) else {}
     # A content may be null, beside calls or in an empty answer; a role may not.
     if "role" not in plain or not message.keys() & {"content", "tool_calls", "function_call"}:
         raise ValueError("a chat message needs the keys 'role' and 'content'")
+    if not isinstance(plain["role"], str) or not ROLE.fullmatch(plain["role"]):
+        raise ValueError(f"a message's role must be a name: {plain['role']!r:.80}")
+    plain["role"] = TOOL if plain["role"] == "function" else plain["role"]
     content, thought = _read_content(plain.get("content", ""))
     if plain["role"] == ASSISTANT:
         given = {key: plain.pop(key) for key in THOUGHTS if isinstance(plain.get(key), (str, list, dict))}
@@ -126,11 +146,16 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
+def _without_null_keys(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: inner for key, inner in value.items() if inner is not None}
+
+
 def _plain_calls(calls: Any) -> list[dict[str, Any]]:
     plain = []
     try:
         for call in json.loads(calls) if isinstance(calls, str) else calls:
-            function = dict(call.get("function", call))
+            call = _without_null_keys(call)
+            function = _without_null_keys(call.get("function", call))
             # For a tool without parameters, arguments may be missing or an empty text.
             arguments = function.get("arguments") or {}
             function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments

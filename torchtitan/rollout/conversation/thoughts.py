@@ -158,6 +158,13 @@ def last_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return next((str(one["content"]) for one in reversed(completion) if one["role"] == ROLE), "")
 
 
+def split_thought(text: str) -> tuple[str, str]:
+    """Return (the thoughts, the rest) of a turn's text as programs see it, by its tags and without white space at the
+    ends of both."""
+    turn = Turn(_split_at_tags(text, 0, None), well_formed=False)
+    return (turn.thought or "").strip(), turn.final_text.strip()
+
+
 def read_turn(text: str, opened: str = "", reader: CallReader | None = None) -> Turn:
     """Return the parts of a turn.
 

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import read_json
 from torchtitan.rollout.conversation.chat_templates import ChatTemplates
-from torchtitan.rollout.conversation.marks import SHIELDS, any_of, shield
-from torchtitan.rollout.conversation.messages import Messages
+from torchtitan.rollout.conversation.marks import any_of, plain, shield, shielded
+from torchtitan.rollout.conversation.messages import ASSISTANT, INSTRUCTING, TOOL, Messages
 from torchtitan.rollout.conversation.token_bytes import TokenBytes
 
 # Texts are encoded one by one; with threads of its own, the library would warn wherever a process is started.
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Mistral's templates accept only ids of nine characters.
 CALL_ID = "0" * 9
-# Roles whose text comes from outside: special tokens that are spelled in it stay plain text.
-FOREIGN = ("user", "tool", "function", "ipython")
 # Added tokens that are not marked as special but structure a conversation, as DeepSeek's <｜User｜>.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
 
@@ -93,6 +91,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(special)
         """Tokens that no text from outside may contain"""
         self._special = any_of(special.values())
+        self._shielded = shielded(self._special)
         self.unseen_texts = frozenset(str(one.content) for _, one in added if one.special)
         """Of added tokens that `decode` leaves out"""
         # The same tokenizer without the tokens that were added to its model.
@@ -156,8 +155,9 @@ class Tokenizer:
     def encode_shielded(self, text: str) -> list[int]:
         """Return the token ids of a text with shielded parts."""
         ids: list[int] = []
-        for number, part in enumerate(SHIELDS.split(text)):
-            ids += _ids(self._without_added if number % 2 else self._tokenizer, part)
+        for number, part in enumerate(self._shielded.split(text) if self._shielded else [text]):
+            # A template may cut a text inside a shield.
+            ids += _ids(self._without_added if number % 2 else self._tokenizer, plain(part))
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -226,9 +226,11 @@ class ChatRenderer:
         """All tokens that end a turn"""
         # Whether there are tools, which may choose the template -> see _hides_results.
         self._hiding: dict[bool, str] = {}
+        self._writing: dict[tuple[str, str, bool], bool] = {}
 
     def whole(self, messages: Messages, tools: Messages) -> list[int]:
         """Return the prompt of a new conversation. Raises UserError if the template refuses it."""
+        messages = self.readable(messages, tools)
         self.refuse_unseen(messages, tools)
         return self._tokenizer.apply_chat_template(self._shielded(messages), tools=self._shield(list(tools)))
 
@@ -238,6 +240,7 @@ class ChatRenderer:
         If the policy was cut off before the end of its turn, the end is included. Raises UserError if the template
         rewrites earlier text, so that the part for the messages cannot be separated.
         """
+        messages = self.readable(messages, tools, begins=False)
         self.refuse_unseen(messages, tools)
         calls = [
             self._call(self._shield(one.get("name", self._mark)), one.get("tool_call_id", ""))
@@ -303,12 +306,50 @@ class ChatRenderer:
             said += next_ids if self._first_stop(next_ids) == 0 else tokenizer.eos_token_ids[:1]
         return prompt_ids, said if end is None else said[: end + 1]
 
-    def known_roles(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages with developers as the system where the template does not tell them apart; many templates
-        leave out a role that they do not know."""
-        if "developer" in self._tokenizer.template_source:
-            return list(messages)
-        return [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
+    def readable(self, messages: Messages, tools: Messages = (), begins: bool = True) -> list[dict[str, Any]]:
+        """Return the messages with roles that the template writes, so that the policy reads all of them.
+
+        Where the template does not tell developers from the system, they are the system. Where it leaves out, or
+        refuses, the system's messages behind the first one, those that follow it at once become a part of it, and later
+        ones messages of a user. begins: whether the first message is the first of the conversation.
+
+        Raises UserError for any other role that it leaves out.
+        """
+        found: list[dict[str, Any]] = []
+        for message in messages:
+            role = message["role"]
+            if role == "developer" and "developer" not in self._tokenizer.template_source:
+                role = "system"
+            instructs_before = begins and all(one["role"] in INSTRUCTING for one in found)
+            if role in INSTRUCTING and instructs_before and found:
+                if not self._writes(role, "behind the first", tools):
+                    found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
+                    continue
+            elif role in INSTRUCTING and not instructs_before:
+                role = role if self._writes(role, "later", tools) else "user"
+            elif role not in (*INSTRUCTING, "user", ASSISTANT, TOOL) and not self._writes(role, "later", tools):
+                raise UserError(
+                    f"the chat template of {self._tokenizer.directory} leaves out messages of the role {role!r}, so "
+                    "the policy would not read them: send them as a role that it writes, such as user"
+                )
+            found.append({**message, "role": role})
+        return found
+
+    def _writes(self, role: str, place: str, tools: Messages) -> bool:
+        """Whether the template writes a message of a role behind the system's first one, or later."""
+        if not self._tokenizer.has_chat_template:
+            return True  # rendering says that there is none
+        known = self._writing.get((role, place, bool(tools)))
+        if known is None:
+            user, message = {"role": "user", "content": "?"}, {"role": role, "content": self._mark}
+            later = [user, {"role": ASSISTANT, "content": "!"}, message, user]
+            messages = [{"role": role, "content": "?"}, message, user] if place == "behind the first" else later
+            try:
+                known = self._mark in self._tokenizer.render_chat(messages, tools=self._shield(list(tools)))
+            except UserError:
+                known = False
+            self._writing[role, place, bool(tools)] = known
+        return known
 
     def refuse_unseen(self, messages: Messages, tools: Messages) -> None:
         """Raise UserError if the template does not write the tools, or the results of tools among the messages."""
@@ -320,7 +361,8 @@ class ChatRenderer:
                 f"the chat template of {directory} never reads `tools`, so the policy would not see any: take a "
                 "template that writes them (chat_template.jinja in the checkpoint directory)"
             )
-        if any(message.get("role") == "tool" for message in messages) and (problem := self._hides_results(tools)):
+        results = [message for message in messages if message.get("role") == TOOL]
+        if results and (problem := self._hides_results(tools)):
             raise UserError(
                 f"the chat template of {directory} does not write the result of a tool ({problem}): take a template "
                 "that does (chat_template.jinja in the checkpoint directory)"
@@ -379,8 +421,8 @@ class ChatRenderer:
 
     def _shielded(self, messages: Messages) -> list[dict[str, Any]]:
         return [
-            {key: value if key == "role" else self._shield(value) for key, value in message.items()}
-            if message.get("role") in FOREIGN
+            {key: self._shield(value) for key, value in message.items()}
+            if message["role"] not in INSTRUCTING
             else message
             for message in messages
         ]
@@ -392,5 +434,5 @@ class ChatRenderer:
         if isinstance(value, list):
             return [self._shield(one) for one in value]
         if isinstance(value, dict):
-            return {key: self._shield(one) for key, one in value.items()}
+            return {self._shield(key): self._shield(one) for key, one in value.items()}
         return value

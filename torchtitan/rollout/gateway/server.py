@@ -26,6 +26,7 @@ from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_formats.registry import find_format
 from torchtitan.rollout.gateway.answer_stream import AnswerStream
 from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
+from torchtitan.rollout.gateway.conversation import refuse_prefill
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
 from torchtitan.rollout.gateway.dialects.token_ids import parse_tokens, tokens_answer
@@ -264,7 +265,8 @@ class GatewayServer:
 
         async def converse(request: web.Request, access: _Access) -> web.StreamResponse:
             session = self._session(request, access)
-            call = self._understood(dialect.read(await read_body(request, TRANSFER_S), session.recall))
+            call = self._understood(session, dialect.read(await read_body(request, TRANSFER_S), session.recall))
+            refuse_prefill(call.messages)
             prompt_ids = self._prompt(session, call)
             started = Answer(f"{session.name}-refused", self._settings.name, int(time.time()), len(prompt_ids), [])
             try:
@@ -302,7 +304,7 @@ class GatewayServer:
         for index, completion in enumerate(await self._sample(session, prompt_ids, call, number)):
             named = f"{started.name}-{index}" if index else started.name
             choice = make_choice(completion, call, self._tokenizer, named, self._tool_format, prompt_ids)
-            session.remember(started.name, call, prompt_ids, choice)
+            session.remember(started.name, call, choice)
             choices.append(choice)
         return replace(started, choices=choices)
 
@@ -311,24 +313,25 @@ class GatewayServer:
 
         async def count(request: web.Request, access: _Access) -> web.StreamResponse:
             session = self._session(request, access)
-            call = self._understood(dialect.read(await read_body(request, TRANSFER_S), session.recall))
+            call = self._understood(session, dialect.read(await read_body(request, TRANSFER_S), session.recall))
             return _json(dialect.write_count(len(self._prompt(session, call))))
 
         return count
 
-    def _understood(self, call: Call) -> Call:
-        """Return a call with the roles that the template knows. Raises WrongCall for template values of its own."""
+    def _understood(self, session: Session, call: Call) -> Call:
+        """Return a call with its messages in the order that templates read. Raises WrongCall for template values that
+        are not the run's."""
         own = self._settings.chat_template_kwargs
         if wrong := [name for name, value in call.template_values.items() if name not in own or own[name] != value]:
             raise WrongCall(
                 f"chat_template_kwargs: {wrong[0]} = {json.dumps(call.template_values[wrong[0]])} is not what the run "
                 "renders all conversations with (rollout.chat_template_kwargs)"
             )
-        return replace(call, messages=self._renderer.known_roles(call.messages))
+        return replace(call, messages=session.settled(call.messages))
 
     def _prompt(self, session: Session, call: Call) -> list[int]:
         try:
-            return session.prompt(self._renderer, call.messages, call.tools)
+            return session.prompt(self._renderer, call.messages, call.tools, call.header)
         except UserError as error:
             raise WrongCall(str(error)) from error
 

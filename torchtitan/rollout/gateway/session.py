@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, SamplingParameters, add_turn
-from torchtitan.rollout.conversation.messages import Messages, plain_message
+from torchtitan.rollout.conversation.messages import ASSISTANT, Messages, read_message
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
+from torchtitan.rollout.gateway.conversation import settle
+from torchtitan.rollout.gateway.known_conversations import Held, KnownConversations
 
 # What is counted of the answers of a session; see Session.counts.
-COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out")
-Canonical = tuple[Any, ...]
-
-
-@dataclass
-class _Turn:
-    """A conversation up to and including an answer of the policy."""
-
-    messages: list[Canonical]
-    tools: str
-    token_ids: list[int]
+COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out", "histories_rewritten")
+# Differences of a session that are kept for its record.
+MAX_DIFFERENCES = 3
 
 
 @dataclass
@@ -50,32 +43,34 @@ class Session:
     """Whether a limit truncated the last answer, or left no room for one"""
     counts: Counter[str] = field(default_factory=Counter)
     """Answers that end at a stop text (stops_cut), those without the call that was asked for (tool_choices_missed),
-    and tools of calls that the policy did not see (tools_left_out)"""
+    tools of calls that the policy did not see (tools_left_out), and calls whose conversation began a branch although it
+    has answers already (histories_rewritten)"""
     branches: list[Branch] = field(default_factory=list)
-    _turns: list[_Turn] = field(default_factory=list)
-    _conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By the name of the answer that each ends with"""
+    differences: list[str] = field(default_factory=list)
+    """Where the conversations of histories_rewritten first differ from those before them, the first few"""
+    _known: KnownConversations = field(default_factory=KnownConversations)
+    _answers: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    """By an answer's name: the hash of its conversation, and the number of messages at the beginning that a later call
+    does not continue"""
+    _answer_of_call: dict[str, str] = field(default_factory=dict)
+    """The name of the answer that each call of a tool belongs to, by the call's id"""
 
-    def prompt(self, renderer: ChatRenderer, messages: Messages, tools: Messages) -> list[int]:
+    def settled(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return the messages of a call in the order that templates read, see conversation.settle."""
+        return settle(messages, self._answer_of_call)
+
+    def prompt(self, renderer: ChatRenderer, messages: Messages, tools: Messages, header: int = 0) -> list[int]:
         """Return the tokens of a conversation: those of the longest known conversation that it continues, then those of
-        its new messages. If it continues none, or its history was rewritten, all of it is rendered. Raises UserError if
-        the template refuses it."""
-        canonical = [canonical_message(message) for message in messages]
-        known = [
-            turn
-            for turn in self._turns
-            if turn.tools == _canonical_tools(tools)
-            and len(turn.messages) < len(canonical)
-            and canonical[: len(turn.messages)] == turn.messages
-        ]
-        for turn in sorted(known, key=lambda turn: len(turn.messages), reverse=True):
-            new = messages[len(turn.messages) :]
-            if any(message.get("role") == "assistant" for message in new):
-                continue  # written by the program: how the template renders it depends on the other messages
-            try:
-                return turn.token_ids + renderer.following(turn.token_ids, new, tools)
-            except UserError:
-                break  # the template does not render the new messages separately
+        its new messages. If it continues none, or its history was rewritten, all of it is rendered. header: see
+        calls.Call. Raises UserError if the template refuses it."""
+        known = self._known.longest(messages, tools, header)
+        if known is not None:
+            number, held = known
+            token_ids, new = held.token_ids, messages[number:]
+            # How the template renders an answer that the program has written depends on the other messages.
+            if not any(message["role"] == ASSISTANT for message in new):
+                with contextlib.suppress(UserError):  # the template does not render the new messages separately
+                    return token_ids + renderer.following(token_ids, new, tools)
         return renderer.whole(messages, tools)
 
     def record(self, prompt_ids: list[int], completion: Completion) -> None:
@@ -86,13 +81,19 @@ class Session:
         self.cut = completion.finish_reason == "length"
         self.failed.discard(hash(tuple(prompt_ids)))
 
-    def remember(self, name: str, call: Call, prompt_ids: list[int], choice: Choice) -> None:
-        """Remember the tokens of a call's conversation with an answer, and the conversation by the answer's name."""
-        said = choice.message
-        canonical = [canonical_message(message) for message in (*call.messages, said)]
-        token_ids = prompt_ids + choice.completion.token_ids
-        self._turns.append(_Turn(canonical, _canonical_tools(call.tools), token_ids))
-        self._conversations[name] = [*call.messages[call.preamble :], plain_message(said)]
+    def remember(self, name: str, call: Call, choice: Choice) -> None:
+        """Remember the conversation of a call and a recorded answer to it, and by the answer's name where it stands."""
+        branch = next(one for one in self.branches if any(part is choice.completion for part in one.segments))
+        begins_branch = len(branch.sampled) == 1 and len(self.branches) > 1
+        if begins_branch and any(message["role"] == ASSISTANT for message in call.messages):
+            difference = self._known.first_difference(call.messages, call.tools, call.header)
+            self.counts["histories_rewritten"] += bool(difference)
+            if difference and len(self.differences) < MAX_DIFFERENCES:
+                self.differences.append(difference)
+        messages = [*call.messages, read_message(choice.message)]
+        key = self._known.add(messages, call.tools, Held(branch, len(branch)), call.header)
+        self._answers[name] = key, call.preamble
+        self._answer_of_call |= {one["id"]: name for one in choice.calls}
         self.counts["tools_left_out"] += call.tools_left_out
         self.counts["stops_cut"] += choice.stopped_by is not None
         if call.must_call is not None:
@@ -101,29 +102,7 @@ class Session:
 
     def recall(self, name: str) -> list[dict[str, Any]]:
         """Return the conversation that ended with an answer. Raises WrongCall if there is none."""
-        if name not in self._conversations:
+        if name not in self._answers:
             raise WrongCall(f"there is no answer {name!r} in this session", "previous_response_not_found")
-        return self._conversations[name]
-
-
-def canonical_message(message: Mapping[str, Any]) -> Canonical:
-    """Return what identifies a plain message even if a program reformatted it: role, text, calls, call id and name."""
-    calls = tuple(
-        (one["function"].get("name"), _canonical_json(one["function"].get("arguments")))
-        for one in message.get("tool_calls") or ()
-        if isinstance(one, dict) and isinstance(one.get("function"), dict)
-    )
-    return message.get("role"), message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")
-
-
-def _canonical_tools(tools: Messages) -> str:
-    return json.dumps(tools, sort_keys=True) if tools else ""
-
-
-def _canonical_json(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return arguments
-    return json.dumps(arguments, sort_keys=True)
+        key, preamble = self._answers[name]
+        return self._known.conversation(key)[preamble:]

@@ -10,13 +10,9 @@ from pydantic import Field
 
 from torchtitan.inference.types import Body
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice, WrongCall
+from torchtitan.rollout.gateway.conversation import ConversationReader, Piece, Text, Thought, ToolResult, ToolUse
 from torchtitan.rollout.gateway.dialects.dialect import Dialect
-from torchtitan.rollout.gateway.dialects.request_fields import (
-    ToolsBody,
-    plain_messages,
-    read_request,
-    read_tool_choice,
-)
+from torchtitan.rollout.gateway.dialects.request_fields import ToolsBody, read_request, read_tool_choice
 
 ONLY: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -26,6 +22,7 @@ STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_t
 class _Block(Body):
     type: str
     text: str = ""
+    thinking: str = ""
     id: str = ""
     name: str = ""
     input: dict[str, Any] = {}
@@ -68,12 +65,14 @@ class AnthropicMessages(Dialect):
         chosen = request.tool_choice or _ToolChoice(type="auto")
         choice = {"any": "required", "tool": {"type": "function", "name": chosen.name}}.get(chosen.type, chosen.type)
         tools, must_call = read_tool_choice(functions, choice)
-        system = _text(request.system)
-        messages = [{"role": "system", "content": system}] if system else []
+        conversation = ConversationReader()
+        if request.system:
+            conversation.add("system", _pieces("system", request.system))
         for message in request.messages:
-            messages += _read_message(message)
+            conversation.add(message.role, _pieces(message.role, message.content))
         return Call(
-            messages=plain_messages(messages),
+            messages=conversation.messages(),
+            header=conversation.header,
             tools=tools,
             tools_left_out=left_out,
             max_tokens=request.max_tokens,
@@ -119,31 +118,24 @@ class AnthropicMessages(Dialect):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _text(content: str | list[_Block] | None) -> str:
-    """Return the text of content blocks. Raises WrongCall for others, such as images."""
+def _pieces(role: str, content: str | list[_Block] | None) -> list[Piece]:
+    """Return what a message says. Raises WrongCall for blocks that the policy could not read, such as images."""
     if content is None or isinstance(content, str):
-        return content or ""
-    if wrong := [block.type for block in content if block.type != "text"]:
-        raise WrongCall(f"content of type {wrong[0]} is not supported here: the policy reads text")
-    return "".join(block.text for block in content)
-
-
-def _read_message(message: _Message) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a template that one message makes: each result of a tool is one of its own."""
-    blocks = [_Block(type="text", text=message.content)] if isinstance(message.content, str) else message.content
-    kind = {"assistant": "tool_use", "user": "tool_result"}.get(message.role)
-    tools, texts = [one for one in blocks if one.type == kind], [one for one in blocks if one.type != kind]
-    if kind == "tool_result":
-        for one in tools:
-            yield {"role": "tool", "tool_call_id": one.tool_use_id, "content": _text(one.content)}
-        if not tools or texts:
-            yield {"role": "user", "content": _text(texts)}
-        return
-    said: dict[str, Any] = {"role": message.role, "content": _text(texts)}
-    calls = [
-        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.input}} for one in tools
-    ]
-    yield {**said, "tool_calls": calls} if calls else said
+        return [Text(content or "")]
+    pieces: list[Piece] = []
+    for block in content:
+        if block.type == "text":
+            pieces.append(Text(block.text))
+        elif role == "assistant" and block.type == "thinking":
+            pieces.append(Thought(block.thinking))
+        elif role == "assistant" and block.type == "tool_use":
+            pieces.append(ToolUse(block.id, block.name, block.input))
+        elif role == "user" and block.type == "tool_result":
+            texts = _pieces("tool", block.content)
+            pieces.append(ToolResult(block.tool_use_id, "".join(text.text for text in texts if isinstance(text, Text))))
+        else:
+            raise WrongCall(f"content of type {block.type} is not supported here: the policy reads text")
+    return pieces
 
 
 def _about(answer: Answer) -> dict[str, Any]:

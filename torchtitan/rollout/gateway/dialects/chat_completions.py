@@ -6,19 +6,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import Field
+
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice, WrongCall
+from torchtitan.rollout.gateway.conversation import ConversationReader
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.request_fields import (
     Positive,
     SamplingBody,
     ToolsBody,
-    plain_messages,
     read_tool_choice,
     refuse_unsupported,
 )
 
+# Keys of a function that say nothing to the policy.
+UNSEEN = ("strict", "cache_control")
+
 
 class _Request(ToolsBody, SamplingBody):
+    messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Positive | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
@@ -33,12 +39,13 @@ class ChatCompletions(Dialect):
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data)
         request = _Request.read(dict(data), WrongCall)
-        for one in request.tools or ():
-            if isinstance(one.get("function"), dict):
-                one["function"].pop("strict", None)  # says how to constrain sampling, and nothing to the policy
-        tools, must_call = read_tool_choice(request.tools or [], data.get("tool_choice"))
+        tools, must_call = read_tool_choice([_shown(one) for one in request.tools or ()], data.get("tool_choice"))
+        conversation = ConversationReader()
+        for message in request.messages:
+            conversation.add_message(message)
         call = Call(
-            messages=plain_messages(data.get("messages")),
+            messages=conversation.messages(),
+            header=conversation.header,
             tools=tools,
             n=request.n or 1,
             must_call=must_call,
@@ -87,6 +94,14 @@ class ChatCompletions(Dialect):
 def _chunk(answer: Answer, index: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
     return {**_about(answer), "object": "chat.completion.chunk", "choices": [choice]}
+
+
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return what the policy sees of a tool: `strict` and `cache_control` say how to sample and to cache."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    return {"type": "function", "function": {key: value for key, value in function.items() if key not in UNSEEN}}
 
 
 def _about(answer: Answer) -> dict[str, Any]:

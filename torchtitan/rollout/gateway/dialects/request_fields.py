@@ -9,7 +9,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from torchtitan.inference.types import Body
-from torchtitan.rollout.conversation.messages import plain_message
 from torchtitan.rollout.gateway.calls import WrongCall
 
 # Options that would change the answer but are not supported; a call with any value other than these is refused.
@@ -103,13 +102,3 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dic
     if name not in (names if name != "" else ["" for _ in names]):
         raise WrongCall(f"tool_choice {name or choice!r} is not among the tools")
     return tools, name
-
-
-def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them. Raises WrongCall if that is impossible."""
-    if not isinstance(messages, list) or not messages:
-        raise WrongCall("messages must be a non-empty list")
-    try:
-        return [plain_message(message) for message in messages]
-    except ValueError as error:
-        raise WrongCall(str(error)) from None

@@ -9,13 +9,9 @@ from pydantic import Field
 
 from torchtitan.inference.types import Body
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice
+from torchtitan.rollout.gateway.conversation import ConversationReader, Piece, Text, Thought, ToolResult, ToolUse
 from torchtitan.rollout.gateway.dialects.dialect import Dialect
-from torchtitan.rollout.gateway.dialects.request_fields import (
-    ToolsBody,
-    plain_messages,
-    read_request,
-    read_tool_choice,
-)
+from torchtitan.rollout.gateway.dialects.request_fields import ToolsBody, read_request, read_tool_choice
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
@@ -27,15 +23,16 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 class _Part(Body):
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     """Others, such as images, are not text that the policy could read"""
     text: str
 
 
 class _Item(Body):
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
-    content: str | list[_Part] = ""
+    content: str | list[_Part] | None = ""
+    summary: list[_Part] = []
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
@@ -71,18 +68,25 @@ class OpenAIResponses(Dialect):
         request, functions, left_out = read_request(data, _Request, ONLY, "parameters")
         tools, must_call = read_tool_choice(functions, data.get("tool_choice"))
         # Instructions are those of one call and do not come back with the conversation.
-        first = [{"role": "system", "content": request.instructions}] if request.instructions else []
-        earlier = recall(request.previous_response_id.removeprefix("resp_")) if request.previous_response_id else []
-        items = [_Item(content=request.input)] if isinstance(request.input, str) else request.input
+        conversation = ConversationReader()
+        if request.instructions:
+            conversation.add("system", [Text(request.instructions)])
+        if request.previous_response_id:
+            for message in recall(request.previous_response_id.removeprefix("resp_")):
+                conversation.add_message(message)
+        for item in [_Item(content=request.input)] if isinstance(request.input, str) else request.input:
+            role = "assistant" if item.type in ("reasoning", "function_call") else item.role
+            conversation.add(role, _pieces(item))
         return Call(
-            messages=[*first, *earlier, *plain_messages(_read_items(items))],
+            messages=conversation.messages(),
+            header=conversation.header,
             tools=tools,
             max_tokens=request.max_output_tokens,
             must_call=must_call,
             tools_left_out=left_out,
             log_probs="message.output_text.logprobs" in (request.include or ()),
             stream=bool(request.stream),
-            preamble=len(first),
+            preamble=int(bool(request.instructions)),
         )
 
     def write(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -143,30 +147,18 @@ class OpenAIResponses(Dialect):
         yield {"type": f"response.{done['status']}", "response": done}
 
 
-def _read_items(items: list[_Item]) -> list[dict[str, Any]]:
-    """Return the messages of a template: an assistant's text and the calls behind it are one of them."""
-    messages: list[dict[str, Any]] = []
-    said: dict[str, Any] | None = None
-    """The assistant's message that further calls belong to"""
-    for item in items:
-        if item.type == "function_call":
-            if said is None:
-                said = {"role": "assistant", "content": ""}
-                messages.append(said)
-            function = {"name": item.name, "arguments": item.arguments}
-            said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-        elif item.type == "function_call_output":
-            said = None
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-        else:
-            message: dict[str, Any] = {"role": item.role, "content": _text(item.content)}
-            said = message if item.role == "assistant" else None
-            messages.append(message)
-    return messages
+def _pieces(item: _Item) -> list[Piece]:
+    if item.type == "function_call":
+        return [ToolUse(item.call_id, item.name, item.arguments)]
+    if item.type == "function_call_output":
+        return [ToolResult(item.call_id, _text(item.output))]
+    if item.type == "reasoning":
+        return [Thought(_text(item.content) or _text(item.summary))]
+    return [Text(_text(item.content))]
 
 
-def _text(content: str | list[_Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text(content: str | list[_Part] | None) -> str:
+    return content or "" if not isinstance(content, list) else "".join(part.text for part in content)
 
 
 def _about(call: Call, answer: Answer) -> dict[str, Any]:
