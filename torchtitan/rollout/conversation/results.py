@@ -69,6 +69,8 @@ def _owners(calls: Sequence[dict[str, Any]], results: Messages) -> list[int | No
     """Return the number of each result's call: by its id. Where calls or results have no ids, by the function's name,
     and else in the order of the calls."""
     owners: list[int | None] = [None for _ in results]
+    if not calls or not results:
+        return owners
     ids = [str(call.get("id") or "") for call in calls]
     given = [str(result.get("tool_call_id") or "") for result in results]
     by_id = _queues(enumerate(ids))
