@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchtitan.config.derived import world_size
+from torchtitan.config.derived import from_torchrun, world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import DISK_ERRORS, EXIT_RETRYABLE, UserError
+from torchtitan.inference.engines.registry import engine_of
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
@@ -73,13 +74,19 @@ def run_job(config: JobConfig) -> Run:
 
 def _run(config: JobConfig) -> Run:
     sleep_between_regions()  # before torch is imported
-    from torchtitan.trainer.job import Job
+    engine = engine_of(config)
+    if from_torchrun("RANK", "0") == 0:
+        engine.prepare(config)  # it loads the engine while this process loads the trainer
+    try:
+        from torchtitan.trainer.job import Job
 
-    with Job(config) as job:
-        job.start()
-        follow_commands(job)
-        job.finish()
-        return Run(job.run_dir, job.version, job.exit_code)
+        with Job(config) as job:
+            job.start()
+            follow_commands(job)
+            job.finish()
+            return Run(job.run_dir, job.version, job.exit_code)
+    finally:
+        engine.release()
 
 
 def follow_commands(job: Job) -> Command:

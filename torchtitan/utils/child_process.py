@@ -17,7 +17,7 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, Protocol
 
 import psutil
 
@@ -52,11 +52,43 @@ SECRET_VALUE = re.compile(r"://[^/\s@]+@")
 PARENT_CHECK_SECONDS = 1.0
 # After SIGTERM the process ends by itself within this time, or is ended.
 EXIT_SECONDS = 5.0
+# The exit code of a process whose parent, which alone is told it, was another one and has ended before.
+UNKNOWN_CODE = 1 << 16
+
+
+class StarterLost(RuntimeError):
+    """A process from which others are started has ended, or starts none."""
+
+
+class Started(Protocol):
+    """A process that was started, as asyncio's Process and fork_server.Fork are."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs, -n if signal n has killed it"""
+
+    async def wait(self) -> int:
+        """Return its exit code when it has ended."""
+
+
+class Starter(Protocol):
+    """Starts processes from one that has loaded what they need (fork_server.ForkServer)."""
+
+    async def start(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None) -> Started:
+        """Start what `command` (python -m MODULE …) says, in a session of its own. Raises StarterLost."""
 
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether an environment variable looks like a key."""
     return bool(SECRET_NAME.search(name) or SECRET_VALUE.search(value))
+
+
+def is_run_key(name: str, value: str) -> bool:
+    """Return whether an environment variable is a key of the run, and not one of the user."""
+    return name.startswith("TORCHTITAN_") and is_secret(name, value)
 
 
 def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] = (), **extra: str) -> dict[str, str]:
@@ -97,7 +129,7 @@ class ChildProcess:
 
     def __init__(self, what: str, log_file: Path | None = None):
         self._what, self.log_file = what, log_file
-        self._process: Process | None = None
+        self._process: Started | None = None
         self._group: int | None = None
         """Its process group, until that has been killed: later the number may be another's"""
         self._stopping = False
@@ -112,12 +144,18 @@ class ChildProcess:
         return None if self._process is None else self._process.pid
 
     async def launch(
-        self, command: Sequence[str], environment: Mapping[str, str], pipes: bool = False, files: Collection[int] = ()
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        pipes: bool = False,
+        files: Collection[int] = (),
+        starter: Starter | None = None,
     ) -> None:
         """Start it, after its predecessor has been stopped.
 
         pipes: `streams` are its standard input and output, and `output`, not the log file, is what it prints.
         files: descriptors of open files that it inherits.
+        starter: it comes from there; where that is lost, the log says so, and it is started like others.
         """
         await self.stop()
         with contextlib.ExitStack() as opened:
@@ -125,12 +163,7 @@ class ChildProcess:
             if self.log_file is not None and not pipes:
                 self.log_file.parent.mkdir(parents=True, exist_ok=True)
                 log = opened.enter_context(self.log_file.open("ab"))
-            # It leads a session of its own: Ctrl-C reaches us alone, and whatever it starts can be ended with it.
-            output = PIPE if pipes else log
-            begun = asyncio.create_subprocess_exec(
-                *command, stdin=PIPE if pipes else DEVNULL, stdout=output, stderr=output,
-                env=dict(environment), start_new_session=True, pass_fds=tuple(files),
-            )  # fmt: skip
+            begun = self._start(command, environment, log, pipes, files, starter)
             starting = asyncio.ensure_future(begun)
             try:
                 await asyncio.shield(starting)
@@ -138,6 +171,29 @@ class ChildProcess:
                 # Also where we are cancelled: Python 3.12 waits for ever for a process whose start is broken off.
                 self._process = await starting
                 self._group, self._stopping = self._process.pid, False
+
+    async def _start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[bytes] | None,
+        pipes: bool,
+        files: Collection[int],
+        starter: Starter | None,
+    ) -> Started:
+        if starter is not None:
+            try:
+                return await starter.start(command, environment, log)
+            except StarterLost as error:
+                logger.warning(
+                    "%s does not come from the fork server (%s), and takes longer to start", self._what, error
+                )
+        # It leads a session of its own: Ctrl-C reaches us alone, and whatever it starts can be ended with it.
+        output = PIPE if pipes else log
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE if pipes else DEVNULL, stdout=output, stderr=output,
+            env=dict(environment), start_new_session=True, pass_fds=tuple(files),
+        )  # fmt: skip
 
     async def read_port(self, port_file: Path, deadline: float, limit: str = "in time") -> int:
         """The port that it writes to `port_file` once it listens; the file is removed.
@@ -160,16 +216,18 @@ class ChildProcess:
     @property
     def streams(self) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
         """Its standard input and output. Raises ConnectionError where it has not been launched with pipes."""
-        if self._process is None or self._process.stdin is None or self._process.stdout is None:
+        process = self._process
+        if not isinstance(process, Process) or process.stdin is None or process.stdout is None:
             raise ConnectionError(f"{self._what} has no pipes")
-        return self._process.stdin, self._process.stdout
+        return process.stdin, process.stdout
 
     @property
     def output(self) -> asyncio.StreamReader:
         """Its standard error. Raises ConnectionError where it has not been launched with pipes."""
-        if self._process is None or self._process.stderr is None:
+        process = self._process
+        if not isinstance(process, Process) or process.stderr is None:
             raise ConnectionError(f"{self._what} has no pipes")
-        return self._process.stderr
+        return process.stderr
 
     async def wait(self) -> None:
         """Return when it has ended (at once where there is none); what it has left behind is killed."""
@@ -186,6 +244,8 @@ class ChildProcess:
     def describe_end(self, wrapped: bool = False) -> str:
         """Return how it has ended; for `wrapped` see end_code."""
         code = self.end_code(wrapped)
+        if code == UNKNOWN_CODE:
+            return f"{self._what} ended; with which exit code is unknown, as the fork server had ended before it"
         if code is not None and code < 0:
             return f"{self._what} was killed by {signal.Signals(-code).name}"
         return f"{self._what} ended with exit code {code}"
@@ -224,11 +284,12 @@ class ChildProcess:
         except asyncio.TimeoutError:
             logger.warning("%s (%d), or a process that it has started, outlived SIGKILL", self._what, process.pid)
         finally:
-            # asyncio's Process has no public way to close its pipes while their loop still runs.
-            process._transport.close()  # type: ignore[attr-defined]
+            if isinstance(process, Process):
+                # asyncio's Process has no public way to close its pipes while their loop still runs.
+                process._transport.close()  # type: ignore[attr-defined]
             await asyncio.sleep(0)
 
-    def _kill_group(self, process: Process) -> None:
+    def _kill_group(self, process: Started) -> None:
         if self._group == process.pid:
             self._group = None
             # macOS says PermissionError of a group of zombies.
@@ -287,13 +348,18 @@ def end_with_parent(parent: int, whole_group: bool = False) -> None:
     whole_group: this process leads a group of its own, all of which is killed then.
     """
     is_our_parent = os.getppid() == parent
+    watched: psutil.Process | None = None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        watched = psutil.Process(parent)
 
     def alive() -> bool:
-        # Unlike the number, parenthood cannot be taken over by a new process.
         if is_our_parent:
             return os.getppid() == parent
+        # A new process with its number has another time of creation.
+        if watched is None or not watched.is_running():
+            return False
         with contextlib.suppress(psutil.NoSuchProcess):
-            return bool(psutil.Process(parent).status() != psutil.STATUS_ZOMBIE)
+            return bool(watched.status() != psutil.STATUS_ZOMBIE)
         return False
 
     def watch() -> None:

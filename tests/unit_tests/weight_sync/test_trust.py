@@ -58,7 +58,7 @@ def told_to_actors(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     found: dict[str, set[str]] = {"actor-0": set(), "actor-1": set()}
     actors: dict[str, Told] = {}
 
-    async def launch(self: ActorProcess, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    async def launch(self: ActorProcess, command: Sequence[str], environment: Mapping[str, str], **_: Any) -> None:
         found[self._name] |= {*command, *environment.values()}
         await ChildProcess.launch(self, ["sleep", "600"], environment)
 

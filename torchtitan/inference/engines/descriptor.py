@@ -7,7 +7,7 @@ docs/adding_an_engine.md is written along this class.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.placement import EngineMemory, engine_devices
 from torchtitan.inference.types import Call, Completion, GenerateRequest, ScoredTokens
+from torchtitan.utils.child_process import Starter
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +107,17 @@ class EngineDescriptor:
         """Return the environment variables that this actor gets in addition to ours. Raises UserError if the ranks
         leave it too few GPUs."""
         return engine_devices(config, number)
+
+    def prepare(self, config: JobConfig) -> None:
+        """Begin to load what the actors of a run have in common. Called as its rank 0 begins; no torch here."""
+
+    def starter(self, command: Sequence[str], environment: Mapping[str, str]) -> Starter | None:
+        """Return the process from which an actor with this command line and environment is to come; None: it is
+        started by itself."""
+        return None
+
+    def release(self) -> None:
+        """End what `prepare` and `starter` have started in this process; actors live on. Called as a run ends."""
 
     def memory_share(self, memory: EngineMemory, device_bytes: int) -> float:
         """Return the share of a GPU of so many bytes that the engine is told to take."""

@@ -59,7 +59,8 @@ class ActorProcess(ChildProcess):
         devices = engine_of(self._config).environment(self._config, self._number)
         environment = child_environment(threads_per_actor(inference), secrets=True, **self._variables, **devices)
         command = actor_command(self._config, port_file, self._number)
-        await self.launch([*command, "--activity-file", str(self._activity_file)], environment)
+        starter = engine_of(self._config).starter(command, environment)
+        await self.launch([*command, "--activity-file", str(self._activity_file)], environment, starter=starter)
         limit = f"after inference.startup_timeout_s = {inference.startup_timeout_s:g} s"
         try:
             port = await self.read_port(port_file, time.monotonic() + inference.startup_timeout_s, limit)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchtitan.config.derived import verification
+from torchtitan.config.derived import started_actors, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.engines.descriptor import EngineDescriptor, Features, TeacherScores
+from torchtitan.inference.engines.embedded import forking
 from torchtitan.inference.engines.embedded.client import EmbeddedClient, read_samples, read_scores
 from torchtitan.inference.placement import threads_per_actor
 from torchtitan.inference.serving.command_line import shared_command
 from torchtitan.inference.types import Call, Completion, GenerateRequest, ScoredTokens
+from torchtitan.utils.child_process import Starter, child_environment
 from torchtitan.utils.machine import host_memory
+
+PROGRAM = "torchtitan.inference.engines.embedded"
 
 
 def cache_megabytes(config: JobConfig) -> int:
@@ -46,13 +50,24 @@ class Embedded(EngineDescriptor):
     def command(self, config: JobConfig, port_file: Path, number: int) -> list[str]:
         inference = config.inference
         return [
-            *shared_command("torchtitan.inference.engines.embedded", config, port_file),
+            *shared_command(PROGRAM, config, port_file),
             "--cache-mb", str(cache_megabytes(config)),
             "--threads", str(threads_per_actor(inference)),
             "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
             "--require-version",
             *(["--exact"] if inference.exact else []),
         ]  # fmt: skip
+
+    def prepare(self, config: JobConfig) -> None:
+        if started_actors(config):
+            forking.starter(child_environment(threads_per_actor(config.inference), secrets=True))
+
+    def starter(self, command: Sequence[str], environment: Mapping[str, str]) -> Starter | None:
+        # Tests start other programs in its place.
+        return forking.starter(environment) if command[2] == PROGRAM else None
+
+    def release(self) -> None:
+        forking.close()
 
     def make_client(self, url: str, token: str, experts: int = 0, vocabulary: int | None = None) -> ActorClient:
         return EmbeddedClient(url, token, experts, vocabulary)
