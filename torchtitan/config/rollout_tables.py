@@ -270,9 +270,9 @@ class Environment:
     """Deadline of a whole episode of an agent"""
 
     tool_parser: str = "auto"
-    """How tool calls are written in a turn: as the chat template shows it (auto); hermes (JSON in <tool_call> tags, or
-    as Llama 3 writes it), qwen3_coder, glm, deepseek, mistral or harmony (gpt-oss); or, for tools and a factory, your
-    own function from text to [(name, arguments)]"""
+    """How tool calls are written in a turn: as the chat template writes them (auto); hermes (JSON in <tool_call> tags,
+    or as Llama 3 writes it), qwen3_coder, glm, deepseek, mistral, minimax_m2, kimi_k2, granite, phi4_mini, olmo3, lfm2
+    or harmony (gpt-oss); or your own function from text to [(name, arguments)]"""
 
     max_turns: Count = 16
     """Most turns of an episode; one that is not done by then is cut off (rollout.max_completion_tokens covers all

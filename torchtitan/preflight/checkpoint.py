@@ -15,6 +15,7 @@ from torchtitan.models.shape.checkpoint_files import pointer_problem, tensor_fil
 from torchtitan.models.shape.checkpoint_shape import is_missing_debug_checkpoint
 from torchtitan.preflight.check import Check
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tool_detection import refuse_unread_calls
 from torchtitan.rollout.data.demonstrations import DemonstrationMaker
 from torchtitan.rollout.data.prompts import BUILT_IN, PromptMaker, load_datasets
 from torchtitan.rollout.data.unknown_text import refuse_surplus_tokens, vocabulary_of
@@ -33,12 +34,27 @@ def check_checkpoint(check: Check) -> None:
     for key, path in given:
         if path and (problem := _broken(Path(path))):
             check.say(key, f"{key} = {show(path)}: {problem}")
+    if not check.problems and (Path(config.model.hf_assets_path) / "tokenizer.json").is_file():
+        _check_tool_formats(check)
     vocabulary = vocabulary_of(config)
     if vocabulary and not check.problems and (Path(config.model.hf_assets_path) / "tokenizer.json").is_file():
         try:
             _check_tokens(check, vocabulary)
         except UserError as error:
             check.say(KEY, f"{KEY} = {show(config.model.hf_assets_path)}: {error}")
+
+
+def _check_tool_formats(check: Check) -> None:
+    """Refuse a chat template that writes calls of tools in a form that nothing here reads. (The tools of a class are
+    known once it is loaded, so rollouts.py looks at those.)"""
+    for _, own in sources_of(check.config):
+        environment = own.environment
+        if not environment.agent and not environment.tools:
+            continue
+        try:
+            refuse_unread_calls(environment.tool_parser, read_tokenizer(check.config))
+        except UserError as error:
+            check.say("environment.tool_parser", f"environment.tool_parser = {show(environment.tool_parser)}: {error}")
 
 
 def _broken(directory: Path) -> str:

@@ -245,6 +245,19 @@ def test_functions_alone_are_tools(tmp_path: Path) -> None:
     assert run(tmp_path, work, tools=("weather",)) == ([message], None)
 
 
+def test_of_two_calls_the_readable_one_runs_and_the_other_is_told(tmp_path: Path) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        async with await pool.episode() as episode:
+            await episode.reset({})
+            reply = await episode.act("<tool_call>{oops</tool_call>" + call("weather", city="Rome"))
+        return reply, pool.statistics["tool_errors"]
+
+    reply, errors = run(tmp_path, work, tools=("weather",))
+    first, second = (message["content"] for message in reply.messages)
+    assert "must be" in json.loads(first)["error"] and second == "sunny in Rome"
+    assert [one["name"] for one in reply.calls] == ["weather"] and errors == 1
+
+
 @pytest.mark.parametrize("isolate", ["auto", False])
 def test_a_tool_that_lacks_a_key_says_so_to_people_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: Any

@@ -80,12 +80,13 @@ class EnvironmentPool(WorkerPool):
         config: JobConfig,
         events: EventLog,
         log_file: Path | None = None,
-        template: str = "",
+        tool_format: str = "",
         run_dir: Path | None = None,
     ):
-        """template: the chat template, which shows how tool calls are written; for the others see WorkerPool."""
+        """tool_format: how tool calls are written (detect_format), by default as environment.tool_parser says or as
+        without a chat template; for the others see WorkerPool."""
         table = config.environment
-        self.tool_format = find_format(table.tool_parser, template)
+        self.tool_format = tool_format or find_format(table.tool_parser, "")
         longest = MAX_TOKEN_CHARACTERS * config.rollout.max_completion_tokens + 1
         self.text_bytes = REPLY_BYTES + CHARACTER_BYTES * longest
         """How long a reply with texts may be"""

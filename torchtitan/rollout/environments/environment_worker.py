@@ -34,8 +34,8 @@ import pydantic
 
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.conversation.thoughts import read_turn
-from torchtitan.rollout.conversation.tool_formats.format import ToolCall
-from torchtitan.rollout.conversation.tool_formats.registry import FORMATS, parse_tool_calls
+from torchtitan.rollout.conversation.tool_formats.format import Call, IdentifiedCall, ToolCall, UnreadableCall
+from torchtitan.rollout.conversation.tool_formats.registry import FORMATS
 from torchtitan.rollout.workers.inside import run, without_stop_iteration
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
@@ -201,27 +201,31 @@ class Instance:
             return {"messages": [message], "reward": reward, "done": done, "calls": [], "errors": 0}
         try:
             read = read_turn(marked).beside_thoughts if self._program.has_own_parser else marked
-            calls = [(str(name), arguments) for name, arguments in await self._run(self._program.parse, read)]
+            calls = [_as_call(call) for call in await self._run(self._program.parse, read)]
         except (ValueError, RecursionError) as error:
-            results = [("", *self._error(error))]
-            calls = []
-        else:
-            results = [(name, *await self._call(name, arguments)) for name, arguments in calls]
-        messages, left = [], self._longest
-        for name, result, _ in results:
-            message = {"role": "tool", "tool_call_id": next(self._call_ids), "name": name, "content": result[:left]}
-            messages.append(message)
-            left -= len(message["content"])  # what is longer does not fit into the completion anyway
+            calls = [UnreadableCall(str(error) or type(error).__name__)]
+        messages, left, errors = [], self._longest, 0
+        for call in calls:
+            name = "" if isinstance(call, UnreadableCall) else call.name
+            result, failed = await self._call(call)
+            own_id = call.id if isinstance(call, IdentifiedCall) else ""
+            message = {"role": "tool", "tool_call_id": own_id or next(self._call_ids), "name": name}
+            messages.append({**message, "content": result[:left]})
+            left -= len(result[:left])  # what is longer does not fit into the completion anyway
+            errors += failed
         return {
             "messages": messages,
             "reward": 0.0,
-            "done": not results,
-            "calls": [{"name": name, "arguments": arguments} for name, arguments in calls],
-            "errors": sum(failed for _, _, failed in results),
+            "done": not calls,
+            "calls": [call._asdict() for call in calls if not isinstance(call, UnreadableCall)],
+            "errors": errors,
         }
 
-    async def _call(self, name: str, arguments: Any) -> tuple[str, bool]:
+    async def _call(self, call: Call) -> tuple[str, bool]:
         """Return the text of a tool's result and whether it failed; the policy also gets errors as text."""
+        if isinstance(call, UnreadableCall):
+            return self._error(call)
+        name, arguments = call
         tool = self._program.tools.get(name)
         try:
             if tool is None:
@@ -284,8 +288,16 @@ class Instance:
         return value[: self._longest].encode("utf-8", "replace").decode()
 
 
-def _calls(marked: str, form: str, tools: list[dict[str, Any]]) -> list[ToolCall]:
-    return parse_tool_calls(marked, form, tools)[1]
+def _as_call(call: Any) -> Call:
+    """Return what a parser says of a call: a call of ours, or (name, arguments). Raises ValueError for others."""
+    if isinstance(call, ToolCall | UnreadableCall):
+        return call
+    name, arguments = call
+    return ToolCall(str(name), arguments)
+
+
+def _calls(marked: str, form: str, tools: list[dict[str, Any]]) -> list[Call]:
+    return FORMATS[form].read(marked, tools=tools).calls
 
 
 def _read_step(result: Any) -> tuple[Any, float, bool]:

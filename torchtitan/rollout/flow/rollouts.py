@@ -29,6 +29,7 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.engines.colocated.replica_pool import ColocatedPool
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tool_detection import detect_format, refuse_unread_calls
 from torchtitan.rollout.data.curriculum import CurriculumStream
 from torchtitan.rollout.data.demonstrations import DemonstrationMaker
 from torchtitan.rollout.data.mix import Mix
@@ -108,6 +109,8 @@ class Task:
             if self._stage.gateway is None and any(is_chat(row, self.config) for row in self.rows):
                 try:
                     self.maker.renderer.refuse_environment(self.maker.tools)
+                    if self.maker.tools:
+                        refuse_unread_calls(self.config.environment.tool_parser, self.maker.renderer.tokenizer)
                 except UserError as error:
                     environment = self.config.environment
                     what = ", ".join(filter(None, [environment.factory, *environment.tools]))
@@ -236,15 +239,15 @@ def make_rollouts(
         pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
     else:
         pool = InferencePool(config, epoch, token, run_dir, events)
-    stages = make_stages(config, pool, events, run_dir, tokenizer.template_source)
+    stages = make_stages(config, pool, events, run_dir, tokenizer)
     return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, stages, events)
 
 
 def make_stages(
-    config: JobConfig, pool: Engines, events: EventLog, run_dir: Path, template: str = ""
+    config: JobConfig, pool: Engines, events: EventLog, run_dir: Path, tokenizer: Tokenizer | None = None
 ) -> dict[str, Stage]:
     """Make the environments of all sources that have one, by the source's name. Sources with the same [environment]
-    share its processes. template: the chat template, which shows how tool calls are written."""
+    share its processes. tokenizer: its chat template shows how tool calls are written."""
     stages: dict[str, Stage] = {}
     made: dict[str, Stage] = {}
     sources = list(tasks_of(config).items())
@@ -264,7 +267,8 @@ def make_stages(
                 gateway = Gateway(own, pool, events, run_dir, f"gateway{number}")
                 made[key] = Stage(AgentPool(own, events, log_file, run_dir), gateway)
             else:
-                made[key] = Stage(EnvironmentPool(own, events, log_file, template, run_dir))
+                tool_format = detect_format(own.environment.tool_parser, tokenizer) if tokenizer else ""
+                made[key] = Stage(EnvironmentPool(own, events, log_file, tool_format, run_dir))
         stages[name] = made[key]
     return stages
 

@@ -23,7 +23,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
-from torchtitan.rollout.conversation.tool_formats.registry import find_format
+from torchtitan.rollout.conversation.tool_detection import detect_format
 from torchtitan.rollout.gateway.answer_stream import AnswerStream
 from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
 from torchtitan.rollout.gateway.conversation import refuse_prefill
@@ -163,7 +163,7 @@ class GatewayServer:
         self._settings = Settings(**values)
         self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
-        self._tool_format = find_format(self._settings.tool_parser, self._tokenizer.template_source)
+        self._tool_format = detect_format(self._settings.tool_parser, self._tokenizer)
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """Open a new access and return its key."""

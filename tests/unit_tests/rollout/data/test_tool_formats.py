@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from tests.chat_families import FAMILIES, Family
+from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.tool_detection import detect_format, refuse_unread_calls
 from torchtitan.rollout.conversation.tool_formats.format import ToolCall, UnreadableCall
 from torchtitan.rollout.conversation.tool_formats.registry import FORMATS, find_format, parse_tool_calls
 from torchtitan.rollout.conversation.turns import TurnReader
@@ -39,6 +41,20 @@ MISTRAL = "{{- '[TOOL_CALLS]' + c.name + '[ARGS]' + (c.arguments | tojson) }}"
 MISTRAL_LIST = """{{- '[TOOL_CALLS][' if loop.first else ', ' }}
     {{- '{"name": "' + c.name + '", "arguments": ' + (c.arguments | tojson) + ', "id": "123456789"}' }}
     {{- ']' if loop.last else '' }}"""
+MINIMAX = """{{- '\\n<minimax:tool_call>' if loop.first else '' }}{{- '\\n<invoke name="' + c.name + '">\\n' }}
+    {%- for key, value in c.arguments.items() %}
+        {{- '<parameter name="' + key + '">' + (value if value is string else value | tojson) + '</parameter>' }}
+    {%- endfor %}{{- '\\n</invoke>' + ('\\n</minimax:tool_call>' if loop.last else '') }}"""
+GRANITE = """{{- '<|tool_call|>[' if loop.first else ', ' }}
+    {{- {'name': c.name, 'arguments': c.arguments} | tojson }}{{- ']' if loop.last else '' }}"""
+PHI4_MINI = GRANITE.replace("<|tool_call|>[", "functools[")
+PYTHONIC = """{{- BEGIN if loop.first else BETWEEN }}{{- c.name + '(' }}
+    {%- for key, value in c.arguments.items() %}
+        {{- key + '=' + (value | tojson) + ('' if loop.last else ', ') }}
+    {%- endfor %}{{- ')' + (CLOSE if loop.last else '') }}"""
+KIMI = """{{- '<|tool_calls_section_begin|>' if loop.first else '' }}
+    {{- '<|tool_call_begin|>functions.' + c.name + ':' + (loop.index0 | string) + '<|tool_call_argument_begin|>' }}
+    {{- (c.arguments | tojson) + '<|tool_call_end|>' + ('<|tool_calls_section_end|>' if loop.last else '') }}"""
 HARMONY = """
 {{- tools and (tools | tojson) or '' }}
 {%- for m in messages %}
@@ -53,6 +69,11 @@ HARMONY = """
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
 
+def pythonic(begin: str, between: str, close: str) -> str:
+    """As templates write calls in Python's form."""
+    return PYTHONIC.replace("BEGIN", f"'{begin}'").replace("BETWEEN", f"'{between}'").replace("CLOSE", f"'{close}'")
+
+
 def family(name: str, call: str, end: str, special: tuple[str, ...] = ()) -> Family:
     """`special` are added to its tokens."""
     return Family(name, FRAME.replace("CALL", call).replace("END", f"'{end}'"), (end,), end, end, stops=special)
@@ -65,6 +86,24 @@ OTHERS = [
     family("deepseek v3.1", DEEPSEEK.replace("WRITTEN", V3_1), "<｜end▁of▁sentence｜>", MARKS),
     family("mistral", MISTRAL, "</s>", ("[TOOL_CALLS]", "[ARGS]")),
     family("mistral list", MISTRAL_LIST, "</s>", ("[TOOL_CALLS]", "[ARGS]")),
+    family("minimax_m2", MINIMAX, "[e~[", ("<minimax:tool_call>", "</minimax:tool_call>")),
+    family("granite", GRANITE, "<|end_of_text|>", ("<|tool_call|>",)),
+    family("phi4_mini", PHI4_MINI, "<|end|>"),
+    family("olmo3", pythonic("<function_calls>", "\\n", "</function_calls>"), "<|im_end|>"),
+    family(
+        "lfm2",
+        pythonic("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+        "<|im_end|>",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    family(
+        "kimi_k2",
+        KIMI,
+        "<|im_end|>",
+        tuple(
+            f"<|tool_call{one}|>" for one in ("s_section_begin", "_begin", "_argument_begin", "_end", "s_section_end")
+        ),
+    ),
     Family("harmony", HARMONY, ("<|return|>", "<|call|>"), "<|return|>", "<|call|>"),
 ]
 SHIPPED = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3.1": "hermes", "glm4.5": "glm"}
@@ -95,7 +134,7 @@ CALLS = [
 )
 def test_calls_are_read_as_the_template_writes_them(family: Family, tmp_path: Path) -> None:
     tokenizer = Tokenizer(family.write(tmp_path))
-    form = find_format("auto", tokenizer.template_source)
+    form = detect_format("auto", tokenizer)
     assert form == SHIPPED.get(family.name, family.name.split()[0])
     calls = CALLS[:1] if family.name in ONE_CALL else CALLS
     written = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in calls]
@@ -121,6 +160,32 @@ def whole(ids: list[int]) -> Completion:
     return Completion(ids, [-0.5] * len(ids), "stop", [VersionSpan("e", 0, 0, len(ids))])
 
 
+# Templates of formats that nothing here reads: Command A's, and one with an unusual mark.
+UNREAD = {
+    "command": """{{- '<|ACTION|>[{"tool_name": "' + c.name + '", "parameters": ' }}
+        {{- (c.arguments | tojson) + '}]<|NOITCA|>' }}""",
+    "own": "{{- '§' + c.name + '§' + (c.arguments | tojson) }}",
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_template_whose_calls_nothing_reads_is_refused_unless_a_parser_is_named(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(family(name, UNREAD[name], "<|im_end|>").write(tmp_path))
+    with pytest.raises(UserError, match=r"writes calls of tools as .*look.* set environment.tool_parser"):
+        refuse_unread_calls("auto", tokenizer)
+    refuse_unread_calls("hermes", tokenizer)
+    assert detect_format("auto", tokenizer) == "hermes"
+
+
+def test_a_template_shows_its_format_by_what_it_writes_not_by_what_it_mentions(tmp_path: Path) -> None:
+    """The prompt of a model may speak of another format, as an instruction or a comment."""
+    mentions = CODER.replace("{{-", "{#- not [TOOL_CALLS] as others #}{{-", 1)
+    tokenizer = Tokenizer(family("qwen3_coder", mentions, "<|im_end|>").write(tmp_path))
+    assert find_format("auto", tokenizer.template_source) == "mistral"
+    assert detect_format("auto", tokenizer) == "qwen3_coder"
+    refuse_unread_calls("auto", tokenizer)
+
+
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -128,6 +193,26 @@ def whole(ids: list[int]) -> Completion:
         ("glm", "<tool_call></tool_call>"),
         ("deepseek", "<｜tool▁call▁begin｜>read_file<｜tool▁sep｜>{broken<｜tool▁call▁end｜>"),
         ("mistral", "[TOOL_CALLS]read_file[ARGS]3"),
+        ("minimax_m2", "<minimax:tool_call>\n<tool_name>f</tool_name>\n</minimax:tool_call>"),
+        ("minimax_m2", '<invoke name="f"><parameter name="x">a'),
+        ("granite", '<|tool_call|>{"name": 3}'),
+        ("granite", "<|tool_call|>read_file"),
+        ("granite", "<|tool_call|>[]"),
+        ("phi4_mini", 'functools[{"name": "f", "arguments": "{}"}]'),
+        ("phi4_mini", '[{"name": "f"}]<|/tool_call|>'),
+        ("olmo3", "<function_calls>read_file</function_calls>"),
+        ("olmo3", "read_file(path=1)</function_calls>"),
+        ("olmo3", "<function_calls>f(1)</function_calls>"),
+        ("olmo3", "<function_calls></function_calls>"),
+        ("lfm2", "<|tool_call_start|>[f(x=g())]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x=1e999)]"),
+        ("lfm2", '<|tool_call_start|>[f(x="a, y=1)]<|tool_call_end|>'),
+        ("lfm2", "[f(x=1)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x=1, x=2)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>f x<|tool_call_end|>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>3<|tool_call_end|>"),
+        ("kimi_k2", '<|tool_call_begin|>functions.f:0{"x": 1}<|tool_call_end|>'),
+        ("kimi_k2", "x<|tool_call_end|>"),
         ("mistral", "[TOOL_CALLS][3]"),
         ("harmony", "<|channel|>commentary to=functions.read_file<|message|>{"),
         ("harmony", '<|channel|>commentary to=functions.f<|message|>{"half": "\\ud800"}'),
@@ -159,6 +244,19 @@ WRITERS: dict[str, Callable[[str, dict[str, Any]], str]] = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{dumps(arguments)}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
     "mistral": lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}",
+    "minimax_m2": lambda name, arguments: (
+        f'<minimax:tool_call>\n<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{as_text(value)}</parameter>\n' for key, value in arguments.items())
+        + "</invoke>\n</minimax:tool_call>"
+    ),
+    "granite": lambda name, arguments: f"<|tool_call|>{dumps([{'name': name, 'arguments': arguments}])}",
+    "phi4_mini": lambda name, arguments: f"functools{dumps([{'name': name, 'arguments': arguments}])}",
+    "olmo3": lambda name, arguments: f"<function_calls>{in_python(name, arguments)}</function_calls>",
+    "lfm2": lambda name, arguments: f"<|tool_call_start|>[{in_python(name, arguments)}]<|tool_call_end|>",
+    "kimi_k2": lambda name, arguments: (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>"
+        f"{dumps(arguments)}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
     "harmony": lambda name, arguments: (
         f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json"
         f"<|message|>{dumps(arguments)}<|call|>"
@@ -171,12 +269,17 @@ THOUGHTS = {
 # Text that a format might take for its own: all tags and marks, as they stand in code about agents.
 AWKWARD = [
     "a </tool_call> b", "<tool_call>", "if x </parameter> y", "<function=f>", "</arg_value>x", "[TOOL_CALLS]g[ARGS]{}",
+    "</invoke> x", '<invoke name="f">', "a </function_calls>", "x <|tool_call_end|>", "functools[1]", "f(x=1), g(y=2)",
     "<think>", "a </think> b", 'say "hi" \\ {}', "line\nbreak\n", "\n", "", "123", "true", "None", "日本 🙂", "}]}",
 ]  # fmt: skip
 
 
 def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def in_python(name: str, arguments: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 def as_text(value: Any) -> str:
@@ -393,3 +496,69 @@ def test_text_that_spells_a_mark_is_no_mark(tmp_path: Path) -> None:
     called = [*tokenizer.encode('[TOOL_CALLS]f[ARGS]{"path": "'), *spelled, *tokenizer.encode('"}')]
     (call,) = reader.read([], called, TOOLS).calls
     assert call == ToolCall("f", {"path": "[THINK]a[/THINK] [TOOL_CALLS]f[ARGS]{}"})
+
+
+ONE = ToolCall("f", {"path": "a"})
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {"path": "a"}}, {"name": "f", "arguments": {"path'),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {"path": "a"}}, {"name": 3}]'),
+        ("phi4_mini", 'functools[{"name": "f", "arguments": {"path": "a"}}, {"name": "f", "arguments": "{}"}]'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"path": "a"}}, {"name": "g"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"path": "a"}}</tool_call><tool_call>{"name": </tool_call>'),
+        ("olmo3", "<function_calls>f(path='a')\nf(path=)\n</function_calls>"),
+        ("lfm2", "<|tool_call_start|>[f(path='a'), f(path=x)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(path='a'), f(path='x]<|tool_call_end|>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="path">a</parameter></invoke>'
+                       '<invoke nam="g"></invoke></minimax:tool_call>'),
+        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>'
+                    '{"path": "a"}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"x"'
+                    '<|tool_call_end|><|tool_calls_section_end|>'),
+    ],
+)  # fmt: skip
+def test_of_two_calls_the_readable_one_is_kept_and_the_other_is_told(form: str, text: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    read, other = FORMATS[form].read(text, tools=tools).calls
+    assert read == ONE and isinstance(other, UnreadableCall)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments"),
+    [
+        ("lfm2", """<|tool_call_start|>[f(a="x, y)", b='<|tool_call_end|>', c=[1, {"d": None}], e=-1.5)]""",
+         {"a": "x, y)", "b": "<|tool_call_end|>", "c": [1, {"d": None}], "e": -1.5}),
+        ("lfm2", "<|tool_call_start|>f(from=true, to=null)<|tool_call_end|>", {"from": True, "to": None}),
+        ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": {"a": 1}}]<|tool_call_end|>', {"a": 1}),
+        ("olmo3", '<function_calls>\nf(a="line\nbreak", b={"c": true})\n</function_calls>',
+         {"a": "line\nbreak", "b": {"c": True}}),
+        ("granite", '<tool_call>[{"name": "f", "arguments": {"a": 1}}]', {"a": 1}),
+        ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', {"a": 1}),
+        ("kimi_k2", '<|tool_call_begin|>f:12<|tool_call_argument_begin|>{"a": 1}', {"a": 1}),
+        ("kimi_k2", '<|tool_calls_section_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+                    "<|tool_calls_section_end|>", {"a": 1}),
+        ("minimax_m2", '<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>', {"a": 1}),
+    ],
+)  # fmt: skip
+def test_calls_are_read_in_the_other_ways_in_which_their_models_write_them(
+    form: str, text: str, arguments: dict[str, Any]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "string"}]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert parse_tool_calls(text, form, tools) == ("", [ToolCall("f", arguments)])
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "call_id"),
+    [
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "a1B2c3D4e"}]', "a1B2c3D4e"),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", "a1B2c3D4e"),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]a b"[ARGS]{}', None),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}<|tool_call_end|>", "functions.f:7"),
+    ],
+)
+def test_an_id_that_the_policy_wrote_is_that_of_its_call(form: str, text: str, call_id: str | None) -> None:
+    (call,) = FORMATS[form].read(text, tools=TOOLS).calls
+    assert call == ToolCall("f", {}) and getattr(call, "id", None) == call_id

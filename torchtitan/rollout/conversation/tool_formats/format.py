@@ -26,6 +26,21 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
 
 
+class IdentifiedCall(ToolCall):
+    """A call to which the policy itself gave an id, which its template repeats beside the result."""
+
+    id: str = ""
+
+    @classmethod
+    def of(cls, call: Call, call_id: object) -> Call:
+        """Return a call with an id; as it is, if it cannot be read or if that is no id."""
+        if isinstance(call, UnreadableCall) or not isinstance(call_id, str) or not CALL_ID.fullmatch(call_id):
+            return call
+        identified = cls(*call)
+        identified.id = call_id
+        return identified
+
+
 class UnreadableCall(ValueError):
     """A call that cannot be read. The message is for the policy."""
 
@@ -39,6 +54,8 @@ class ToolFormat(ABC):
     name: str
     template_mark: str = ""
     """What shows it in a chat template; empty for the format of templates that show no other"""
+    other_template_marks: tuple[str, ...] = ()
+    """What shows it in others"""
     marks: tuple[Group, ...] = ()
     """Its tokens that have a meaning of their own (marks.py)"""
     opening: re.Pattern[str] = re.compile(r"(?!)")
@@ -101,7 +118,32 @@ def call_of_object(value: Any) -> Call:
     """Return the call that a JSON value with a name and arguments (Llama 3: parameters) describes."""
     if not isinstance(value, dict):
         return UnreadableCall(WRONG)
-    return make_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
+    call = make_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
+    return IdentifiedCall.of(call, value.get("id"))
+
+
+def calls_of_list(text: str, begin: int) -> tuple[list[Call], int | None]:
+    """Return the calls that a JSON list of objects in marked text describes, and where it ends; None if that cannot be
+    told. Items are read one by one, so that one that breaks off leaves those before it."""
+    calls: list[Call] = []
+    if (bracket := LIST_BEGIN.match(text, begin)) is None:
+        try:
+            value, end = read_json(text, begin)
+        except UnreadableCall as error:
+            return [error], None
+        return [call_of_object(value)], end
+    place = bracket.end()
+    while (closing := LIST_END.match(text, place)) is None or not calls:
+        try:
+            value, place = read_json(text, place)
+        except UnreadableCall as error:
+            return [*calls, error], None
+        calls.append(call_of_object(value))
+        comma = COMMA.match(text, place)
+        if comma is None and LIST_END.match(text, place) is None:
+            return [*calls, UnreadableCall(WRONG)], None
+        place = comma.end() if comma else place
+    return calls, closing.end()
 
 
 def refuse_constant(constant: str) -> None:
@@ -119,3 +161,6 @@ def finite_number(text: str) -> float:
 
 DECODER = json.JSONDecoder(strict=False, parse_constant=refuse_constant, parse_float=finite_number)
 SPACE = re.compile(r"\s*")
+LIST_BEGIN, COMMA, LIST_END = re.compile(r"\s*\["), re.compile(r"\s*,"), re.compile(r"\s*\]")
+# Longer ones, or ones with other characters, are not what a model was trained to write.
+CALL_ID = re.compile(r"[\w.:-]{1,64}")

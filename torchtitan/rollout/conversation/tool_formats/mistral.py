@@ -9,17 +9,18 @@ from torchtitan.rollout.conversation.tool_formats.format import (
     SPACE,
     WRONG,
     Call,
+    IdentifiedCall,
     Schemas,
     ToolFormat,
     UnreadableCall,
-    call_of_object,
+    calls_of_list,
     make_call,
     read_json,
 )
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME = re.compile(
-    r"\s*(?P<name>[^\s\[\]{}][^\[\]{}\n]{0,199}?)\s*(?:\[CALL_ID\][^\[\]{}\n]{0,200})?(?:\[ARGS\]|(?=\{))"
+    r"\s*(?P<name>[^\s\[\]{}][^\[\]{}\n]{0,199}?)\s*(?:\[CALL_ID\](?P<id>[^\[\]{}\n]{0,200}))?(?:\[ARGS\]|(?=\{))"
 )
 
 
@@ -31,14 +32,18 @@ class Mistral(ToolFormat):
 
     def read_call(self, text: str, found: re.Match[str], tools: Schemas) -> tuple[list[Call], int]:
         named = NAME.match(text, found.end())
-        try:
-            value, place = read_json(text, found.end() if named is None else named.end())
-            place = SPACE.match(text, place).end()  # type: ignore[union-attr]
-            if place < len(text) and not text.startswith(BEGIN, place):
-                raise UnreadableCall(WRONG)
-        except UnreadableCall as error:
-            following = text.find(BEGIN, found.end())
-            return [error], following if following >= 0 else len(text)
-        if named is not None:
-            return [make_call(plain(named["name"]), value)], place
-        return [call_of_object(one) for one in (value if isinstance(value, list) else [value])], place
+        if named is None:
+            calls, end = calls_of_list(text, found.end())
+        else:
+            try:
+                value, end = read_json(text, named.end())
+                calls = [IdentifiedCall.of(make_call(plain(named["name"]), value), (named["id"] or "").strip())]
+            except UnreadableCall as error:
+                calls, end = [error], None
+        if end is not None:
+            end = SPACE.match(text, end).end()  # type: ignore[union-attr]
+            if end == len(text) or text.startswith(BEGIN, end):
+                return calls, end
+            calls = [UnreadableCall(WRONG)]
+        following = text.find(BEGIN, found.end())
+        return calls, following if following >= 0 else len(text)

@@ -6,14 +6,34 @@ from torchtitan.rollout.conversation.thoughts import Turn
 from torchtitan.rollout.conversation.tool_formats.deepseek import DeepSeek
 from torchtitan.rollout.conversation.tool_formats.format import Schemas, ToolCall, ToolFormat, UnreadableCall
 from torchtitan.rollout.conversation.tool_formats.glm import Glm
+from torchtitan.rollout.conversation.tool_formats.granite import Granite
 from torchtitan.rollout.conversation.tool_formats.harmony import Harmony
 from torchtitan.rollout.conversation.tool_formats.hermes import Hermes
+from torchtitan.rollout.conversation.tool_formats.kimi_k2 import KimiK2
+from torchtitan.rollout.conversation.tool_formats.lfm2 import Lfm2
+from torchtitan.rollout.conversation.tool_formats.minimax_m2 import MiniMaxM2
 from torchtitan.rollout.conversation.tool_formats.mistral import Mistral
+from torchtitan.rollout.conversation.tool_formats.olmo3 import Olmo3
+from torchtitan.rollout.conversation.tool_formats.phi4_mini import Phi4Mini
 from torchtitan.rollout.conversation.tool_formats.qwen3_coder import Qwen3Coder
 
 # What a template shows is looked for in this order, the more specific first.
 FORMATS: dict[str, ToolFormat] = {
-    form.name: form for form in (Harmony(), DeepSeek(), Mistral(), Qwen3Coder(), Glm(), Hermes())
+    form.name: form
+    for form in (
+        Harmony(),
+        DeepSeek(),
+        KimiK2(),
+        Mistral(),
+        MiniMaxM2(),
+        Qwen3Coder(),
+        Glm(),
+        Lfm2(),
+        Olmo3(),
+        Phi4Mini(),
+        Granite(),
+        Hermes(),
+    )
 }
 DEFAULT = "hermes"
 AUTO = "auto"
@@ -23,8 +43,11 @@ def find_format(parser: str, template: str) -> str:
     """Return environment.tool_parser, or instead of "auto" the format that a chat template shows."""
     if parser != AUTO:
         return parser
-    shown = (name for name, form in FORMATS.items() if form.template_mark and form.template_mark in template)
-    return next(shown, DEFAULT)
+    for name, form in FORMATS.items():
+        marks = (form.template_mark, *form.other_template_marks)
+        if any(mark and mark in template for mark in marks):
+            return name
+    return DEFAULT
 
 
 def read_calls(turn: Turn) -> list[ToolCall]:

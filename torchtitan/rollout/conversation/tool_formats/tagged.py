@@ -41,15 +41,18 @@ class TaggedFormat(ToolFormat):
     """The end of a call"""
     shape: str
     """What a call must look like, for the policy"""
+    call_end: str = CALL_END
+    """The tag that ends a call or a block of calls"""
 
-    def __init__(self, key: str, closing: str, begins_next: str, end: str):
-        """closing: what closes a value; begins_next: the beginning of a key; end: the last closing tags of a call."""
+    def __init__(self, key: str, closing: str, begins_next: str, end: str, following: str = "<tool_call>"):
+        """closing: what closes a value; begins_next: the beginning of a key; end: the last closing tags of a call;
+        following: what begins another call behind one."""
         self.key = re.compile(key)
         self._bounds = re.compile(
             rf"(?P<closed>{closing}(?=\s*(?:{begins_next}|{end}|\Z)))"
             rf"|(?P<next>\n?{key})"
             # A missing closing tag: text behind the end of a call would make it a part of the value.
-            rf"|(?P<end>\n?{end}(?=\s*(?:\Z|<tool_call>)))"
+            rf"|(?P<end>\n?{end}(?=\s*(?:\Z|{following})))"
         )
         self._any_end = re.compile(rf"\n?{end}")
 
@@ -90,6 +93,6 @@ class TaggedFormat(ToolFormat):
 
     def _unreadable(self, text: str, found: re.Match[str], place: int) -> tuple[list[Call], int]:
         """place: up to where the call could be read; what its values took is not read again as other calls."""
-        closing = found.start() if found[0] == CALL_END else text.find(CALL_END, place)
-        end = closing + len(CALL_END) if closing >= 0 else len(text)
+        closing = found.start() if found[0] == self.call_end else text.find(self.call_end, place)
+        end = closing + len(self.call_end) if closing >= 0 else len(text)
         return [UnreadableCall(f"a tool call must be {self.shape}")], end
