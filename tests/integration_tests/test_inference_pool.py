@@ -51,7 +51,7 @@ def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_config(**inference: Any) -> JobConfig:
     config = JobConfig()
-    config.model.hf_assets_path = "none"
+    config.model.hf_assets_path = ""
     config.inference.health_timeout_s = 0.5
     config.inference.startup_timeout_s = PATIENCE_S
     vars(config.inference).update(inference)

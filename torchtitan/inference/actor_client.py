@@ -45,6 +45,8 @@ NOT_READY = 503
 # Idle connections are closed sooner than servers close them: vLLM's and SGLang's do after 5 s. A request that is sent
 # just then is lost.
 KEEP_ALIVE_S = 4.0
+# Exit code of an actor whose options or engine cannot work, and which would end the same way again. It is argparse's.
+UNUSABLE = 2
 PIECE_BYTES = 1 << 20
 MAX_REASON_CHARACTERS = 500
 # How aiohttp says that the server has closed a connection.

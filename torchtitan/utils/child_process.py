@@ -30,6 +30,17 @@ POLL_S = 0.05
 TERMINATE_GRACE_S = 5.0
 KILL_GRACE_S = 10.0
 LOG_TAIL_BYTES = 1500
+# Of a log that is searched for the cause of a failure.
+MAX_LOG_BYTES = 1 << 20
+# What stands before the text of a line in the logs of vLLM's and SGLang's processes.
+LOG_PREFIX = re.compile(r"^(\([^)]*\) )?((ERROR|CRITICAL) [\d-]+ [\d:]+ )?(\[[^\]]*\] )?")
+# The last line of a traceback, or what a program says of its command line.
+ERROR_LINE = re.compile(
+    LOG_PREFIX.pattern + r"(?P<error>([\w.]*\.)?\w*(Error|Exception|Interrupt): .+|([\w./-]+: )?error: .+)$"
+)
+# An error that only says that there was another one.
+CONSEQUENCE = re.compile(r"root cause|initialization failed", re.I)
+VALIDATION = re.compile(r"validation errors? for \w+$")
 # A child is not a rank: it must not find torchrun's rendezvous in its environment.
 TORCHRUN_VARIABLES = (
     "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK",
@@ -133,6 +144,8 @@ class ChildProcess:
         self._group: int | None = None
         """Its process group, until that has been killed: later the number may be another's"""
         self._stopping = False
+        self._log_begin = 0
+        """Where what the last process has written begins in the log file"""
 
     @property
     def alive(self) -> bool:
@@ -163,6 +176,7 @@ class ChildProcess:
             if self.log_file is not None and not pipes:
                 self.log_file.parent.mkdir(parents=True, exist_ok=True)
                 log = opened.enter_context(self.log_file.open("ab"))
+                self._log_begin = log.tell()
             begun = self._start(command, environment, log, pipes, files, starter)
             starting = asyncio.ensure_future(begun)
             try:
@@ -211,7 +225,7 @@ class ChildProcess:
             if time.monotonic() > deadline:
                 raise UserError(f"{self._what} was not listening {limit}; {self.log_tail()}")
             await asyncio.sleep(POLL_S)
-        raise UserError(f"{self.describe_end()}; {self.log_tail()}")
+        raise UserError(self.describe_failure())
 
     @property
     def streams(self) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
@@ -254,8 +268,36 @@ class ChildProcess:
         """What it said last, for messages."""
         if self.log_file is None:
             return "it has no log"
-        data = self.log_file.read_bytes()[-LOG_TAIL_BYTES:]
-        return f"{self.log_file} ends with: {data.decode(errors='replace').strip() or '(nothing)'}"
+        tail = self._log()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return f"{self.log_file} ends with: {tail or '(nothing)'}"
+
+    def describe_failure(self) -> str:
+        """Return how it has ended, and the line in its log that says why, or else what it said last."""
+        how, cause = self.describe_end(), self.find_cause()
+        return f"{how}: {cause} (see {self.log_file})" if cause else f"{how}; {self.log_tail()}"
+
+    def find_cause(self) -> str:
+        """Return the line in its log that says why it has failed: the first error that it wrote since it was started,
+        since later ones follow from that. Empty without such a line."""
+        if self.log_file is None:
+            return ""
+        lines = self._log().decode(errors="replace").splitlines()
+        for number, line in enumerate(lines):
+            if (found := ERROR_LINE.match(line.strip())) is not None and not CONSEQUENCE.search(line):
+                cause = found["error"]
+                # The next line says which value is wrong.
+                more = lines[number + 1 : number + 2] if VALIDATION.search(cause) else []
+                whole = " ".join([cause, *(LOG_PREFIX.sub("", following.strip()) for following in more)])
+                return whole.partition(" [type=")[0]
+        return ""
+
+    def _log(self) -> bytes:
+        """The end of what the last process has written, at most MAX_LOG_BYTES."""
+        assert self.log_file is not None
+        with self.log_file.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(min(self._log_begin, end), end - MAX_LOG_BYTES))
+            return file.read()
 
     async def stop(self, grace_s: float = TERMINATE_GRACE_S, kill_grace_s: float = KILL_GRACE_S) -> None:
         """Terminate it, and after `grace_s` (a frozen one never goes) kill it and every process that it has left.

@@ -4,7 +4,9 @@ that they become."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derived import option_name
@@ -22,6 +24,9 @@ OWN_OPTIONS = {
     "tp": "inference.tensor_parallel_size",
     "api-key": "a generated token",
 }
+
+# A word that is an option, and no negative number.
+OPTION = re.compile(r"--?[A-Za-z]")
 
 
 def engine_words(engine_args: Mapping[str, Any]) -> list[str]:
@@ -50,3 +55,35 @@ def wrong_options(engine_args: Mapping[str, Any]) -> Iterator[str]:
         elif option in seen:
             yield f"{text} it is the same option as {seen[option]}"
         seen[option] = name
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option on a command line."""
+
+    name: str
+    """Without hyphens in front, and with hyphens for underscores up to a dot; empty for words before any option"""
+    value: str | None
+    """What stands behind it, or behind its `=`; None for nothing"""
+    words: tuple[str, ...]
+    """As they are on the command line"""
+
+
+def read_options(words: Sequence[str]) -> list[Option]:
+    """Return the options of a command line, in their order."""
+    groups: list[list[str]] = []
+    for word in words:
+        if OPTION.match(word) or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return [_read_option(tuple(group)) for group in groups]
+
+
+def _read_option(words: tuple[str, ...]) -> Option:
+    first, *rest = words
+    if not OPTION.match(first):
+        return Option("", first, words)
+    name, equals, behind = first.lstrip("-").partition("=")
+    head, dot, tail = name.partition(".")
+    value = behind if equals else rest[0] if rest else None
+    return Option(f"{head.replace('_', '-')}{dot}{tail}", value, words)

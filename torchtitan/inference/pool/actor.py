@@ -22,7 +22,7 @@ from torchtitan.inference.actor_client import (
     ActorNotReady,
     TokenRefused,
 )
-from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, WeightConnection
+from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, StartRefused, WeightConnection
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
@@ -112,6 +112,8 @@ class Actor:
         self._requests = self._failed_requests = 0
         self._announced = False
         """An event has said that the actor serves"""
+        self._has_served = False
+        """Some process of this name has been ready"""
         self.url = url
         self.leaves = False
         """It takes no new requests, and ends when it has answered those that it has"""
@@ -382,6 +384,7 @@ class Actor:
         self._not_serving_since = 0.0
         self._weights.stop_waiting(success=True)
         is_news, self._announced = not self._announced, True
+        self._has_served = True
         if is_news:
             self._ready_at = now
         if self.state is not ActorState.READY:
@@ -394,6 +397,10 @@ class Actor:
     async def _failed(self, error: ActorError) -> None:
         """Handle a failed probe, or a failed call that the probe led to."""
         process = self._process
+        if isinstance(error, StartRefused) and not self._has_served:
+            self._evict(error.phase, str(error))
+            self._give_up(str(error))
+            return
         if process is not None and error.phase != "startup":
             await _first_of([process.wait()], timeout=REAP_S)
             if not process.alive:

@@ -15,6 +15,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import (
     LEAVING,
     TOKEN_VARIABLE,
+    UNUSABLE,
     UPDATING,
     ActorClient,
     ActorError,
@@ -34,6 +35,10 @@ ATTEMPTS = 3
 def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
     """Return the command line of the started actor `number`; see EngineDescriptor.command."""
     return engine_of(config).command(config, port_file, number)
+
+
+class StartRefused(ActorError):
+    """The process has ended because its options or its engine cannot work: it would end the same way again."""
 
 
 class ActorProcess(ChildProcess):
@@ -65,8 +70,10 @@ class ActorProcess(ChildProcess):
         try:
             port = await self.read_port(port_file, time.monotonic() + inference.startup_timeout_s, limit)
         except UserError as error:
+            code = self.end_code()
             await self.stop()
-            raise ActorError("startup", str(error)) from error
+            kind = StartRefused if code == UNUSABLE else ActorError
+            raise kind("startup", str(error)) from error
         return base_url(inference.host, port)
 
 

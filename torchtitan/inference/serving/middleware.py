@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
+import fnmatch
 import hashlib
 import hmac
 import json
@@ -18,7 +19,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,24 @@ FOLDER_PREFIX = f"torchtitan-engine-{hashlib.blake2b(socket.gethostname().encode
 # The path of a unix socket has at most 107 bytes. vLLM's names are the longest: 36 characters behind a slash.
 MAX_FOLDER_BYTES = 107 - 37
 RANDOM_PART = "12345678"
+
+
+def take_over_environment(fixed: Mapping[str, str], cleared: Sequence[str]) -> None:
+    """Make the environment of this engine ours where an engine of other settings would not be what the run relies on.
+
+    Args:
+        fixed: variables and the values that they get.
+        cleared: variables that are removed. A `*` stands for any characters.
+
+    What the shell had set otherwise is named in the engine's log.
+    """
+    for name, value in list(os.environ.items()):
+        if name in fixed and value != fixed[name]:
+            print(f"{name}={value} of the environment is replaced: the run needs {fixed[name]}", flush=True)
+        elif name not in fixed and any(fnmatch.fnmatchcase(name, pattern) for pattern in cleared):
+            del os.environ[name]
+            print(f"{name} of the environment is removed: the engine has to do what the run relies on", flush=True)
+    os.environ.update(fixed)
 
 
 def parse_arguments(engine: str, description: str | None, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import EngineDescriptor, Features
+from torchtitan.inference.engines.options import engine_words
+from torchtitan.inference.engines.vllm.engine import ENGINE
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,8 @@ class Colocated(EngineDescriptor):
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
         inference = config.inference
+        for problem in ENGINE.wrong_options(engine_words(inference.engine_args)):
+            yield "inference.engine_args", problem
         if inference.servers:
             yield "inference.servers", f"must be empty {WITHOUT_SERVERS}"
         if not inference.launch:

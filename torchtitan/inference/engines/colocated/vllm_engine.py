@@ -28,8 +28,9 @@ from torchtitan.errors import UserError
 from torchtitan.inference.engines.colocated.replica import Replica, SampleRefused
 from torchtitan.inference.engines.sidecar.foreign_engine import FINISHED, read_spans
 from torchtitan.inference.engines.vllm.engine import EXACT_HEAD, SOCKETS
+from torchtitan.inference.engines.vllm.serve import CLEARED_VARIABLES
 from torchtitan.inference.placement import GIB, STEP_TOKENS, EngineMemory, check_fits, colocated_memory
-from torchtitan.inference.serving.middleware import engine_folder
+from torchtitan.inference.serving.middleware import engine_folder, take_over_environment
 from torchtitan.inference.types import Completion, SamplingParameters, Tag
 
 logger = logging.getLogger(__name__)
@@ -198,6 +199,7 @@ def _import_vllm(name: str) -> Any:
     """Import a module of vLLM. Raises UserError if this Python has no vLLM."""
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    take_over_environment({}, CLEARED_VARIABLES)
     # vLLM reads its rank from these variables, even if there is only one.
     for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(variable, value)
@@ -342,6 +344,9 @@ def _set(arguments: dict[str, Any], name: str, value: Any) -> None:
     if inner:
         nested = arguments.setdefault(name, {})
         _set(nested, inner, value)
+    elif isinstance(value, dict) and isinstance(arguments.get(name), dict):
+        # Such as hf-overrides, of which one is ours.
+        arguments[name] = {**arguments[name], **value}
     elif value is False:
         arguments.pop(name, None)
     elif value is True and name.startswith("no_"):

@@ -27,6 +27,7 @@ class SGLangServer(ServedEngine):
     )
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
+        yield from super().problems(config, ranks)
         if config.grpo.routing_replay and config.inference.in_flight_kv == "recompute":
             text = "needs inference.in_flight_kv = keep with inference.backend = sglang"
             why = (

@@ -15,12 +15,17 @@ import msgspec
 import numpy as np
 
 from torchtitan.inference.actor_client import read_routes
+from torchtitan.inference.engines.sglang.serve import FIXED_VARIABLES
 from torchtitan.inference.engines.sidecar.foreign_engine import (
+    BY_PORT,
     FINISHED,
+    SEVERAL_ENGINES,
+    STAGES,
     EngineControl,
     EngineError,
     EngineFacts,
     EngineOptions,
+    EngineUnfit,
     ForeignEngine,
     LabelledSpan,
     Malformed,
@@ -87,14 +92,14 @@ class SGLangControl(EngineControl):
         data = self.ask("/server_info")
         if not (self.keeps_cache or data.get("disable_radix_cache") or self._forgets_prefixes()):
             # It is reset only while no request runs or waits: those in flight would find what they had computed.
-            raise EngineError(
+            raise EngineUnfit(
                 "its prefix cache would outlive a change of weights: start it with --disable-radix-cache, or set "
                 "inference.in_flight_kv = keep (--in-flight-kv)"
             )
         if self.keeps_cache and data.get("disable_overlap_schedule") is False:
             # Standing still in place, it leaves a step under way: that reads weights while they change, and its tokens
             # are counted to the new version. Requests that are retracted are waited for.
-            raise EngineError(
+            raise EngineUnfit(
                 "it overlaps steps, and one would outlast a pause: start it with --disable-overlap-schedule, or set "
                 "inference.in_flight_kv = recompute (--in-flight-kv)"
             )
@@ -195,6 +200,14 @@ class SGLang(ForeignEngine):
     name = "sglang"
     routes = ("agent",)
     control = SGLangControl
+    refused_options = {
+        **dict.fromkeys(("dp-size", "data-parallel-size", "dp", "enable-dp-attention"), SEVERAL_ENGINES),
+        **dict.fromkeys(("pp-size", "pipeline-parallel-size"), STAGES),
+        "nnodes": "an actor's engine is on one machine: start more actors",
+        "tokenizer-worker-num": "each of several servers would ask for no token",
+        **dict.fromkeys(("ssl-keyfile", "ssl-certfile"), BY_PORT),
+        **dict.fromkeys(("api-key", "admin-api-key"), "it would be a second token beside the actor's"),
+    }
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         on_cpu = not has_gpu()
@@ -222,8 +235,7 @@ class SGLang(ForeignEngine):
             theirs.append(NO_OVERLAP)  # see SGLangControl
         if not on_cpu and options.dtype != "float32":
             theirs.append(EXACT_HEAD)
-        # Its server in Rust would not ask for our token, whatever this shell's environment says.
-        environment = {"HF_HUB_OFFLINE": "1", "SGLANG_RUST_SERVER": "0"}
+        environment = {"HF_HUB_OFFLINE": "1", **FIXED_VARIABLES}
         # Its sockets lie among the temporary files. So does what torch compiles for it, which is worth keeping.
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))

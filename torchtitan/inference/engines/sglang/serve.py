@@ -15,10 +15,26 @@ from torchtitan.inference.serving.middleware import (
     TokenMiddleware,
     parse_arguments,
     prepare,
+    take_over_environment,
     write_port_file,
 )
 
 # What Python calls this module in the processes that SGLang starts.
+# Its server in Rust would not ask for our token.
+FIXED_VARIABLES = {"SGLANG_RUST_SERVER": "0"}
+# With these it would be another engine than the one that the run asks for.
+CLEARED_VARIABLES = (
+    "SGLANG_API_KEY",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",  # log-probs without the temperature that tokens were sampled with
+    "SGLANG_PLUGINS",  # leaves out the plugins that are not named
+    "SGLANG_GRPC_PORT",  # a second server, which asks for no token
+    "SGLANG_TIMEOUT_KEEP_ALIVE",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT",  # shorter completions
+    "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES",
+    "SGLANG_SANITIZE_NAN_LOGITS",  # tokens are sampled from what is no number
+    "SGLANG_SIMULATE_*", "SGLANG_TEST_*", "SGLANG_KV_CANARY_*", "SGLANG_DEBUG_REVERT_PR",
+    "SGLANG_USE_MODELSCOPE", "SGLANG_EXTERNAL_MODEL_PACKAGE",
+)  # fmt: skip
 IN_A_CHILD = "__mp_main__"
 EVERYTHING = 2**62
 
@@ -49,6 +65,7 @@ def register_hook() -> None:
 def main(argv: list[str]) -> None:
     """Serve until a signal, or the parent's end."""
     own, theirs = parse_arguments("sglang", __doc__, argv)
+    take_over_environment(FIXED_VARIABLES, CLEARED_VARIABLES)
     held = prepare(own, whole_group=True)
     port = held.getsockname()[1]
 

@@ -73,8 +73,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env: str, folder: Path) -> EngineOptions:
     """Return what the engine's entry has to know. Raises UserError if the route does not exist or the engine is not
     installed."""
+    from torchtitan.inference.engines.sidecar.server import UnusableEngine
     from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 
+    if wrong := [] if arguments.url else engine.wrong_options(arguments.passed):
+        raise UnusableEngine("; ".join(wrong))
     given = {name: value for name, value in vars(arguments).items() if name in EngineOptions.__dataclass_fields__}
     computed = {
         "python": "" if arguments.url else find_python(engine.name, arguments.python),

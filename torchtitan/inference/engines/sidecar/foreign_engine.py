@@ -7,7 +7,7 @@ import http.client
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torchtitan.errors import UserError
+from torchtitan.inference.engines.options import read_options
 from torchtitan.inference.types import (
     Call,
     Capabilities,
@@ -40,6 +41,13 @@ FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_REASON_CHARACTERS = 500
 BLOCK = 1 << 20
+UNAUTHORIZED = 401
+# Statuses that no time changes: the token is wrong, or there is no such route.
+REFUSALS = (UNAUTHORIZED, 403, 404, 405)
+UNKNOWN_TOKEN = (
+    "the engine asks for another token than it was given: that of its --api-key, or of VLLM_API_KEY where vLLM was "
+    "started; --engine-token-env names the variable that has it"
+)
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests. keep: they stop and continue afterwards. wait: they finish first, while new ones
@@ -50,6 +58,14 @@ WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 class EngineError(Exception):
     """The engine did not do as asked, or not in time. The message is one line for the user."""
+
+
+class EngineUnfit(EngineError):
+    """The engine answers, and has said that it cannot be an actor as it was started."""
+
+
+class EngineRefused(EngineError):
+    """The engine answers, and has refused a question that every engine of a supported version answers."""
 
 
 class EngineNotListening(EngineError):
@@ -170,7 +186,9 @@ class AdminClient:
         answer comes in time."""
         status, text = self.exchange(method, path, timeout_s, body)
         if status != 200:
-            raise EngineError(f"{path} answered {status}: {text[:MAX_REASON_CHARACTERS]}")
+            refusal = EngineRefused if status in REFUSALS else EngineError
+            hint = f" ({UNKNOWN_TOKEN})" if status == UNAUTHORIZED else ""
+            raise refusal(f"{path} answered {status}: {text[:MAX_REASON_CHARACTERS]}{hint}")
         try:
             return decode(object, text.encode(), MAX_ANSWER_BYTES) if text else None
         except WrongForm:
@@ -335,6 +353,15 @@ class EngineOptions:
         return self.port_file.parent
 
 
+# Why options of engines are refused, whatever an engine calls them.
+SEVERAL_ENGINES = (
+    "its data-parallel workers would all be one actor, and drive each other out: start more actors instead "
+    "(inference.num_actors)"
+)
+STAGES = "a version is loaded by the workers of one tensor-parallel group: use inference.tensor_parallel_size"
+BY_PORT = "the agent and the run reach the engine's server by HTTP at a port of inference.host"
+
+
 class ForeignEngine:
     """An engine's entry: `ENGINE` in torchtitan.inference.<name>.engine. Imports neither the engine nor torch."""
 
@@ -342,6 +369,22 @@ class ForeignEngine:
     routes: ClassVar[tuple[Route, ...]]
     """`auto` takes the first one"""
     control: ClassVar[type[EngineControl]]
+    refused_options: ClassVar[Mapping[str, str]] = {}
+    """Options of the engine's own command line that no actor can have, unless their value is 1 -> why not"""
+
+    def wrong_options(self, words: Sequence[str]) -> list[str]:
+        """Return what is wrong with the engine's own options, for people; empty where they may be tried."""
+        wrong = []
+        for option in read_options(words):
+            reason = self.refused_options.get(option.name)
+            if reason is not None and option.value != "1":
+                value = "" if option.value is None else f" {option.value}"
+                wrong.append(f"--{option.name}{value} is not allowed with {self.name}: {reason}")
+        return wrong
+
+    def passed(self, options: EngineOptions) -> list[str]:
+        """Return the user's part of the command line; what of it has to be combined with ours is."""
+        return [*options.arguments]
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         """Return the server's own command line, and the environment variables that it needs in addition to ours."""
@@ -391,7 +434,7 @@ class ForeignEngine:
         ]  # fmt: skip
         # Programs that its kernels are compiled with (ninja) lie beside its Python.
         path = f"{Path(options.python).absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        return [*ours, "--", *theirs, *options.arguments], {"PATH": path, **environment}
+        return [*ours, "--", *theirs, *self.passed(options)], {"PATH": path, **environment}
 
     def find_route(self, asked: str, said: str) -> Route:
         """Return the requested route. If the engine does not have it, raise a UserError that begins with `said`."""

@@ -7,22 +7,26 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import shlex
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import base_url
+from torchtitan.inference.actor_client import UNUSABLE, base_url
 from torchtitan.inference.engines.sidecar.applier import Applier, FileLoader
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     WILDCARDS,
     EngineControl,
     EngineError,
+    EngineFacts,
     EngineNotListening,
     EngineOptions,
+    EngineRefused,
+    EngineUnfit,
     ForeignEngine,
     WeightLoader,
 )
@@ -43,6 +47,16 @@ PROBE_S = 5.0
 ENDING_S = 10.0
 LOOK_S = 1.0
 POLL_S = 0.1
+# What may be gone when an engine is started again: a process that ends just now has the memory, or the port.
+TRANSIENT = re.compile(r"out of memory|free memory|already in use|timed out|connection (refused|reset)", re.I)
+Result = TypeVar("Result")
+
+
+class UnusableEngine(UserError):
+    """The engine cannot be an actor with these options, and would fail the same way again. The exit code says so to
+    whoever has started the agent."""
+
+    exit_code = UNUSABLE
 
 
 class EngineWatch:
@@ -229,17 +243,10 @@ class RunningAgent:
             environment = child_environment(options.threads, secrets=True, **own)
             self._process = ChildProcess("the engine", arguments.log_file)
             await self._process.launch(command, environment)
-            port = await self._process.read_port(options.port_file, deadline)
+            port = await self._unless_it_ends(self._process.read_port(options.port_file, deadline))
             self.engine_url = base_url(WILDCARDS.get(options.host, options.host), port)
         control = self._engine.control(self.engine_url, token, options)
-        await self._unless_it_ends(_until_healthy(control, deadline))
-        # An engine that still compiles, on a busy machine, answers its first questions late.
-        control.timeout_s = max(options.update_timeout_s, deadline - time.monotonic())
-        try:
-            facts = await asyncio.to_thread(control.describe)
-        except EngineError as error:
-            raise UserError(f"the engine at {self.engine_url}: {error}") from error
-        control.timeout_s = options.update_timeout_s
+        facts = await self._unless_it_ends(until_described(control, deadline))
         # A running engine knows its number of workers. In a weight group for fewer, the others would end SGLang's
         # server.
         options = replace(options, tensor_parallel_size=facts.world_size)
@@ -278,7 +285,7 @@ class RunningAgent:
             while True:
                 await asyncio.wait({ended}, timeout=LOOK_S)
                 if ended.done():
-                    return f"{self._process.describe_end()}; {self._process.log_tail()}"
+                    return self._process.describe_failure()
                 if self._server is not None and self._server.watch.closed_s > ENDING_S:
                     closed = f"the engine has closed its port but did not end within {ENDING_S:g} s: killing it"
                     return f"{closed}; {self._process.log_tail()}"
@@ -294,25 +301,41 @@ class RunningAgent:
         if self._process is not None:
             await self._process.stop(grace_s)
 
-    async def _unless_it_ends(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Await `waiting`. Raises UserError if the engine ends first."""
+    async def _unless_it_ends(self, waiting: Coroutine[Any, Any, Result]) -> Result:
+        """Return what `waiting` returns. Raises UserError if the engine ends first."""
         work = asyncio.ensure_future(waiting)
         ended = asyncio.ensure_future(self.engine_ended())
         try:
             await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise UserError(ended.result())
-            await work
+            if ended.done() or (self._process is not None and not self._process.alive):
+                raise self._failure(await ended)
+            return await work
         finally:
             work.cancel()
             ended.cancel()
 
+    def _failure(self, reason: str) -> UserError:
+        """The error for an engine that has ended before it served. Another start is worth trying where a signal ended
+        it, where it has not said why, or where it says what may be gone by then."""
+        assert self._process is not None
+        cause = self._process.find_cause()
+        is_final = cause and not TRANSIENT.search(cause) and (self._process.end_code() or 0) > 0
+        return UnusableEngine(reason) if is_final else UserError(reason)
 
-async def _until_healthy(control: EngineControl, deadline: float) -> None:
-    """Return once the engine answers. Raises UserError if it has not by `deadline` (time.monotonic())."""
+
+async def until_described(control: EngineControl, deadline: float) -> EngineFacts:
+    """Return what the engine says of itself, once it answers.
+
+    Raises UserError if it has not answered by `deadline` (time.monotonic()), and at once if it answers and cannot be an
+    actor: no time mends a version or an option.
+    """
     while True:
         try:
-            return await asyncio.to_thread(control.check_health, PROBE_S)
+            facts = await asyncio.to_thread(control.describe)
+            await asyncio.to_thread(control.check_health, PROBE_S)
+            return facts
+        except (EngineUnfit, EngineRefused) as error:
+            raise UnusableEngine(f"the engine at {control.client.url}: {error}") from error
         except EngineError as error:
             if time.monotonic() > deadline:
                 raise UserError(f"the engine does not answer: {error}") from error

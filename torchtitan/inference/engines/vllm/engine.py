@@ -6,19 +6,25 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from torchtitan.inference.actor_client import RequestRefused, read_routes
+from torchtitan.inference.engines.options import read_options
 from torchtitan.inference.engines.sidecar.foreign_engine import (
+    BY_PORT,
     FINISHED,
+    SEVERAL_ENGINES,
+    STAGES,
     EngineControl,
     EngineError,
     EngineFacts,
     EngineOptions,
+    EngineUnfit,
     ForeignEngine,
     LabelledSpan,
     Malformed,
@@ -28,7 +34,7 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
     make_completion,
     read_spans,
 )
-from torchtitan.inference.engines.vllm.serve import BACKEND
+from torchtitan.inference.engines.vllm.serve import BACKEND, FIXED_VARIABLES
 from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
 from torchtitan.utils.machine import has_gpu, host_memory
 from torchtitan.utils.typed_json import Natural, decode
@@ -51,6 +57,7 @@ SLEEP_MODE = "--enable-sleep-mode"
 # Of its Hugging Face configuration: products of the head are summed to fp32 logits, as the trainer's are. Rounding them
 # to bfloat16 alone moves a sampled token's log-prob by some 0.03 nats. On a CPU it has packed the head's weight away.
 EXACT_HEAD = {"head_dtype": "float32"}
+OVERRIDES = "hf-overrides"
 CPU_ARGUMENTS = (
     # Nothing is compiled: on a CPU that takes longer than what it saves in a run of minutes.
     "--enforce-eager",
@@ -75,7 +82,7 @@ class VLLMControl(EngineControl):
         routes = self.ask("/openapi.json")["paths"]
         for route, how in NEEDED.items():
             if route not in routes:
-                raise EngineError(f"vLLM {version} has no route {route}: it needs {how}")
+                raise EngineUnfit(f"vLLM {version} has no route {route}: it needs {how}")
         world_size = int(self.ask("/get_world_size")["world_size"])
         options = self.options
         looks = options.verify_every > 0 and options.route == "direct"
@@ -143,6 +150,16 @@ class VLLM(ForeignEngine):
     name = "vllm"
     routes = ("direct", "agent")
     control = VLLMControl
+    refused_options = {
+        **dict.fromkeys(("data-parallel-size", "dp", "data-parallel-size-local", "dpl"), SEVERAL_ENGINES),
+        **dict.fromkeys(("pipeline-parallel-size", "pp"), STAGES),
+        **dict.fromkeys(("nnodes", "n"), "an actor's engine is on one machine: start more actors"),
+        **dict.fromkeys(("api-server-count", "asc"), "each of several servers would pause for itself"),
+        **dict.fromkeys(("uds", "ssl-keyfile", "ssl-certfile"), BY_PORT),
+        "headless": BY_PORT,
+        "disable-fastapi-docs": "the agent reads in /openapi.json which routes there are",
+        "api-key": "it would be a second token beside the actor's",
+    }
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         theirs = [
@@ -158,14 +175,13 @@ class VLLM(ForeignEngine):
         if options.route == "direct":
             theirs += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         if has_gpu() and options.dtype != "float32":
-            theirs += ["--hf-overrides", json.dumps(EXACT_HEAD)]
+            theirs += [f"--{OVERRIDES}", json.dumps(EXACT_HEAD)]
         if options.sleep_level:
             theirs.append(SLEEP_MODE)
         if options.device_share:
             theirs += ["--gpu-memory-utilization", f"{options.device_share:.3f}"]
         memory_gb = options.memory_gb
-        # Its /collective_rpc would unpickle what it is sent, whatever this shell's environment says.
-        environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+        environment = dict(FIXED_VARIABLES)
         if SOCKETS not in os.environ:
             environment[SOCKETS] = str(options.folder)
         if not has_gpu():
@@ -176,6 +192,11 @@ class VLLM(ForeignEngine):
         if memory_gb:
             theirs += ["--kv-cache-memory-bytes", str(int(memory_gb * GIGABYTE))]
         return theirs, environment
+
+    def passed(self, options: EngineOptions) -> list[str]:
+        if has_gpu() and options.dtype != "float32":
+            return merge_overrides(options.arguments, EXACT_HEAD)
+        return [*options.arguments]
 
     def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
         from torchtitan.inference.engines.vllm.direct import DirectLoader
@@ -229,6 +250,40 @@ class VLLM(ForeignEngine):
 
     def refused(self, status: int, reason: str) -> bool:
         return status in REFUSED
+
+
+def merge_overrides(words: Sequence[str], ours: Mapping[str, Any]) -> list[str]:
+    """Return a user's command line with our --hf-overrides in theirs, of which vLLM would take one. Of a key that is in
+    both the user's value counts. What is no JSON object stays as it is, for vLLM to refuse."""
+    options = read_options(words)
+    given = [option for option in options if option.name.partition(".")[0] == OVERRIDES]
+    overrides = dict(ours)
+    for option in given:
+        key = option.name.partition(".")[2]
+        try:
+            value = json.loads(option.value or "")
+        except ValueError:
+            value = option.value
+        if not key and not isinstance(value, dict):
+            return [*words]
+        _override(overrides, key.split(".") if key else [], value)
+    if not given:
+        return [*words]
+    rest = [word for option in options if option not in given for word in option.words]
+    return [*rest, f"--{OVERRIDES}", json.dumps(overrides)]
+
+
+def _override(overrides: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set what lies at a path of keys, of which none means all."""
+    if not path:
+        overrides.update(value)
+        return
+    *folders, last = path
+    for folder in folders:
+        inner = overrides.get(folder)
+        overrides[folder] = dict(inner) if isinstance(inner, dict) else {}
+        overrides = overrides[folder]
+    overrides[last] = value
 
 
 def default_memory_gb() -> float:

@@ -16,14 +16,32 @@ import shlex
 import sys
 
 from torchtitan.errors import UserError
-from torchtitan.inference.serving.middleware import parse_arguments, prepare, write_port_file
+from torchtitan.inference.serving.middleware import (
+    parse_arguments,
+    prepare,
+    take_over_environment,
+    write_port_file,
+)
 
 # Where a variable is set already, that counts.
-ENVIRONMENT = {
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+FIXED_VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for weights
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # /collective_rpc would unpickle what it is sent
 }
+# With these it would be another engine than the one that the run asks for.
+CLEARED_VARIABLES = (
+    "VLLM_API_KEY",  # a second token, which nobody sends
+    "VLLM_USE_RUST_FRONTEND", "VLLM_RUST_FRONTEND_PATH",  # a server without our middleware
+    "VLLM_PLUGINS",  # leaves out the plugins that are not named, such as ours
+    "VLLM_DP_*", "VLLM_ELASTIC_EP_*",  # several engines behind one address
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH",
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",  # a request that is sent again would meet its first try
+    "VLLM_MAX_N_SEQUENCES", "VLLM_MAX_COMPLETION_PROMPTS",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",  # weights that are not the run's
+    "VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH", "VLLM_TEST_*",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",  # experts that the router has not chosen
+)  # fmt: skip
 OWN_OPTIONS = (
     "--middleware", "torchtitan.inference.serving.middleware.PrefixKeyMiddleware",
     "--middleware", "torchtitan.inference.serving.middleware.TokenMiddleware",  # the last one is asked first
@@ -69,6 +87,7 @@ def main(argv: list[str]) -> int:
     arguments, theirs = parse_arguments("vllm", __doc__, argv)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    take_over_environment(FIXED_VARIABLES, CLEARED_VARIABLES)
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
     holding = prepare(arguments)
     port = holding.getsockname()[1]
