@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import EngineDescriptor, Features
@@ -29,6 +29,15 @@ class Colocated(EngineDescriptor):
         sleep_levels=(0, 1, 2),
         any_family=False,
     )
+    documentation: ClassVar[dict[str, str]] = {
+        "runs in": "the trainer's processes",
+        "its Python": "vLLM's environment, for the trainer too",
+        "more than one device per model": "`inference.tensor_parallel_size`, over neighbouring ranks",
+        "weights change while requests run": "between rounds of generation",
+        "adapters only (`lora.rank`)": "merged in the trainer",
+        "how its weights are verified": "log-probs of what it samples",
+        "sleep while the trainer trains (`inference.sleep_level`)": "`/sleep` and `/wake_up`, in process",
+    }
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
         inference = config.inference

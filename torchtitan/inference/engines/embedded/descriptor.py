@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from torchtitan.config.derived import started_actors, verification
 from torchtitan.config.job_config import JobConfig
@@ -36,6 +37,15 @@ class Embedded(EngineDescriptor):
         trainers_layers=True,
         any_family=False,
     )
+    documentation: ClassVar[dict[str, str]] = {
+        "runs in": "a separate process",
+        "its Python": "the trainer's",
+        "more than one device per model": "no",
+        "weights change while requests run": "yes",
+        "adapters only (`lora.rank`)": "merged in the engine",
+        "how its weights are verified": "its own digest",
+        "sleep while the trainer trains (`inference.sleep_level`)": "frees its KV cache; level 2: its weights too",
+    }
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
         if config.inference.sleep_level == 2 and config.lora.rank:

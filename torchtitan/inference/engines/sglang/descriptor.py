@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
@@ -25,6 +26,15 @@ class SGLangServer(ServedEngine):
         update_modes=("in_flight",),
         reports_experts=True,
     )
+    documentation: ClassVar[dict[str, str]] = {
+        "runs in": "SGLang's server, with our agent beside it",
+        "its Python": "a separate environment",
+        "more than one device per model": "`inference.tensor_parallel_size`",
+        "weights change while requests run": "yes",
+        "adapters only (`lora.rank`)": "merged beside its base weights",
+        "how its weights are verified": "probe",
+        "sleep while the trainer trains (`inference.sleep_level`)": "releases and resumes memory by tags",
+    }
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
         yield from super().problems(config, ranks)

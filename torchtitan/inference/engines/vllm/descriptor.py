@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 
@@ -38,6 +39,15 @@ class VLLMServer(ServedEngine):
         reports_experts=True,
         reports_experts_on_cpu=False,
     )
+    documentation: ClassVar[dict[str, str]] = {
+        "runs in": "vLLM's server, with our agent beside it",
+        "its Python": "a separate environment",
+        "more than one device per model": "`inference.tensor_parallel_size`",
+        "weights change while requests run": "yes",
+        "adapters only (`lora.rank`)": "merged beside its base weights",
+        "how its weights are verified": "probe, or its own digest",
+        "sleep while the trainer trains (`inference.sleep_level`)": "`/sleep` and `/wake_up`",
+    }
 
     def missing(self, config: JobConfig) -> Iterator[tuple[str, str]]:
         try:
