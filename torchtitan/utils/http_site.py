@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import hmac
 import logging
 import resource
+import socket
+import struct
+import sys
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -22,6 +28,9 @@ STRANGER_SECONDS = 10.0
 BACKLOG = 1024
 # Of what aiohttp logs, so many lines pass per so many seconds, with so many characters of a stranger's request.
 MAX_LINES, LINES_SECONDS, MAX_SHOWN = 10, 60.0, 100
+# The state of a connection, which is closed once the other side has refused what it was sent, and how many segments it
+# has not acknowledged (linux/tcp.h).
+UNACKNOWLEDGED, TCP_CLOSE = struct.Struct("=B23xI"), 7
 
 
 def has_token(request: web.Request, token: str, in_query: bool = False) -> bool:
@@ -42,6 +51,19 @@ class StrangersLines(RateLimit):
             record.msg, record.args = f"a request is refused: {escaped(str(error), MAX_SHOWN)}", ()
             record.exc_info = record.exc_text = None
         return super().filter(record)
+
+
+def _has_unread(transport: asyncio.BaseTransport | None) -> bool:
+    """Whether the other side has not taken all that it was sent, as Linux knows it (struct tcp_info); elsewhere, or
+    where there is no connection any longer, it is not known."""
+    connection = None if transport is None else transport.get_extra_info("socket")
+    if connection is None or sys.platform != "linux":
+        return False
+    with contextlib.suppress(OSError):
+        about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNACKNOWLEDGED.size)
+        state, unacknowledged = UNACKNOWLEDGED.unpack(about)
+        return bool(state == TCP_CLOSE or unacknowledged)
+    return False
 
 
 logging.getLogger("aiohttp.server").addFilter(StrangersLines(MAX_LINES, LINES_SECONDS))
@@ -69,10 +91,15 @@ class HttpSite:
         self._most = min(MAX_STRANGERS, max(TURN_SHARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE))
         self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         """Connections that have not authenticated, the oldest first, and what closes them"""
+        self._on_reset: dict[asyncio.BaseProtocol, Callable[[], None]] = {}
+        """Connections, and what to call if their clients break them off"""
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port. Raises UserError if the address cannot be bound."""
         await self._runner.setup()
+        assert self._runner.server is not None
+        lost = functools.partial(self._lost, self._runner.server.connection_lost)
+        self._runner.server.connection_lost = lost  # type: ignore[method-assign]
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self._connect, host, port, backlog=self._most // TURN_SHARE)
@@ -94,6 +121,22 @@ class HttpSite:
     def trust(self, request: web.BaseRequest) -> None:
         """Keep the connection of this request as long as its client likes."""
         self._forget(request.protocol)
+
+    def on_reset(self, request: web.BaseRequest, callback: Callable[[], None]) -> None:
+        """Call back if the client ends the connection of this request before all that was sent has reached it. This
+        replaces what was to be called before."""
+        self._on_reset[request.protocol] = callback
+
+    def _lost(
+        self,
+        forget: Callable[[RequestHandler, BaseException | None], None],
+        protocol: RequestHandler,
+        error: BaseException | None = None,
+    ) -> None:
+        callback = self._on_reset.pop(protocol, None)
+        if callback is not None and (isinstance(error, ConnectionError) or _has_unread(protocol.transport)):
+            callback()
+        forget(protocol, error)
 
     def _connect(self) -> asyncio.BaseProtocol:
         assert self._runner.server is not None

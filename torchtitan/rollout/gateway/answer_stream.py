@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -49,9 +49,10 @@ class AnswerStream:
         finally:
             task.cancel()
 
-    async def finish(self, answer: Answer) -> None:
-        """Send the answer and end the stream."""
-        await self._send(self._dialect.events(self._call, answer))
+    async def finish(self, answer: Answer, sent: Callable[[], None]) -> None:
+        """Send the answer and end the stream. sent: called once the answer is on its way, with which a program may end
+        the connection."""
+        await self._send(self._dialect.events(self._call, answer), sent)
         await self._end()
 
     async def fail(self, message: str, status: int, code: str | None) -> None:
@@ -59,9 +60,14 @@ class AnswerStream:
         await self._send(self._dialect.failure(self._call, self._answer, message, status, code))
         await self._end()
 
-    async def _send(self, events: Iterable[dict[str, Any]]) -> None:
+    async def _send(self, events: Iterable[dict[str, Any]], sent: Callable[[], None] = lambda: None) -> None:
         frames = b"".join(self._dialect.frame(event, next(self._numbers)) for event in events)
-        await asyncio.wait_for(self.response.write(frames), self._write_timeout_s)
+
+        async def write() -> None:
+            await self.response.write(frames)
+            sent()
+
+        await asyncio.wait_for(write(), self._write_timeout_s)
 
     async def _end(self) -> None:
         if self._dialect.last_frame:

@@ -28,23 +28,33 @@ class SessionRecord:
     failed: int
     """Calls that the system never answered; if there are any, the episode says nothing about the policy"""
     cut: bool
-    """A limit truncated the last answer, or left no room for one"""
+    """A limit truncated the last answer of the main conversation, or left no room for one"""
     counts: Counter[str] = field(default_factory=Counter)
-    """See Session.counts"""
+    """What became of its requests (exchange.py), and Session.counts"""
+    side: int = 0
+    """So many branches, the first ones, are of side calls; the others are of the main conversation, whose last answer
+    ends the last one"""
+    refusals: list[dict[str, str]] = field(default_factory=list)
+    """The latest refusal of each kind: kind, path, reason"""
+    ended_by: str = ""
+    """The refusal on which the main conversation ended; empty if it did not"""
 
 
-class _Facts(msgspec.Struct):
+class _Facts(msgspec.Struct, kw_only=True):
     calls: int
     failed: int
     cut: bool
     counts: dict[str, int]
+    side: int = 0
+    refusals: list[dict[str, str]] = []
+    ended_by: str = ""
 
 
-class _Record(_Facts):
+class _Record(_Facts, kw_only=True):
     branches: list[list[list[Natural] | WrittenCompletion]]
 
 
-class _PackedRecord(_Facts):
+class _PackedRecord(_Facts, kw_only=True):
     branches: list[list[memoryview | Packed]]
 
 
@@ -64,7 +74,8 @@ def pack_record(_about: dict[str, Any], data: bytes | memoryview) -> bytes:
         [array(one, "<i8") if isinstance(one, list) else pack(completion_of(one)) for one in branch]
         for branch in record.branches
     ]
-    return msgspec.msgpack.encode(_PackedRecord(record.calls, record.failed, record.cut, record.counts, branches))
+    facts = {name: getattr(record, name) for name in _Facts.__struct_fields__}
+    return msgspec.msgpack.encode(_PackedRecord(**facts, branches=branches))
 
 
 async def read_record(data: bytes) -> SessionRecord | None:
@@ -76,4 +87,5 @@ async def read_record(data: bytes) -> SessionRecord | None:
         Branch([unpack(one) if isinstance(one, Packed) else Given(values(one, "<i8").tolist()) for one in branch])
         for branch in packed.branches
     ]
-    return SessionRecord(branches, packed.calls, packed.failed, packed.cut, Counter(packed.counts))
+    facts = {name: getattr(packed, name) for name in _Facts.__struct_fields__}
+    return SessionRecord(branches=branches, **facts | {"counts": Counter(packed.counts)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -11,9 +12,9 @@ import secrets
 import sys
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_detection import detect_format
+from torchtitan.rollout.gateway.access import Access
 from torchtitan.rollout.gateway.answer_stream import AnswerStream
 from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
 from torchtitan.rollout.gateway.conversation import refuse_prefill
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
 from torchtitan.rollout.gateway.dialects.token_ids import parse_tokens, tokens_answer
+from torchtitan.rollout.gateway.exchange import TURNS_USED_UP, Exchange, Ledger, NoAnswer
 from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, PeerFailed
-from torchtitan.rollout.gateway.record import branches_to_json
 from torchtitan.rollout.gateway.request_body import MAX_BODY_BYTES, read_body
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.utils.child_process import end_with_parent
@@ -48,11 +50,9 @@ TRANSFER_S = 60.0
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
 SESSION_HEADER = "X-Session-ID"
+# The libraries of OpenAI and Anthropic count there how often they have repeated a call.
+RETRY_HEADER = "x-stainless-retry-count"
 SESSION_ENDED = "session_ended"
-
-
-class NoAnswer(Exception):
-    """The system could not answer a call. The message says why."""
 
 
 class RefusedInStream(Exception):
@@ -81,20 +81,8 @@ class Settings:
     """Deadline for an answer of the engines, including the wait for a free one"""
 
 
-@dataclass
-class _Access:
-    """The access of one key: to an episode's only session or, with `many`, to sessions that calls name in a header."""
-
-    name: str
-    many: bool
-    sampling: SamplingParameters
-    min_version: int
-    shares: str
-    sessions: dict[str, Session] = field(default_factory=dict)
-    under_way: set[asyncio.Task[Any]] = field(default_factory=set)
-    ended: bool = False
-    reported: bool = False
-    """Whether the run has been told of a call after the end"""
+Handler = Callable[[web.Request, Access, Exchange], Awaitable[web.StreamResponse]]
+"""Answers a request of an episode. What it returns may have been sent already"""
 
 
 class GatewayServer:
@@ -107,11 +95,13 @@ class GatewayServer:
 
     def __init__(self, token: str, public: bool = False):
         self._token, self._public = token, public
-        self._accesses: dict[str, _Access] = {}
+        self._accesses: dict[str, Access] = {}
         """Accesses by key"""
         self._open_keys: dict[str, str] = {}
         """Name of an access that has not ended -> its key"""
         self._ended_keys: deque[str] = deque()
+        self._strangers = Ledger()
+        """Requests with no key of an open episode, since an episode has last ended"""
         # Sampling is cancelled when a program disconnects.
         self.site = HttpSite(self._application(), decompress=False)
         self.gone = asyncio.Event()
@@ -125,13 +115,13 @@ class GatewayServer:
                 web.get("/control", self._control),
                 *(web.post(one.path, self._answering(self._converse(one), one)) for one in DIALECTS),
                 *(
-                    web.post(one.counting_path, self._answering(self._count_tokens(one), one))
+                    web.post(one.counting_path, self._answering(self._count_tokens(one), one, asks_policy=False))
                     for one in DIALECTS
                     if one.counting_path
                 ),
-                web.get("/v1/models", self._answering(self._models)),
+                web.get("/v1/models", self._answering(self._models, asks_policy=False)),
                 web.post("/inference/v1/generate", self._answering(self._generate)),
-                web.route("*", "/{other:.*}", _no_route),
+                web.route("*", "/{other:.*}", self._no_route),
             ]
         )
         return application
@@ -168,7 +158,7 @@ class GatewayServer:
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """Open a new access and return its key."""
         key = secrets.token_urlsafe(24)
-        self._accesses[key] = _Access(session, many, SamplingParameters(**sampling), min_version, shares)
+        self._accesses[key] = Access(session, many, SamplingParameters(**sampling), min_version, shares)
         self._open_keys[session] = key
         return key
 
@@ -177,54 +167,82 @@ class GatewayServer:
         key = self._open_keys.pop(session, None)
         if key is None:
             return None
-        access = self._accesses[key]
-        access.ended = True
-        for task in access.under_way:
-            task.cancel()
         self._ended_keys.append(key)
+        access = self._accesses[key]
         if len(self._ended_keys) > MAX_ENDED:
             del self._accesses[self._ended_keys.popleft()]
-        sessions, access.sessions = list(access.sessions.values()), {}
-        return {
-            "branches": branches_to_json([branch for one in sessions for branch in one.branches]),
-            "calls": sum(one.calls for one in sessions),
-            "failed": sum(len(one.failed) for one in sessions),
-            "cut": any(one.cut for one in sessions),
-            "counts": sum((one.counts for one in sessions), Counter()),
-        }
+        strangers, self._strangers = self._strangers, Ledger()
+        return access.end(strangers)
 
     # Calls from programs
 
     def _answering(
-        self, handler: Callable[[web.Request, _Access], Awaitable[web.StreamResponse]], dialect: Dialect = OPENAI
+        self, handler: Handler, dialect: Dialect = OPENAI, asks_policy: bool = True
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a handler that finds the episode of a request, answers it and counts what becomes of it."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
+            exchange = Exchange(request.path, asks_policy, request.headers.get(RETRY_HEADER, "0") != "0")
             try:
                 access = await self._find_access(request)
-                task = asyncio.ensure_future(handler(request, access))
-                access.under_way.add(task)
-                try:
-                    return await task
-                except asyncio.CancelledError:
-                    task.cancel()
-                    if not access.ended:
-                        raise  # the program has disconnected
-                    raise _ended() from None
-                finally:
-                    access.under_way.discard(task)
-            except ConnectionError:
-                raise  # nobody is there to read an error
+            except WrongCall as error:
+                if error.code != SESSION_ENDED:  # of which the run has heard
+                    exchange.fail(error, error.status, error.code)
+                    self._strangers.settle(exchange)
+                return _refused(dialect, error)
+            task = asyncio.ensure_future(self._respond(handler, request, access, exchange))
+            access.under_way[task] = exchange
+            try:
+                return await task
+            except asyncio.CancelledError:
+                task.cancel()
+                if access.ended:
+                    return _refused(dialect, _ended())
+                exchange.break_off()
+                raise  # the program has disconnected
+            except (ConnectionError, asyncio.TimeoutError):
+                exchange.break_off()
+                if request.transport is not None:
+                    request.transport.abort()
+                return web.Response(status=499)  # which nobody reads
             except RefusedInStream as error:
+                exchange.fail(error.refusal, error.refusal.status, error.refusal.code)
                 await error.stream.begin(request)
                 await error.stream.fail(*_error_of(error.refusal))
                 return error.stream.response
             except Exception as error:
                 message, status, code = _error_of(error)
-                return _json(dialect.error(message, status, code), status)
+                exchange.fail(error, status, code)
+                return _refused(dialect, WrongCall(message, code, status))
+            finally:
+                del access.under_way[task]
+                if not access.ended:
+                    access.ledger.settle(exchange)
 
         return handle
 
-    async def _find_access(self, request: web.Request) -> _Access:
+    async def _respond(
+        self, handler: Handler, request: web.Request, access: Access, exchange: Exchange
+    ) -> web.StreamResponse:
+        """Answer a request and send the answer: only then the program has it.
+
+        Raises ConnectionError if the program is gone, TimeoutError if it does not take its answer.
+        """
+        if len(access.under_way) > MAX_UNDER_WAY:
+            raise WrongCall(f"this key has {MAX_UNDER_WAY} calls under way", "too_many_calls", 429)
+        # What is written may still not be received.
+        self.site.on_reset(request, functools.partial(access.take_back, exchange))
+        response = await handler(request, access, exchange)
+
+        async def send() -> None:
+            await response.prepare(request)
+            await response.write_eof()
+            exchange.answer()  # a program may end its connection at once
+
+        await asyncio.wait_for(send(), TRANSFER_S)
+        return response
+
+    async def _find_access(self, request: web.Request) -> Access:
         """Return the access of a request's key.
 
         Raises WrongCall if the key is unknown or its episode has ended; the run is told once of a late call.
@@ -234,8 +252,6 @@ class GatewayServer:
             raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
         access = next((one for one in found if not one.ended), found[0])
         self.site.trust(request)
-        if len(access.under_way) >= MAX_UNDER_WAY:
-            raise WrongCall(f"this key has {MAX_UNDER_WAY} calls under way", "too_many_calls", 429)
         if access.ended:
             if not access.reported:
                 access.reported = True
@@ -243,7 +259,22 @@ class GatewayServer:
             raise _ended()
         return access
 
-    def _session(self, request: web.Request, access: _Access) -> Session:
+    async def _no_route(self, request: web.Request) -> web.Response:
+        """Refuse a request to no route, in the form of the dialect whose path it begins with."""
+        matching = [one for one in DIALECTS if request.path.startswith(one.path)]
+        dialect = matching[0] if matching else OPENAI
+        paths = ", ".join(one.path for one in DIALECTS)
+        text = f"{request.method} {request.path} is not served here: programs POST to {paths}"
+        error = WrongCall(text, "unknown_url", 404)
+        if request.method != "HEAD":  # which only asks whether somebody is here
+            exchange = Exchange(request.path, asks_policy=False)
+            exchange.fail(error, error.status, error.code)
+            found = [self._accesses[key] for key in _keys(request) if key in self._accesses]
+            ledgers = [one.ledger for one in found if not one.ended]
+            (ledgers[0] if ledgers else self._strangers).settle(exchange)
+        return _refused(dialect, error)
+
+    def _session(self, request: web.Request, access: Access) -> Session:
         """Return the session of a call. Raises WrongCall if the call must name its session but does not."""
         name = access.name
         if access.many:
@@ -256,32 +287,33 @@ class GatewayServer:
             access.sessions[name] = Session(name, sampling, self._settings.seq_len, access.min_version, access.shares)
         return access.sessions[name]
 
-    async def _models(self, _request: web.Request, _access: _Access) -> web.Response:
+    async def _models(self, _request: web.Request, _access: Access, _exchange: Exchange) -> web.Response:
         model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
         return _json({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
 
-    def _converse(self, dialect: Dialect) -> Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]:
+    def _converse(self, dialect: Dialect) -> Handler:
         """Return the handler of a dialect's calls."""
 
-        async def converse(request: web.Request, access: _Access) -> web.StreamResponse:
+        async def converse(request: web.Request, access: Access, exchange: Exchange) -> web.StreamResponse:
             session = self._session(request, access)
-            call = self._understood(session, dialect.read(await read_body(request, TRANSFER_S), session.recall))
+            exchange.body = await read_body(request, TRANSFER_S)
+            call = self._understood(session, dialect.read(exchange.body, session.recall))
             refuse_prefill(call.messages)
             prompt_ids = self._prompt(session, call)
             started = Answer(f"{session.name}-refused", self._settings.name, int(time.time()), len(prompt_ids), [])
             try:
-                number = self._admit(session, prompt_ids, call)
+                number = self._admit(session, prompt_ids, call, exchange)
             except WrongCall as error:
                 if call.stream and error.code == CONTEXT_FULL and dialect.streams_full_context:
                     raise RefusedInStream(error, AnswerStream(dialect, call, started, TRANSFER_S)) from error
                 raise
             started = replace(started, name=f"{session.name}-{number}")
             if not call.stream:
-                return _json(dialect.write(call, await self._answer(session, call, prompt_ids, number, started)))
+                return _json(dialect.write(call, await self._answer(session, call, prompt_ids, exchange, started)))
             stream = AnswerStream(dialect, call, started, TRANSFER_S)
             await stream.begin(request)
             try:
-                answer = await stream.keep_alive(self._answer(session, call, prompt_ids, number, started))
+                answer = await stream.keep_alive(self._answer(session, call, prompt_ids, exchange, started))
             except asyncio.CancelledError:
                 if not access.ended:
                     raise  # the program has disconnected
@@ -289,29 +321,31 @@ class GatewayServer:
             except ConnectionError:
                 raise  # the same, seen at a ping
             except Exception as error:
-                await stream.fail(*_error_of(error))
+                message, status, code = _error_of(error)
+                exchange.fail(error, status, code)
+                await stream.fail(message, status, code)
             else:
-                await stream.finish(answer)
+                await stream.finish(answer, exchange.answer)
             return stream.response
 
         return converse
 
     async def _answer(
-        self, session: Session, call: Call, prompt_ids: list[int], number: int, started: Answer
+        self, session: Session, call: Call, prompt_ids: list[int], exchange: Exchange, started: Answer
     ) -> Answer:
         """Return the policy's answer to a call. Raises NoAnswer if the system fails."""
         choices = []
-        for index, completion in enumerate(await self._sample(session, prompt_ids, call, number)):
+        for index, completion in enumerate(await self._sample(session, prompt_ids, call, exchange)):
             named = f"{started.name}-{index}" if index else started.name
             choice = make_choice(completion, call, self._tokenizer, named, self._tool_format, prompt_ids)
             session.remember(started.name, call, choice)
             choices.append(choice)
         return replace(started, choices=choices)
 
-    def _count_tokens(self, dialect: Dialect) -> Callable[[web.Request, _Access], Awaitable[web.StreamResponse]]:
+    def _count_tokens(self, dialect: Dialect) -> Handler:
         """Return the handler of calls whose tokens are only counted."""
 
-        async def count(request: web.Request, access: _Access) -> web.StreamResponse:
+        async def count(request: web.Request, access: Access, _exchange: Exchange) -> web.StreamResponse:
             session = self._session(request, access)
             call = self._understood(session, dialect.read(await read_body(request, TRANSFER_S), session.recall))
             return _json(dialect.write_count(len(self._prompt(session, call))))
@@ -335,18 +369,19 @@ class GatewayServer:
         except UserError as error:
             raise WrongCall(str(error)) from error
 
-    async def _generate(self, request: web.Request, access: _Access) -> web.Response:
+    async def _generate(self, request: web.Request, access: Access, exchange: Exchange) -> web.Response:
         session = self._session(request, access)
-        call = parse_tokens(await read_body(request, TRANSFER_S))
-        number = self._admit(session, call.token_ids, call)
-        (completion,) = await self._sample(session, call.token_ids, call, number)
+        exchange.body = await read_body(request, TRANSFER_S)
+        call = parse_tokens(exchange.body)
+        number = self._admit(session, call.token_ids, call, exchange)
+        (completion,) = await self._sample(session, call.token_ids, call, exchange)
         return _json(tokens_answer(f"{session.name}-{number}", completion))
 
-    def _admit(self, session: Session, prompt_ids: list[int], call: Call) -> int:
-        """Count a call and return its number. Raises WrongCall if there is no room or no call left."""
+    def _admit(self, session: Session, prompt_ids: list[int], call: Call, exchange: Exchange) -> int:
+        """Give a call its number, and return it. Raises WrongCall if there is no room or no answer left."""
         stop_ids(call, self._tokenizer)  # refuses tokens that do not exist
         if len(prompt_ids) >= session.longest:
-            session.cut = True
+            session.run_out(prompt_ids, call)
             # Agents compact when they read this: Claude Code looks for the first words and reads both numbers, LiteLLM
             # looks for "maximum context length".
             raise WrongCall(
@@ -354,16 +389,20 @@ class GatewayServer:
                 f"context length is {session.longest} tokens (training.seq_len), of which an answer needs one",
                 CONTEXT_FULL,
             )
-        number = session.calls
-        if number + call.n > self._settings.max_calls:
-            session.cut = True
-            raise WrongCall(
-                f"this session has had {number} of its {self._settings.max_calls} answers", "too_many_calls", 429
-            )
-        session.calls += call.n
-        return number
+        if call.n == 1:
+            exchange.discards = session.find_discarded(prompt_ids, exchange.retries)
+        most, further = self._settings.max_calls, 0 if exchange.discards else call.n
+        if session.calls + session.under_way + further > most or session.counts["answers_repeated"] >= most:
+            session.run_out(prompt_ids, call)
+            text = f"this session has had {session.calls} of its {most} answers (environment.max_turns)"
+            raise WrongCall(text, TURNS_USED_UP, 429)
+        exchange.number = session.asked
+        session.asked += call.n
+        return exchange.number
 
-    async def _sample(self, session: Session, prompt_ids: list[int], call: Call, number: int) -> list[Completion]:
+    async def _sample(
+        self, session: Session, prompt_ids: list[int], call: Call, exchange: Exchange
+    ) -> list[Completion]:
         """Sample the completions of an admitted call and record them before the program gets them.
 
         Raises NoAnswer if the system fails.
@@ -375,19 +414,25 @@ class GatewayServer:
             n=call.n,
             max_tokens=min(room, limits.max_tokens, call.max_tokens or room),
             stop_token_ids=list(dict.fromkeys([*limits.stop_token_ids, *stop_ids(call, self._tokenizer)])),
-            seed=stream_seed(limits.seed, number),
+            seed=stream_seed(limits.seed, exchange.number),
         )
-        asked = GenerateRequest(f"{session.name}-{number}", prompt_ids, sampling).to_json()
+        asked = GenerateRequest(f"{session.name}-{exchange.number}", prompt_ids, sampling).to_json()
         answers = self._peer.call("sample", request=asked, min_version=session.min_version, shares=session.shares)
+        session.under_way += call.n
         try:
             body = await asyncio.wait_for(answers, self._settings.timeout_s)
             sampled = [Completion.from_json(one) for one in decode(list[Object], body, len(body))]
         except (PeerFailed, ConnectionError, asyncio.TimeoutError, WrongForm) as error:
             session.failed.add(hash(tuple(prompt_ids)))
             raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
+        finally:
+            session.under_way -= call.n
         completions = [cut_at_stop(one, call.stop, self._tokenizer) for one in sampled]
+        if exchange.discards is not None:
+            session.discard(exchange.discards)
         for completion in completions:
-            session.record(prompt_ids, completion)
+            session.record(prompt_ids, completion, call)
+            exchange.answers.append((session, completion))
         return completions
 
 
@@ -416,13 +461,12 @@ def _error_of(error: Exception) -> tuple[str, int, str | None]:
     return f"an error of the gateway, which its log describes: {type(error).__name__}", 500, None
 
 
-async def _no_route(request: web.Request) -> web.Response:
-    """Refuse a request to no route, in the form of the dialect whose path it begins with."""
-    matching = [one for one in DIALECTS if request.path.startswith(one.path)]
-    dialect = matching[0] if matching else OPENAI
-    paths = ", ".join(one.path for one in DIALECTS)
-    text = f"{request.method} {request.path} is not served here: programs POST to {paths}"
-    return _json(dialect.error(text, 404, "unknown_url"), 404)
+def _refused(dialect: Dialect, error: WrongCall) -> web.Response:
+    response = _json(dialect.error(str(error), error.status, error.code), error.status)
+    if error.code == TURNS_USED_UP:
+        # Libraries repeat a call that gets 429, unless they are told not to: an episode gets no further answers.
+        response.headers["x-should-retry"] = "false"
+    return response
 
 
 def _ended() -> WrongCall:

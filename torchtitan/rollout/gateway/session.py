@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Branch, Completion, SamplingParameters, add_turn
+from torchtitan.inference.types import Branch, Completion, Given, SamplingParameters, add_turn
 from torchtitan.rollout.conversation.messages import ASSISTANT, Messages, read_message
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
 from torchtitan.rollout.gateway.conversation import settle
 from torchtitan.rollout.gateway.known_conversations import Held, KnownConversations
+from torchtitan.rollout.gateway.main_conversation import Conversations
 
 # What is counted of the answers of a session; see Session.counts.
-COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out", "histories_rewritten")
+COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out", "histories_rewritten", "answers_repeated")
 # Differences of a session that are kept for its record.
 MAX_DIFFERENCES = 3
+NO_CALL = Call()
 
 
 @dataclass
@@ -37,15 +39,22 @@ class Session:
     min_version: int = 0
     shares: str = ""
     """See InferencePool.generate"""
+    asked: int = 0
+    """Answers that were asked for: the number of the next one, which decides its name and its random numbers"""
+    under_way: int = 0
+    """Those that are being sampled"""
     calls: int = 0
+    """Those that the program has got: what max_turns counts"""
     failed: set[int] = field(default_factory=set)
-    cut: bool = False
-    """Whether a limit truncated the last answer, or left no room for one"""
     counts: Counter[str] = field(default_factory=Counter)
     """Answers that end at a stop text (stops_cut), those without the call that was asked for (tool_choices_missed),
-    tools of calls that the policy did not see (tools_left_out), and calls whose conversation began a branch although it
-    has answers already (histories_rewritten)"""
+    tools of calls that the policy did not see (tools_left_out), calls whose conversation began a branch although it has
+    answers already (histories_rewritten), and answers that the program threw away to ask for the same again
+    (answers_repeated)"""
     branches: list[Branch] = field(default_factory=list)
+    conversations: Conversations = field(default_factory=Conversations)
+    _latest: dict[int, tuple[Completion, int | None]] = field(default_factory=dict)
+    """By the hash of its prompt, the latest answer, and the most tokens that its call allowed"""
     differences: list[str] = field(default_factory=list)
     """Where the conversations of histories_rewritten first differ from those before them, the first few"""
     _known: KnownConversations = field(default_factory=KnownConversations)
@@ -73,13 +82,55 @@ class Session:
                     return token_ids + renderer.following(token_ids, new, tools)
         return renderer.whole(messages, tools)
 
-    def record(self, prompt_ids: list[int], completion: Completion) -> None:
+    def record(self, prompt_ids: list[int], completion: Completion, call: Call = NO_CALL) -> None:
         """Record the answer to a call."""
         extended = add_turn(self.branches, prompt_ids, completion)
         # The branch that ended last is the last in the list.
         self.branches = [*(one for one in self.branches if one is not extended), extended]
-        self.cut = completion.finish_reason == "length"
+        self.conversations.add(extended, completion, call)
+        self.calls += 1
         self.failed.discard(hash(tuple(prompt_ids)))
+        self._latest[hash(tuple(prompt_ids))] = completion, call.max_tokens
+
+    def find_discarded(self, prompt_ids: list[int], retries: bool) -> Completion | None:
+        """Return the answer that the program has thrown away if it sends a call with these tokens once more.
+
+        Some programs repeat a call to get another answer. retries: the program says that it does not. Nor does it where
+        a limit of the run truncated the answer: it takes that for a broken one.
+        """
+        completion, most = self._latest.get(hash(tuple(prompt_ids)), (None, None))
+        if completion is None or not any(one.segments[-1] is completion for one in self.branches):
+            return None
+        truncated = completion.finish_reason == "length" and len(completion.token_ids) != most
+        return completion if retries or truncated else None
+
+    def discard(self, completion: Completion) -> None:
+        """Forget an answer that the program has thrown away, now that it gets another one to the same call."""
+        if self.withdraw(completion):
+            self.counts["answers_repeated"] += 1
+
+    def withdraw(self, completion: Completion) -> bool:
+        """Forget an answer that nobody has used; return False where a later call has continued it."""
+        branch = next((one for one in self.branches if one.segments[-1] is completion), None)
+        if branch is None:
+            return False
+        left = branch.segments[:-1]
+        if isinstance(left[-1], Given):
+            left = left[:-1]
+        # What is known of the conversation goes on to hold the branch as it was.
+        shorter = Branch(left) if left else None
+        replaced = [shorter if one is branch else one for one in self.branches]
+        self.branches = [one for one in replaced if one is not None]
+        self.conversations.remove(branch, completion, shorter)
+        self.calls -= 1
+        return True
+
+    def run_out(self, prompt_ids: list[int], call: Call) -> None:
+        """A limit leaves no room for the answer to a call."""
+        held = [one for one in self.branches if prompt_ids[: len(one)] == one.token_ids]
+        conversation = self.conversations.find(max(held, key=len, default=None), call)
+        if conversation is not None:
+            conversation.out_of_room = True
 
     def remember(self, name: str, call: Call, choice: Choice) -> None:
         """Remember the conversation of a call and a recorded answer to it, and by the answer's name where it stands."""
@@ -90,7 +141,9 @@ class Session:
             self.counts["histories_rewritten"] += bool(difference)
             if difference and len(self.differences) < MAX_DIFFERENCES:
                 self.differences.append(difference)
-        messages = [*call.messages, read_message(choice.message)]
+        message = read_message(choice.message)
+        self.conversations.note_text(choice.completion, message)
+        messages = [*call.messages, message]
         key = self._known.add(messages, call.tools, Held(branch, len(branch)), call.header)
         self._answers[name] = key, call.preamble
         self._answer_of_call |= {one["id"]: name for one in choice.calls}

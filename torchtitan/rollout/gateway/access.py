@@ -1,0 +1,67 @@
+"""The access of an episode's program to the gateway: its key's sessions, its requests, and the record of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.inference.types import SamplingParameters
+from torchtitan.rollout.gateway.exchange import Exchange, Ledger
+from torchtitan.rollout.gateway.main_conversation import main_conversation
+from torchtitan.rollout.gateway.record import branches_to_json
+from torchtitan.rollout.gateway.session import Session
+
+
+@dataclass
+class Access:
+    """The access of one key: to an episode's only session or, with `many`, to sessions that calls name in a header."""
+
+    name: str
+    many: bool
+    sampling: SamplingParameters
+    min_version: int
+    shares: str
+    sessions: dict[str, Session] = field(default_factory=dict)
+    under_way: dict[asyncio.Task[Any], Exchange] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    ended: bool = False
+    reported: bool = False
+    """Whether the run has been told of a call after the end"""
+
+    def take_back(self, exchange: Exchange) -> None:
+        """The program has ended its connection before the answer had reached it."""
+        exchange.unread = True
+        if exchange.outcome and not self.ended:
+            self.ledger.take_back(exchange)
+
+    def end(self, strangers: Ledger) -> dict[str, Any]:
+        """Abort the requests under way, and return the record of the sessions (see SessionRecord).
+
+        strangers: requests that had no key of an open episode.
+        """
+        self.ended = True
+        for task, exchange in list(self.under_way.items()):
+            # What was sampled for it may have been received; otherwise the program has ended without it.
+            exchange.outcome = exchange.outcome or ("answered" if exchange.answers else "ended")
+            self.ledger.settle(exchange)
+            task.cancel()
+        sessions, self.sessions = list(self.sessions.values()), {}
+        main = main_conversation([one for session in sessions for one in session.conversations.all])
+        branches = [branch for session in sessions for branch in session.branches]
+        of_main = [] if main is None else main.branches
+        side = [branch for branch in branches if not any(branch is one for one in of_main)]
+        counts = sum((one.counts for one in sessions), Counter(self.ledger.counts))
+        counts["calls_without_key"] = strangers.counts["calls"]
+        ending = self.ledger.ending_refusal(main)
+        return {
+            "branches": branches_to_json([*side, *of_main]),
+            "calls": sum(one.calls for one in sessions),
+            "failed": sum(len(one.failed) for one in sessions),
+            "cut": main is not None and main.cut,
+            "counts": counts,
+            "side": len(side),
+            "refusals": [*self.ledger.reasons(), *strangers.reasons()],
+            "ended_by": "" if ending is None else f"{ending.path}: {ending.reason}",
+        }
