@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.version_folder import read_weights
 from tests.faults import inject, variables
 from tests.integration_tests import pulling_actor
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
@@ -27,7 +28,6 @@ from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.version_folder import read_weights
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.transports import nccl
 from torchtitan.weight_sync.transports.stores import Folder

@@ -20,10 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 
+from examples.version_folder import read_weights
 from tests import faults
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
-from torchtitan.inference.version_folder import read_weights
 from torchtitan.utils.files import file_checksum, replace_file
 from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, Manifest

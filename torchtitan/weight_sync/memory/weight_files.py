@@ -6,7 +6,7 @@
         rank-00003.safetensors        several ranks: the shards of one; its metadata says where they belong
         manifest.json                 written last: epoch, version, digests, and a description of each file
 
-The data in a rank's file are the bytes of its slot. inference/version_folder.py reads all this. No torch.
+The data in a rank's file are the bytes of its slot. examples/version_folder.py reads all this. No torch.
 """
 
 from __future__ import annotations
