@@ -13,8 +13,11 @@ from torchtitan.rollout.conversation.messages import ASSISTANT, TOOL, Messages
 
 
 class _Turn(NamedTuple):
-    """The calls of a message of the assistant, and the results behind it."""
+    """A message of the assistant with its calls, and what stands behind it up to the next one."""
 
+    begin: int
+    """The place of that message; -1 for what stands before the first one"""
+    end: int
     calls: list[dict[str, Any]]
     places: list[int]
     """Of the results among the messages"""
@@ -46,6 +49,24 @@ def settle_results(messages: Messages) -> list[dict[str, Any]]:
     return settled
 
 
+def split_turns(messages: Messages) -> list[dict[str, Any]]:
+    """Return the messages with each call in a message of its own, before its results."""
+    split: list[dict[str, Any]] = []
+    for turn in _turns(messages):
+        if len(turn.calls) < 2:
+            split += messages[max(turn.begin, 0) : turn.end]
+            continue
+        owners = dict(zip(turn.places, turn.owners, strict=True))
+        behind: dict[int | None, list[dict[str, Any]]] = {}
+        for place in range(turn.begin + 1, turn.end):
+            behind.setdefault(owners.get(place), []).append(messages[place])
+        for number, call in enumerate(turn.calls):
+            message = messages[turn.begin] if number == 0 else {"role": ASSISTANT, "content": ""}
+            split += [{**message, "tool_calls": [call]}, *behind.get(number, ())]
+        split += behind.get(None, ())
+    return split
+
+
 def call_numbers(messages: Messages) -> list[int | None]:
     """Return for each message the number of the call whose result it is, from 0 for the first of the turn before it;
     None for what is no result, or that of another call."""
@@ -62,7 +83,7 @@ def _turns(messages: Messages) -> Iterator[_Turn]:
     for begin, end in zip([-1, *begins], [*begins, len(messages)], strict=True):
         calls = messages[begin].get("tool_calls", []) if begin >= 0 else []
         places = [place for place in range(begin + 1, end) if messages[place]["role"] == TOOL]
-        yield _Turn(calls, places, _owners(calls, [messages[place] for place in places]))
+        yield _Turn(begin, end, calls, places, _owners(calls, [messages[place] for place in places]))
 
 
 def _owners(calls: Sequence[dict[str, Any]], results: Messages) -> list[int | None]:

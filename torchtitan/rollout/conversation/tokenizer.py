@@ -23,6 +23,8 @@ from torchtitan.models.shape.checkpoint_files import read_json
 from torchtitan.rollout.conversation.chat_templates import ChatTemplates
 from torchtitan.rollout.conversation.marks import any_of, plain, shield, shielded
 from torchtitan.rollout.conversation.messages import ASSISTANT, INSTRUCTING, TOOL, Messages
+from torchtitan.rollout.conversation.results import split_turns
+from torchtitan.rollout.conversation.template_checks import CALL_ID, TemplateChecks
 from torchtitan.rollout.conversation.token_bytes import TokenBytes
 
 # Texts are encoded one by one; with threads of its own, the library would warn wherever a process is started.
@@ -31,8 +33,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Mistral's templates accept only ids of nine characters.
-CALL_ID = "0" * 9
 # Added tokens that are not marked as special but structure a conversation, as DeepSeek's <｜User｜>.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
 
@@ -224,9 +224,7 @@ class ChatRenderer:
         self._said: dict[str, Any] = {"role": "assistant", "content": self._mark}
         self.stop_token_ids = list(dict.fromkeys([*stop_token_ids, *tokenizer.eos_token_ids]))
         """All tokens that end a turn"""
-        # Whether there are tools, which may choose the template -> see _hides_results.
-        self._hiding: dict[bool, str] = {}
-        self._writing: dict[tuple[str, str, bool], bool] = {}
+        self._checks = TemplateChecks(tokenizer, self._mark)
 
     def whole(self, messages: Messages, tools: Messages) -> list[int]:
         """Return the prompt of a new conversation. Raises UserError if the template refuses it."""
@@ -287,6 +285,7 @@ class ChatRenderer:
         If the template writes no such token into the turn, it is the one that begins the next message or, without
         one, the checkpoint's first end token. Returns None if the answer does not begin where the prompt ends.
         """
+        messages = self.readable(messages, tools)
         tokenizer, talk = self._tokenizer, [*messages, answer]
         self.refuse_unseen(talk, tools)
         before, whole = tokenizer.render_chat(messages, tools=tools), tokenizer.render_chat(talk, False, tools)
@@ -307,53 +306,41 @@ class ChatRenderer:
         return prompt_ids, said if end is None else said[: end + 1]
 
     def readable(self, messages: Messages, tools: Messages = (), begins: bool = True) -> list[dict[str, Any]]:
-        """Return the messages with roles that the template writes, so that the policy reads all of them.
+        """Return the messages in a form that the template writes, so that the policy reads all of them.
 
         Where the template does not tell developers from the system, they are the system. Where it leaves out, or
         refuses, the system's messages behind the first one, those that follow it at once become a part of it, and later
-        ones messages of a user. begins: whether the first message is the first of the conversation.
+        ones messages of a user. Where it does so with a turn's second call, each call is a turn. begins: whether the
+        first message is the first of the conversation.
 
         Raises UserError for any other role that it leaves out.
         """
+        if not self._tokenizer.has_chat_template:
+            return list(messages)  # rendering says that there is none
+        tools, checks = self._shield(list(tools)), self._checks
         found: list[dict[str, Any]] = []
         for message in messages:
             role = message["role"]
             if role == "developer" and "developer" not in self._tokenizer.template_source:
                 role = "system"
-            instructs_before = begins and all(one["role"] in INSTRUCTING for one in found)
-            if role in INSTRUCTING and instructs_before and found:
-                if not self._writes(role, "behind the first", tools):
-                    found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
-                    continue
-            elif role in INSTRUCTING and not instructs_before:
-                role = role if self._writes(role, "later", tools) else "user"
-            elif role not in (*INSTRUCTING, "user", ASSISTANT, TOOL) and not self._writes(role, "later", tools):
+            instructs = begins and all(before["role"] in INSTRUCTING for before in found)
+            if role in INSTRUCTING and found and instructs and not checks.writes_role(role, tools, True):
+                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
+                continue
+            if role in INSTRUCTING and not instructs and not checks.writes_role(role, tools):
+                role = "user"
+            elif role not in (*INSTRUCTING, "user", ASSISTANT, TOOL) and not checks.writes_role(role, tools):
                 raise UserError(
                     f"the chat template of {self._tokenizer.directory} leaves out messages of the role {role!r}, so "
                     "the policy would not read them: send them as a role that it writes, such as user"
                 )
             found.append({**message, "role": role})
-        return found
-
-    def _writes(self, role: str, place: str, tools: Messages) -> bool:
-        """Whether the template writes a message of a role behind the system's first one, or later."""
-        if not self._tokenizer.has_chat_template:
-            return True  # rendering says that there is none
-        known = self._writing.get((role, place, bool(tools)))
-        if known is None:
-            user, message = {"role": "user", "content": "?"}, {"role": role, "content": self._mark}
-            later = [user, {"role": ASSISTANT, "content": "!"}, message, user]
-            messages = [{"role": role, "content": "?"}, message, user] if place == "behind the first" else later
-            try:
-                known = self._mark in self._tokenizer.render_chat(messages, tools=self._shield(list(tools)))
-            except UserError:
-                known = False
-            self._writing[role, place, bool(tools)] = known
-        return known
+        several = any(len(message.get("tool_calls", ())) > 1 for message in found)
+        return split_turns(found) if several and not checks.writes_several_calls(tools) else found
 
     def refuse_unseen(self, messages: Messages, tools: Messages) -> None:
         """Raise UserError if the template does not write the tools, or the results of tools among the messages."""
-        directory = self._tokenizer.directory
+        directory, tools = self._tokenizer.directory, self._shield(list(tools))
         if not self._tokenizer.has_chat_template:
             return  # rendering says that
         if tools and "tools" not in self._tokenizer.templates.choose(tools=True).variables:
@@ -362,18 +349,37 @@ class ChatRenderer:
                 "template that writes them (chat_template.jinja in the checkpoint directory)"
             )
         results = [message for message in messages if message.get("role") == TOOL]
-        if results and (problem := self._hides_results(tools)):
+        if results and (problem := self._checks.hidden_result(tools)):
             raise UserError(
                 f"the chat template of {directory} does not write the result of a tool ({problem}): take a template "
                 "that does (chat_template.jinja in the checkpoint directory)"
             )
+        if not all(message.get("name") for message in results) and self._checks.names_results(tools):
+            raise UserError(
+                f"the chat template of {directory} writes the function's name beside the result of a tool, and there "
+                "is a result whose call is not among the messages before it, by the call's id"
+            )
 
     def refuse_environment(self, tools: Messages) -> None:
-        """Raise UserError if a conversation with an environment that has these tools, or none, cannot continue."""
+        """Raise UserError if a conversation with an environment that has these tools, or none, cannot continue.
+
+        A result has the id of its call and the function's name, as environments give them and `settle_results` finds
+        them for agents.
+        """
         answer = {"role": "user", "content": "1"}
         if tools:
             answer |= {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": CALL_ID}
         self.following(self.stop_token_ids[:1] or [-1], [answer], tools)
+
+    def warn_of_branches(self) -> None:
+        """Log a warning if an agent's conversations cannot continue, so that each call begins a branch."""
+        parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
+        look = {"type": "function", "function": {"name": "look", "description": "Look", "parameters": parameters}}
+        for what, tools in (("result of a tool", [look]), ("message of a user", [])):
+            try:
+                self.refuse_environment(tools)
+            except UserError as error:
+                logger.warning("an agent's call with a new %s begins a branch, or is refused: %s", what, error)
 
     def warn_of_ends(self) -> None:
         """Log a warning if the template ends turns with a token that does not stop sampling."""
@@ -393,21 +399,6 @@ class ChatRenderer:
                 "and demonstrations end with another token (set rollout.stop_token_ids = [%d])",
                 self._tokenizer.directory, self._tokenizer.decode(special[:1], skip_special=False), special[0],
             )  # fmt: skip
-
-    def _hides_results(self, tools: Messages) -> str:
-        """Why the template does not write what a tool returned; empty if it does."""
-        if (known := self._hiding.get(bool(tools))) is None:
-            known = self._hiding[bool(tools)] = self._find_hidden_results(tools)
-        return known
-
-    def _find_hidden_results(self, tools: Messages) -> str:
-        turn = {**self._said, "content": "", "tool_calls": [self._call("look", CALL_ID)]}
-        result = {"role": "tool", "name": "look", "tool_call_id": CALL_ID, "content": f"{self._mark}: 1"}
-        try:
-            text = self._tokenizer.render_chat([{"role": "user", "content": "?"}, turn, result], tools=tools)
-        except UserError as error:
-            return str(error.__cause__)
-        return "" if result["content"] in text else "it leaves out the role `tool`"
 
     def _call(self, name: str, call_id: str) -> dict[str, Any]:
         return {"type": "function", "id": call_id, "function": {"name": name, "arguments": {"x": self._mark}}}

@@ -17,6 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, add_turn
 from torchtitan.rollout.conversation.messages import ASSISTANT, plain_message
+from torchtitan.rollout.conversation.results import settle_results
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.unwritten import AnswerCheck
 from torchtitan.rollout.data.mix import Mix, in_turns
@@ -108,7 +109,7 @@ class DemonstrationMaker(PromptMaker):
         given = 0 if completion is None else len(messages)
         if completion is not None:
             said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-            messages += [plain_message(message) for message in said]
+            messages = settle_results([*messages, *(plain_message(message) for message in said)])
         # A greeting that opens a conversation is not trained, because it answers nothing.
         answers = [i for i in range(max(given, 1), len(messages)) if messages[i]["role"] == ASSISTANT]
         if not answers:

@@ -25,6 +25,7 @@ from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.models.shape.checkpoint_files import pointer_problem
 from torchtitan.rollout.conversation.marks import plain
 from torchtitan.rollout.conversation.messages import plain_message, plain_tools, read_chat
+from torchtitan.rollout.conversation.results import settle_results
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.turns import reader_of
 from torchtitan.rollout.conversation.unwritten import warn_of_unread_keys
@@ -330,7 +331,8 @@ def _tools_problem(row: Row, config: JobConfig, renderer: ChatRenderer | None) -
     try:
         tools = [] if has_environment(config) else plain_tools(row.get("tools"))
         if renderer is not None:
-            renderer.refuse_unseen([one for part in said if isinstance(part, list) for one in part], tools)
+            messages = [plain_message(one) for part in said if isinstance(part, list) for one in part]
+            renderer.refuse_unseen(renderer.readable(settle_results(messages), tools), tools)
     except (ValueError, UserError) as error:
         return str(error)
     return None
@@ -412,7 +414,7 @@ class PromptMaker:
         messages = self._messages(prompt.text)
         last = messages[-1]
         messages[-1] = {**last, "content": f"{last['content']}{self._tokenizer.shield(text)}"}
-        return self._tokenizer.apply_chat_template(messages, tools=self.tools)
+        return self._render(messages, self.tools)
 
     def fits(self, prompt: Prompt) -> bool:
         return bool(prompt.token_ids) and self.length(prompt) <= self.longest
@@ -441,11 +443,14 @@ class PromptMaker:
     def _tokenise(self, content: str | list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         if isinstance(content, str) and not self._rollout.chat_template:
             return self._tokenizer.encode_prompt(content)
-        return self._tokenizer.apply_chat_template(self._messages(content), tools=tools)
+        return self._render(self._messages(content), tools)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[int]:
+        return self._tokenizer.apply_chat_template(self.renderer.readable(messages, tools), tools=tools)
 
     def _messages(self, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        messages = [plain_message(message) for message in messages]
+        messages = settle_results([plain_message(message) for message in messages])
         if self._rollout.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._rollout.system_prompt})
         return messages

@@ -106,6 +106,9 @@ class Task:
         """Check what can be checked once the environments have started. Raises UserError."""
         if self._stage.environments is not None:
             self.maker.tools = self._stage.environments.tools
+            renders = self._stage.gateway is not None and not self.config.environment.verifiers
+            if renders and self.maker.renderer.tokenizer.has_chat_template:
+                self.maker.renderer.warn_of_branches()
             if self._stage.gateway is None and any(is_chat(row, self.config) for row in self.rows):
                 try:
                     self.maker.renderer.refuse_environment(self.maker.tools)

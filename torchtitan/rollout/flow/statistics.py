@@ -26,6 +26,11 @@ class RolloutStatistics:
     rewards: list[float] = field(default_factory=list)
     per_function: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     turns: list[int] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
+    tokens: int = 0
+    """Of all branches, given and sampled"""
+    tokens_beside: int = 0
+    """Those of all branches but the longest of each sample"""
     lengths: list[int] = field(default_factory=list)
     usable_lengths: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -40,6 +45,10 @@ class RolloutStatistics:
     def add_sample(self, trajectory: Trajectory, reward: float | None, rewards: dict[str, float | None]) -> None:
         turns = sampled_segments(trajectory.branches)
         self.turns.append(len(turns))
+        lengths = [len(branch) for branch in trajectory.branches]
+        self.branches.append(len(lengths))
+        self.tokens += sum(lengths)
+        self.tokens_beside += sum(lengths) - max(lengths, default=0)
         self.lengths.append(sum(len(turn.token_ids) for turn in turns))
         self.truncated += trajectory.finish_reason == "length"
         if reward is None:
@@ -87,6 +96,8 @@ class RolloutStatistics:
         turns = self.turns or [len(sampled_segments(sample.branches)) for sample in samples]
         if max(turns) > 1:
             figures["environment/turns_mean"] = fmean(turns)
+            figures["environment/branches_mean"] = fmean(self.branches or [len(one.branches) for one in samples])
+            figures["environment/branches_token_share"] = self.tokens_beside / max(1, self.tokens)
         if self.admitted_long:
             figures["rollout/admission_rate_long"] = fmean(self.admitted_long)
         for name, values in sorted(self.per_function.items()):

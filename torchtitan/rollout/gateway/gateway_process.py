@@ -150,7 +150,10 @@ class Gateway:
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
             socket = await self._http.ws_connect(f"{own}/control", headers=headers, max_msg_size=MAX_MESSAGE_BYTES)
-            peer = Peer(socket, {"sample": self._sample, "late_call": self._late_call})
+            peer = Peer(
+                socket,
+                {"sample": self._sample, "late_call": self._late_call, "history_rewritten": self._history_rewritten},
+            )
             self._serving = asyncio.create_task(self._serve(peer))
             await asyncio.wait_for(peer.call("set_up", **self._settings), START_TIMEOUT_S)
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, PeerFailed) as error:
@@ -186,3 +189,6 @@ class Gateway:
     async def _late_call(self, session: str, path: str) -> None:
         self.statistics["late_calls"] += 1
         self._events.write("call_after_end", level=logging.WARNING, session=session, path=path)
+
+    async def _history_rewritten(self, session: str, difference: str) -> None:
+        self._events.write("history_rewritten", level=logging.WARNING, session=session, difference=difference)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.inference.types import Branch
+from torchtitan.inference.types import Branch, Completion
 from torchtitan.rollout.conversation.messages import ASSISTANT, TOOL, Messages
 from torchtitan.rollout.conversation.results import call_numbers
 from torchtitan.rollout.conversation.thoughts import split_thought
@@ -25,14 +25,20 @@ SHOWN, SHOWN_BEFORE = 48, 16
 
 @dataclass
 class Held:
-    """The tokens of a conversation up to the end of an answer: the beginning of a branch."""
+    """An answer, and the branch whose beginning are the tokens of its conversation."""
 
     branch: Branch
-    length: int
+    completion: Completion
 
     @property
     def token_ids(self) -> list[int]:
-        return self.branch.token_ids[: self.length]
+        """The tokens up to the end of the answer; empty if the branch no longer has it."""
+        token_ids: list[int] = []
+        for segment in self.branch.segments:
+            token_ids += segment.token_ids
+            if segment is self.completion:
+                return token_ids
+        return []
 
 
 @dataclass
@@ -71,13 +77,13 @@ class KnownConversations:
         self._known[before].held = held
         return before
 
-    def longest(self, messages: Messages, tools: Messages, header: int = 0) -> tuple[int, Held] | None:
-        """Return (number of messages, what is held) of the longest conversation that these messages continue."""
-        found = None
-        for number, known in enumerate(self._beginning(messages, tools, header)):
-            if known.held is not None and number < len(messages):
-                found = number, known.held
-        return found
+    def longest(self, messages: Messages, tools: Messages, header: int = 0) -> tuple[int, list[int]] | None:
+        """Return (number of messages, tokens) of the longest conversation that these messages continue."""
+        beginning = list(enumerate(self._beginning(messages, tools, header)))
+        for number, known in reversed(beginning):
+            if known.held is not None and number < len(messages) and (token_ids := known.held.token_ids):
+                return number, token_ids
+        return None
 
     def conversation(self, last: bytes) -> list[dict[str, Any]]:
         """Return the messages of a conversation by the hash that `add` returned."""

@@ -28,7 +28,7 @@ from torchtitan.rollout.conversation.tool_detection import detect_format
 from torchtitan.rollout.gateway.access import Access
 from torchtitan.rollout.gateway.answer_stream import AnswerStream
 from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
-from torchtitan.rollout.gateway.conversation import refuse_prefill
+from torchtitan.rollout.gateway.conversation_reader import refuse_prefill
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
 from torchtitan.rollout.gateway.dialects.token_ids import parse_tokens, tokens_answer
@@ -49,6 +49,8 @@ MAX_UNDER_WAY = 1024
 TRANSFER_S = 60.0
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
+# Rewritten histories of which the run gets an event; all are counted.
+MAX_DIFFERENCES = 20
 SESSION_HEADER = "X-Session-ID"
 # The libraries of OpenAI and Anthropic count there how often they have repeated a call.
 RETRY_HEADER = "x-stainless-retry-count"
@@ -102,6 +104,7 @@ class GatewayServer:
         self._ended_keys: deque[str] = deque()
         self._strangers = Ledger()
         """Requests with no key of an open episode, since an episode has last ended"""
+        self._differences_told = 0
         # Sampling is cancelled when a program disconnects.
         self.site = HttpSite(self._application(), decompress=False)
         self.gone = asyncio.Event()
@@ -338,7 +341,10 @@ class GatewayServer:
         for index, completion in enumerate(await self._sample(session, prompt_ids, call, exchange)):
             named = f"{started.name}-{index}" if index else started.name
             choice = make_choice(completion, call, self._tokenizer, named, self._tool_format, prompt_ids)
-            session.remember(started.name, call, choice)
+            difference = session.remember(started.name, call, choice)
+            if difference and self._differences_told < MAX_DIFFERENCES:
+                self._differences_told += 1
+                await self._peer.call("history_rewritten", session=session.name, difference=difference)
             choices.append(choice)
         return replace(started, choices=choices)
 

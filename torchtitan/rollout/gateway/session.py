@@ -12,14 +12,12 @@ from torchtitan.inference.types import Branch, Completion, Given, SamplingParame
 from torchtitan.rollout.conversation.messages import ASSISTANT, Messages, read_message
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
-from torchtitan.rollout.gateway.conversation import settle
+from torchtitan.rollout.gateway.conversation_reader import settle
 from torchtitan.rollout.gateway.known_conversations import Held, KnownConversations
 from torchtitan.rollout.gateway.main_conversation import Conversations
 
 # What is counted of the answers of a session; see Session.counts.
 COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out", "histories_rewritten", "answers_repeated")
-# Differences of a session that are kept for its record.
-MAX_DIFFERENCES = 3
 NO_CALL = Call()
 
 
@@ -55,8 +53,6 @@ class Session:
     conversations: Conversations = field(default_factory=Conversations)
     _latest: dict[int, tuple[Completion, int | None]] = field(default_factory=dict)
     """By the hash of its prompt, the latest answer, and the most tokens that its call allowed"""
-    differences: list[str] = field(default_factory=list)
-    """Where the conversations of histories_rewritten first differ from those before them, the first few"""
     _known: KnownConversations = field(default_factory=KnownConversations)
     _answers: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     """By an answer's name: the hash of its conversation, and the number of messages at the beginning that a later call
@@ -65,7 +61,7 @@ class Session:
     """The name of the answer that each call of a tool belongs to, by the call's id"""
 
     def settled(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages of a call in the order that templates read, see conversation.settle."""
+        """Return the messages of a call in the order that templates read, see conversation_reader.settle."""
         return settle(messages, self._answer_of_call)
 
     def prompt(self, renderer: ChatRenderer, messages: Messages, tools: Messages, header: int = 0) -> list[int]:
@@ -74,8 +70,8 @@ class Session:
         calls.Call. Raises UserError if the template refuses it."""
         known = self._known.longest(messages, tools, header)
         if known is not None:
-            number, held = known
-            token_ids, new = held.token_ids, messages[number:]
+            number, token_ids = known
+            new = messages[number:]
             # How the template renders an answer that the program has written depends on the other messages.
             if not any(message["role"] == ASSISTANT for message in new):
                 with contextlib.suppress(UserError):  # the template does not render the new messages separately
@@ -132,19 +128,22 @@ class Session:
         if conversation is not None:
             conversation.out_of_room = True
 
-    def remember(self, name: str, call: Call, choice: Choice) -> None:
-        """Remember the conversation of a call and a recorded answer to it, and by the answer's name where it stands."""
+    def remember(self, name: str, call: Call, choice: Choice) -> str:
+        """Remember the conversation of a call and a recorded answer to it, and by the answer's name where it stands.
+
+        Returns where the conversation first differs from one before it, if it has answers already and begins a branch
+        all the same; else nothing.
+        """
         branch = next(one for one in self.branches if any(part is choice.completion for part in one.segments))
         begins_branch = len(branch.sampled) == 1 and len(self.branches) > 1
+        difference = ""
         if begins_branch and any(message["role"] == ASSISTANT for message in call.messages):
             difference = self._known.first_difference(call.messages, call.tools, call.header)
             self.counts["histories_rewritten"] += bool(difference)
-            if difference and len(self.differences) < MAX_DIFFERENCES:
-                self.differences.append(difference)
         message = read_message(choice.message)
         self.conversations.note_text(choice.completion, message)
         messages = [*call.messages, message]
-        key = self._known.add(messages, call.tools, Held(branch, len(branch)), call.header)
+        key = self._known.add(messages, call.tools, Held(branch, choice.completion), call.header)
         self._answers[name] = key, call.preamble
         self._answer_of_call |= {one["id"]: name for one in choice.calls}
         self.counts["tools_left_out"] += call.tools_left_out
@@ -152,6 +151,7 @@ class Session:
         if call.must_call is not None:
             names = {one["function"]["name"] for one in choice.calls}
             self.counts["tool_choices_missed"] += not (call.must_call in names if call.must_call else names)
+        return difference
 
     def recall(self, name: str) -> list[dict[str, Any]]:
         """Return the conversation that ended with an answer. Raises WrongCall if there is none."""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice, WrongCall
-from torchtitan.rollout.gateway.conversation import ConversationReader
+from torchtitan.rollout.gateway.conversation_reader import ConversationReader
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.request_fields import (
     Positive,

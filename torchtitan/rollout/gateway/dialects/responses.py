@@ -9,7 +9,7 @@ from pydantic import Field
 
 from torchtitan.inference.types import Body
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice
-from torchtitan.rollout.gateway.conversation import ConversationReader, Piece, Text, Thought, ToolResult, ToolUse
+from torchtitan.rollout.gateway.conversation_reader import ConversationReader, Piece, Text, Thought, ToolResult, ToolUse
 from torchtitan.rollout.gateway.dialects.dialect import Dialect
 from torchtitan.rollout.gateway.dialects.request_fields import ToolsBody, read_request, read_tool_choice
 
