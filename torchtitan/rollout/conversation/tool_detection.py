@@ -6,7 +6,8 @@ import secrets
 from typing import NamedTuple
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.conversation.tokenizer import CALL_ID, ChatRenderer, Tokenizer
+from torchtitan.rollout.conversation.template_checks import CALL_ID
+from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_formats.format import ToolCall
 from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS, find_format
 from torchtitan.rollout.conversation.turns import TurnReader
