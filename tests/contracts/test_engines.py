@@ -37,11 +37,11 @@ from torchtitan.inference.actor_client import (
     TokenRefused,
 )
 from torchtitan.inference.engines import checks
-from torchtitan.inference.engines.colocated.replica_pool import Answer, ColocatedPool
 from torchtitan.inference.engines.descriptor import EngineDescriptor
 from torchtitan.inference.engines.documentation import TITLES, engines_table
 from torchtitan.inference.engines.embedded.__main__ import parse_arguments as parse_embedded
 from torchtitan.inference.engines.registry import engine_of, load_engine
+from torchtitan.inference.engines.replicas.replica_pool import Answer
 from torchtitan.inference.engines.sidecar.__main__ import parse_arguments as parse_agent
 from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineNotListening, EngineOptions
@@ -444,7 +444,8 @@ def test_an_engine_in_the_ranks_answers_through_its_pool(name: str, tmp_path: Pa
     engine, config = load_engine(name), config_of(name)
 
     async def work() -> None:
-        pool = ColocatedPool(config, "e1", 1)
+        pool = engine.open_pool(config, "e1", 1)
+        assert pool is not None
         asked = asyncio.ensure_future(pool.generate(REQUEST, 3))
         await asyncio.sleep(0)
         assert not pool.wanted(2)
@@ -472,4 +473,5 @@ def test_an_engine_with_actors_has_no_part_in_the_ranks(name: str, tmp_path: Pat
     engine: EngineDescriptor = load_engine(name)
     with engine.open_in_rank(config_of(name), None, tmp_path) as replica:  # type: ignore[arg-type]
         assert replica is None
+    assert engine.open_pool(config_of(name), "e1", 1) is None
     assert isinstance(engine.make_client("http://127.0.0.1:1", TOKEN), ActorClient)

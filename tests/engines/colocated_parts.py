@@ -14,9 +14,9 @@ import torch
 from tests.engines.models import randomize_adapters
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.inference.engines.colocated.replica import Replica
-from torchtitan.inference.engines.colocated.replica_pool import Answer, Round
 from torchtitan.inference.engines.colocated.vllm_engine import _import_vllm, open_replica, own_sockets
+from torchtitan.inference.engines.replicas.replica import Replica
+from torchtitan.inference.engines.replicas.replica_pool import Answer, Round
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy

@@ -20,7 +20,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.colocated.replica_pool import ColocatedPool, Round
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool, Round
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import Tag
 from torchtitan.report.boards import Boards
@@ -153,7 +153,7 @@ class Controller:
         self.rollouts, self.prepared = data.rollouts, data.prepared
         self.demonstrations = data.prepared if isinstance(data.prepared, Demonstrations) else None
         pool = self.rollouts and self.rollouts.pool
-        self.colocated = pool if isinstance(pool, ColocatedPool) else None
+        self.colocated = pool if isinstance(pool, ReplicaPool) else None
         self.actors = pool if isinstance(pool, InferencePool) else None
         self.sync = weights if isinstance(weights, WeightSync) else None
         self._sleep_times = dict.fromkeys(SLEEP_TIMES, 0.0) if sleeps_between_batches(config) else {}

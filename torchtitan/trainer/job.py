@@ -34,8 +34,8 @@ from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError, exit_code_of
-from torchtitan.inference.engines.colocated.replica_pool import Round
 from torchtitan.inference.engines.registry import engine_of
+from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.models.layers.batch_invariance import size_message
 from torchtitan.report.metrics import set_up_logging
 from torchtitan.report.page import LivePage

@@ -12,7 +12,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.colocated.replica import ColocatedWeights, Replica
+from torchtitan.inference.engines.replicas.replica import Replica, ReplicaWeights
 from torchtitan.inference.serving.joining import demands
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
@@ -70,7 +70,7 @@ def open_weight_path(
         return
     if replica is not None:
         replicas = ranks // config.inference.tensor_parallel_size
-        yield ColocatedWeights(policy, replica, replicas, epoch, DTYPES[config.inference.dtype])
+        yield ReplicaWeights(policy, replica, replicas, epoch, DTYPES[config.inference.dtype])
         return
     # Rank 0 starts the registry, so it goes first; the others join at the address that it broadcasts.
     registry = None if rank == 0 else broadcast_bytes(None).decode()

@@ -13,13 +13,13 @@ from tests.patience import asynchronous
 from tests.unit_tests.inference.test_colocated_replica import completion, request
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.colocated.replica_pool import Answer, ColocatedPool, Round
+from torchtitan.inference.engines.replicas.replica_pool import Answer, ReplicaPool, Round
 
 
-def pool(replicas: int = 1, max_sequences: int = 4) -> ColocatedPool:
+def pool(replicas: int = 1, max_sequences: int = 4) -> ReplicaPool:
     config = JobConfig()
     config.inference.max_sequences = max_sequences
-    return ColocatedPool(config, "e1-x", replicas)
+    return ReplicaPool(config, "e1-x", replicas)
 
 
 def names(round_: Round) -> list[int]:
@@ -108,7 +108,7 @@ async def test_what_could_not_be_trained_on_is_sampled_again_a_few_times() -> No
 
 def test_rounds_become_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("torchtitan.inference.engines.colocated.replica_pool.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchtitan.inference.engines.replicas.replica_pool.time.monotonic", lambda: now[0])
     shared = pool()
     steps = []
     for _ in range(12):

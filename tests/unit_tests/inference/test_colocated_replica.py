@@ -17,8 +17,8 @@ from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import EXIT_RETRYABLE
-from torchtitan.inference.engines.colocated.replica import Replica, SampleRefused
-from torchtitan.inference.engines.colocated.replica_pool import Answer, Round, decode_answers, encode_answers
+from torchtitan.inference.engines.replicas.replica import Replica, SampleRefused
+from torchtitan.inference.engines.replicas.replica_pool import Answer, Round, decode_answers, encode_answers
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 
 LABEL = "e1-x/3"

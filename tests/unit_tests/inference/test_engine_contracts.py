@@ -26,8 +26,8 @@ from tests.unit_tests.inference.json_server import serving
 from tests.unit_tests.inference.test_answers import ENGINES
 from torchtitan.inference.actor_client import ActorError, ActorNotReady, AnswerRefused, JsonClient, RequestRefused
 from torchtitan.inference.answer_checks import check_completions
-from torchtitan.inference.engines.colocated.replica_pool import Answer, decode_answers, encode_answers
 from torchtitan.inference.engines.reading import completions_of, scores_of
+from torchtitan.inference.engines.replicas.replica_pool import Answer, decode_answers, encode_answers
 from torchtitan.inference.engines.sglang import engine as sglang_engine
 from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.engines.sglang.engine import SGLangControl

@@ -15,7 +15,7 @@ import pytest
 from tests.patience import until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.colocated.replica_pool import Round
+from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.rollout.flow.rollouts import BackgroundLoop
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer.controller import Controller, DataPath, Kind

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torchtitan.config.engines import EngineSpec
 from torchtitan.config.job_config import JobConfig
@@ -23,6 +23,9 @@ from torchtitan.utils.child_process import Starter
 
 if TYPE_CHECKING:
     import torch
+
+    from torchtitan.inference.engines.replicas.replica import Replica
+    from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 
 
 @dataclass
@@ -127,10 +130,14 @@ class EngineDescriptor:
 
     def open_in_rank(
         self, config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path
-    ) -> AbstractContextManager[Any]:
-        """Open this rank's part of the engine (collective), a Replica; None where the engine has actors. Raises
+    ) -> AbstractContextManager[Replica | None]:
+        """Open this rank's part of the engine (collective); None where the engine has actors. Raises
         UserError."""
         return contextlib.nullcontext()
+
+    def open_pool(self, config: JobConfig, epoch: str, ranks: int) -> ReplicaPool | None:
+        """Return what takes the rollouts' requests to the engine in all ranks; None where the engine has actors."""
+        return None
 
     # Asking an actor
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.engines.colocated.replica_pool import ColocatedPool
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import Branch, GenerateRequest, add_turn, sampled_segments, stream_seed
 from torchtitan.rollout.conversation.thoughts import Turn
@@ -24,7 +24,7 @@ from torchtitan.rollout.gateway.session import COUNTS
 from torchtitan.rollout.types import Failure, Prompt, Trajectory
 from torchtitan.rollout.workers.worker_process import CallFailed
 
-Engines = InferencePool | ColocatedPool
+Engines = InferencePool | ReplicaPool
 """Samples completions; if an actor is lost, another one redoes its requests"""
 
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, overload
 from torchtitan.config.derived import (
     environment_key,
     groups_per_batch,
-    is_colocated,
     plays_through_gateway,
     source_name,
     sources_of,
@@ -26,7 +25,7 @@ from torchtitan.config.derived import (
 from torchtitan.config.evaluations import sets_of, tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.inference.engines.colocated.replica_pool import ColocatedPool
+from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_detection import detect_format, refuse_unread_calls
@@ -237,10 +236,8 @@ def make_rollouts(
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     rewards = RewardPool(config, logs / "rewards.log", run_dir)
-    pool: Engines
-    if is_colocated(config):
-        pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
-    else:
+    pool: Engines | None = engine_of(config).open_pool(config, epoch, ranks)
+    if pool is None:
         pool = InferencePool(config, epoch, token, run_dir, events)
     stages = make_stages(config, pool, events, run_dir, tokenizer)
     return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, stages, events)

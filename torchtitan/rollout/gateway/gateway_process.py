@@ -19,7 +19,7 @@ import aiohttp
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import base_url
-from torchtitan.inference.engines.colocated.replica_pool import ColocatedPool
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.rollout.gateway.peer import MAX_MESSAGE_BYTES, Peer, PeerFailed
@@ -61,7 +61,7 @@ class Gateway:
     def __init__(
         self,
         config: JobConfig,
-        pool: InferencePool | ColocatedPool,
+        pool: InferencePool | ReplicaPool,
         events: EventLog,
         run_dir: Path,
         name: str = "gateway",

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, ClassVar
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import EngineDescriptor, Features
 from torchtitan.inference.engines.options import engine_words
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 from torchtitan.inference.engines.vllm.engine import ENGINE
 
 if TYPE_CHECKING:
     import torch
 
-    from torchtitan.inference.engines.colocated.replica import Replica
+    from torchtitan.inference.engines.replicas.replica import Replica
 
 WITHOUT_SERVERS = "with inference.mode = colocate, which has no servers"
 
@@ -60,6 +61,9 @@ class Colocated(EngineDescriptor):
         from torchtitan.inference.engines.colocated.vllm_engine import open_replica
 
         return open_replica(config, optimizer, run_dir)
+
+    def open_pool(self, config: JobConfig, epoch: str, ranks: int) -> ReplicaPool:
+        return ReplicaPool(config, epoch, ranks // config.inference.tensor_parallel_size)
 
 
 DESCRIPTOR = Colocated

@@ -25,7 +25,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.colocated.replica import Replica, SampleRefused
+from torchtitan.inference.engines.replicas.replica import Replica, SampleRefused
 from torchtitan.inference.engines.sidecar.foreign_engine import FINISHED, read_spans
 from torchtitan.inference.engines.vllm.engine import EXACT_HEAD, SOCKETS
 from torchtitan.inference.engines.vllm.serve import CLEARED_VARIABLES

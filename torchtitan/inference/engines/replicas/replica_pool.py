@@ -93,7 +93,7 @@ class _Waiting:
     replica: int = 0
 
 
-class ColocatedPool:
+class ReplicaPool:
     """Takes the place of InferencePool. Each rank has the weights and memory of its engine: see replica.py."""
 
     def __init__(self, config: JobConfig, epoch: str, replicas: int):

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -22,20 +22,25 @@ from torchtitan.config.job_config import Comm
 from torchtitan.distributed.collectives import gather_bytes
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import EXIT_RETRYABLE
-from torchtitan.inference.engines.colocated.replica_pool import (
+from torchtitan.inference.engines.replicas.replica_pool import (
     Answer,
     Round,
     decode_answers,
     encode_answers,
     replica_name,
 )
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag, make_label, stream_seed
+from torchtitan.inference.types import (
+    TAGS,
+    Completion,
+    GenerateRequest,
+    SamplingParameters,
+    Tag,
+    make_label,
+    stream_seed,
+)
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, whole_weights
 from torchtitan.weight_sync.facade import ActorStatus
-
-if TYPE_CHECKING:
-    from torchtitan.inference.engines.colocated.vllm_engine import VllmEngine
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +56,44 @@ class SampleRefused(Exception):
     """The engine does not accept the request; the message is the reason."""
 
 
+class RankEngine(Protocol):
+    """One rank's part of an engine. The ranks of a tensor-parallel group make the same calls in the same order and get
+    the same results. Nothing happens between two calls."""
+
+    label: str | None
+    """Of the weights that it holds (types.make_label); None if they are of no version, or gone"""
+
+    @property
+    def busy(self) -> bool:
+        """Whether samples are unfinished."""
+
+    def add(self, name: str, prompt_ids: list[int], sampling: SamplingParameters, seed: int, /) -> None:
+        """Begin one sample, which `name` tells from all others. Raises SampleRefused."""
+
+    def cancel(self, names: list[str], /) -> None:
+        """Drop samples; those that are unknown are passed over."""
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Compute once for all samples; returns those that are finished, by name."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str, /) -> None:
+        """Take a complete version: HF parameter names and whole tensors."""
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV cache."""
+
+    def wake(self, tag: Tag, /) -> None:
+        """Take back a part of it, weights first."""
+
+    def close(self) -> None: ...
+
+
 class Replica:
     """Every rank has one, and all ranks make the same calls. `busy_s` is the time spent generating."""
 
     def __init__(
         self,
-        engine: VllmEngine,
+        engine: RankEngine,
         rank: int,
         tensor_parallel_size: int,
         sleeps: bool = False,
@@ -179,7 +216,7 @@ def _name(request_id: str, sample: int) -> str:
     return f"{request_id}.{sample}"
 
 
-class ColocatedWeights:
+class ReplicaWeights:
     """A trainer.weight_path.WeightPath that publishes every version, since there is no slot to wait for.
 
     Each version is handed over at the step boundary, parameter by parameter; there is never a second copy of the model.
