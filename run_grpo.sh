@@ -58,14 +58,7 @@ for argument in "$@"; do
     fi
 done
 
-# The debug checkpoint is the only input that this script makes. It is made once, and read like any other afterwards.
-to_make="$(check --missing-assets)"
-if [[ -n "$to_make" ]]; then
-    echo "[run] making the debug checkpoint $to_make" >&2
-    "$PYTHON" "$root/scripts/make_debug_checkpoint.py" --output "$to_make"
-    check
-fi
-
+check
 echo "[run] $ngpu rank(s), $config_file" >&2
 # A single rank keeps the terminal, for the live display; --tee would put a pipe in between.
 output=(--tee 3)

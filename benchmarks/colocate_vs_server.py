@@ -76,7 +76,6 @@ def main() -> None:
     common.run_on(*common.two_cores())
     results: dict[str, list[dict[str, Any]]] = {"colocated": [], "server": []}
     ways = {"colocated": (python, 2, COLOCATED), "server": (sys.executable, 1, SERVER)}
-    common.debug_checkpoint()
     for seed in range(seeds):
         for way in list(ways)[:: 1 if seed % 2 == 0 else -1]:
             results[way].append(run(*ways[way], steps, seed))

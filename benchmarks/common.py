@@ -246,11 +246,8 @@ def embedded_server(
 
 
 def debug_checkpoint() -> Path:
-    """The policy of the built-in addition, made where it is not there yet."""
-    folder = REPOSITORY / "outputs" / "assets" / "debug_arithmetic"
-    if not (folder / "config.json").is_file():
-        run([sys.executable, REPOSITORY / "scripts" / "make_debug_checkpoint.py", "--output", folder])
-    return folder
+    """The policy of the built-in addition."""
+    return REPOSITORY / "torchtitan" / "assets" / "debug_arithmetic"
 
 
 def peers_python() -> str:

@@ -17,7 +17,6 @@ import functools
 import itertools
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +38,6 @@ from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.layers.mixture import MoE, Routing
 from torchtitan.models.shape.mixture_args import ExpertArgs
 from torchtitan.models.shape.model_args import ModelArgs
-from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.utils.json_lines import read_json_lines
@@ -163,7 +161,6 @@ def run_figures(folder: Path, seed: int, replay: bool, steps: int) -> dict[str, 
     options = {
         "job.config_file": common.REPOSITORY / "train_configs" / "debug_cpu_moe.toml",
         "job.dump_folder": folder / name,
-        "model.hf_assets_path": folder / "debug_arithmetic_moe",
         "parallelism.expert_parallel_degree": 1,
         "inference.dtype": "bfloat16",
         "grpo.routing_replay": str(replay).lower(),
@@ -184,10 +181,6 @@ def run_figures(folder: Path, seed: int, replay: bool, steps: int) -> dict[str, 
 
 def seed_figures(folder: Path, seeds: int, steps: int) -> dict[str, float]:
     """Runs of the debug task, with replay and without: how many of them learn, and what each of them reaches."""
-    model = folder / "debug_arithmetic_moe"
-    if not model.exists():
-        sys.argv = ["debug_checkpoint", "--output", str(model)]
-        make_debug_checkpoint()
     figures: dict[str, float] = {}
     for seed, (replay, said) in itertools.product(range(seeds), ((True, "with"), (False, "without"))):
         made = run_figures(folder, seed, replay, steps)

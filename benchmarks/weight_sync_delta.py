@@ -89,13 +89,9 @@ def train(assets: Path, folder: Path, name: str, options: dict[str, Any]) -> Pat
 
 def trained_policy(folder: Path, steps: int) -> Path:
     """A Hugging Face directory of the debug policy after `steps` GRPO steps, in float32."""
-    assets = folder / "assets"
-    script = common.REPOSITORY / "scripts" / "make_debug_checkpoint.py"
-    common.progress("making the debug policy")
-    run([sys.executable, str(script), "--output", str(assets)], folder / "assets.log")
     common.progress(f"training it with GRPO for {steps} steps")
     options = {"training.steps": steps, "checkpoint.enable": True, "checkpoint.interval": steps}
-    exported = list((train(assets, folder, "training", options)).rglob("model*.safetensors"))
+    exported = list((train(common.debug_checkpoint(), folder, "training", options)).rglob("model*.safetensors"))
     return exported[0].parent
 
 

@@ -55,10 +55,10 @@ def figures(folder: Path, least_mfu: float, used: Path | None) -> Iterator[tuple
 def make_model(folder: Path, flavor: str) -> None:
     """Write a Qwen3 of this size with random weights and the debug tokenizer."""
     import torch
+    from make_debug_checkpoint import write_tokenizer
 
     from torchtitan.models.decoder import Decoder
     from torchtitan.models.hf_checkpoint import export_policy
-    from torchtitan.preflight.debug_checkpoint import write_tokenizer
 
     policy = Decoder(find_flavor("qwen3", flavor))
     policy.initialize_weights(0)

@@ -6,7 +6,7 @@
 #   scripts/verify_grpo_2gpu.sh [--training.steps 30 …]       the arguments go to both runs
 #
 #   ENGINE=vllm          or sglang, or embedded
-#   MODEL=DIR            a checkpoint directory (default: the debug checkpoint, which is made)
+#   MODEL=DIR            a checkpoint directory (default: the debug checkpoint)
 #   STEPS=30             steps of each run
 #   LEAST_GAIN=1.0       the check fails below this ratio of tokens/s, without over with waiting (on a CPU: 0)
 # Without two GPUs both runs use the CPU, and the output says so. Exit code 1: a check failed.
@@ -43,13 +43,10 @@ fi
 
 source "$root/scripts/setup_env.sh"
 setup_env
-model="${MODEL:-$root/outputs/assets/debug_arithmetic}"
+model="${MODEL:-$root/torchtitan/assets/debug_arithmetic}"
 if [[ ! -f "$model/config.json" ]]; then
-    if [[ -n "${MODEL:-}" ]]; then
-        say "MODEL=$model must be a Hugging Face checkpoint directory: it has no config.json"
-        exit 2
-    fi
-    "$PYTHON" "$root/scripts/make_debug_checkpoint.py" --output "$model"
+    say "MODEL=$model must be a Hugging Face checkpoint directory: it has no config.json"
+    exit 2
 fi
 folder="$(mktemp -d "${TMPDIR:-/tmp}/verify_grpo.XXXXXX")"
 say "run folders: $folder"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.processes import Processes
-from tests.runs import RUN_SECONDS
 from tests.tiny_models import SHAPE
+from torchtitan.models.shape.exports import SHIPPED_FOLDER
 
 # A busy machine must not fail a test: only pytest's own limit looks at the time.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +37,13 @@ ENGINES_OF_THEIR_OWN = (
 )
 
 FAMILIES = ("llama3", "qwen2", "qwen3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start have to end at SIGHUP, also under nohup: what ignores a signal starts others that
+    ignore it, and what handles it starts others that do not. A worker of xdist ends with the process that it is for."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or hasattr(config, "workerinput"):
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def make_checkpoint(directory: Path, family: str, tied: bool, **overrides: object) -> Path:
@@ -99,21 +104,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="session")
-def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of the default run, as a run makes it that lacks it: once for all processes that run tests."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    directory, partial = folder / "debug_arithmetic", folder / "partial"
-    with (folder / "debug_arithmetic.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not directory.exists():
-            make = "from torchtitan.preflight.validate import draft_of, ready; ready(draft_of('debug_cpu', {}))"
-            partial.mkdir(exist_ok=True)
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            subprocess.run([sys.executable, "-c", make], check=True, cwd=partial, env=environment, timeout=RUN_SECONDS)
-            (partial / "outputs" / "assets" / "debug_arithmetic").rename(directory)
-    return directory
+def debug_checkpoint() -> Path:
+    """The checkpoint of the default run."""
+    return SHIPPED_FOLDER / "debug_arithmetic"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 
 from tests.chat_models import QUESTION, SAID, TOOLS, WEATHER
 from tests.engines.job import Trainer
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import Branch, SamplingParameters
@@ -85,6 +85,9 @@ async def playing(config: JobConfig, run_dir: Path, eos: int) -> AsyncIterator[B
         await pool.start()
         await pool.connect_weights(trainer.sync.registry_address)
         trainer.publish()
+        # So that no deadline of a call is one of the engine's start, too.
+        start_s = config.inference.startup_timeout_s
+        await eventually(lambda: "ready" in pool.actors.values(), start_s, why=lambda: f"no actor: {pool.actors}")
         rollout = config.rollout
         sampling = SamplingParameters(
             rollout.max_completion_tokens, temperature=rollout.temperature, stop_token_ids=[eos]

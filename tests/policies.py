@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.distributed.placement import LocalTensors
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.lora import synced_parameters
-from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.weight_sync.trainer.plan import placed_parameters, plan_rank
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.patience import PATIENCE_S
+
 About = dict[str, Any]
 """What an attacker might know: `pid` of the trainer, `mark` (a key of the run), folders `run`, `home` and `code`, a
 `port`, an `abstract` socket and a `socket` in a file, and the `keyring` entry that holds the key"""
@@ -107,8 +109,8 @@ def left_behind(home: str) -> str:
 
 
 def _found_what_was_left(about: About) -> bool:
-    # What was killed takes a moment to go.
-    deadline = time.monotonic() + 20
+    # What was killed takes a moment to go, and longer on a busy machine.
+    deadline = time.monotonic() + PATIENCE_S / 2
     mark = left_behind(about["home"])
     while any(_readable(f"/proc/{pid}/cmdline", mark) for pid in os.listdir("/proc") if pid.isdigit()):
         if time.monotonic() > deadline:

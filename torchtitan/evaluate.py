@@ -37,7 +37,7 @@ from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import follow_commands
-from torchtitan.models.shape.exports import newest_export
+from torchtitan.models.shape.exports import newest_export, with_shipped
 from torchtitan.preflight.validate import ready
 from torchtitan.report.metrics import COMPLETIONS_FILE
 from torchtitan.report.page import evaluation_table
@@ -82,7 +82,7 @@ def find(path: str, config_file: str = "") -> Evaluated:
 
     Raises UserError if there is nothing to evaluate, or no configuration that says on what.
     """
-    place = Path(path).expanduser().resolve()
+    place = Path(with_shipped(path)).expanduser().resolve()
     run = next((one for one in (place, *place.parents[:2]) if (one / CONFIG_FILE).is_file()), None)
     config_file = config_file or ("" if run is None else str(run / CONFIG_FILE))
     if not place.is_dir():

@@ -35,7 +35,7 @@ def make_model(directory: Path, tied: bool = True, dtype: str = "float32", seed:
     """
     import transformers
 
-    from torchtitan.preflight.debug_checkpoint import write_tokenizer
+    from scripts.make_debug_checkpoint import write_tokenizer
 
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,

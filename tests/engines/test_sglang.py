@@ -19,6 +19,7 @@ import torch
 
 from tests.engines import adapter_trainer, sglang_holding
 from tests.engines.job import (
+    CALL_SECONDS,
     PROMPT,
     TOKEN,
     Actor,
@@ -88,7 +89,7 @@ def test_versions_by_files(agent: Actor, model: Path, tmp_path: Path) -> None:
         check_serves_newest(agent, trainer)
         trainer.bring()
         check_serves_newest(agent, trainer)
-    capabilities = agent.asking(lambda client: client.capabilities(20.0))
+    capabilities = agent.asking(lambda client: client.capabilities(CALL_SECONDS))
     assert (capabilities.engine, capabilities.route, capabilities.score) == ("sglang", "agent", True)
     assert capabilities.version.startswith("0.5")
     assert not list(Path("/dev/shm").glob("torchtitan-by-files-*/version"))
@@ -180,10 +181,10 @@ def check_goes_on(actor: Actor, trainer: Trainer, kv: str) -> None:
 async def health_at_version(client: ActorClient, version: int) -> ActorHealth:
     """Its health once it has that version, or after a while all the same."""
     for _ in range(600):
-        if (await client.health(20.0)).version == version:
+        if (await client.health(CALL_SECONDS)).version == version:
             break
         await asyncio.sleep(0.05)
-    return await client.health(20.0)
+    return await client.health(CALL_SECONDS)
 
 
 async def publish_meanwhile(trainer: Trainer, client: ActorClient) -> list[Completion]:
@@ -201,7 +202,7 @@ async def publish_meanwhile(trainer: Trainer, client: ActorClient) -> list[Compl
         task = asyncio.ensure_future(generate())
         await asyncio.sleep(alone / part)
         await client.client.call_object("pause", "POST", "/pause", 20.0, {})
-        assert (await client.health(20.0)).status == "paused"
+        assert (await client.health(CALL_SECONDS)).status == "paused"
         await asyncio.sleep(0.5)
         if not task.done():
             break
@@ -220,7 +221,7 @@ def test_memory_is_given_back_once_idle_and_taken_again_around_a_version(
 ) -> None:
     """Its own routes and scheduler. On a CPU it has no memory saver, so that the memory itself stays."""
     with serving(agent, model, tmp_path) as trainer:
-        assert not agent.asking(lambda client: client.capabilities(20.0)).sleep
+        assert not agent.asking(lambda client: client.capabilities(CALL_SECONDS)).sleep
         (long,), (late,) = agent.asking(functools.partial(sleep_meanwhile, trainer))
         assert len(long.token_ids) == 300 and [span.version for span in long.spans] == [0]
         assert len(late.token_ids) == 4 and [span.version for span in late.spans] == [1]
@@ -236,12 +237,12 @@ async def sleep_meanwhile(trainer: Trainer, client: Any) -> tuple[list[Completio
     assert state["status"] == "ok" or long.done()
     assert await client.sleep(1, 100.0) and await client.sleep(1, 100.0)
     late = asyncio.ensure_future(client.generate(GenerateRequest("late", PROMPT, SamplingParameters(4)), 120.0))
-    assert (await client.health(20.0)).asleep == TAGS
-    await client.wake(["weights"], 20.0)
+    assert (await client.health(CALL_SECONDS)).asleep == TAGS
+    await client.wake(["weights"], CALL_SECONDS)
     trainer.publish()
     health = await health_at_version(client, 1)
     assert (health.status, health.version, health.asleep) == ("asleep", 1, ("kv_cache",)) and not late.done()
-    await client.wake(["kv_cache"], 20.0)
+    await client.wake(["kv_cache"], CALL_SECONDS)
     return await long, await late
 
 

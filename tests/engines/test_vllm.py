@@ -111,16 +111,16 @@ def test_versions_come_by_other_transports(server: Server, transport: str, tmp_p
 
 def test_every_route_asks_for_the_token(server: Server) -> None:
     engine = server.actor.engine
-    paths = engine.call("GET", "/openapi.json", 20)["paths"]
+    paths = engine.call("GET", "/openapi.json", CALL_SECONDS)["paths"]
     assert {"/health", "/pause", "/update_weights", "/v1/completions", "/collective_rpc"} <= paths.keys()
     for stranger in (AdminClient(engine.url, ""), AdminClient(engine.url, "x" + TOKEN)):
         answers = {
-            (method, path): stranger.exchange(method.upper(), path, 20)[0]
+            (method, path): stranger.exchange(method.upper(), path, CALL_SECONDS)[0]
             for path, methods in {**paths, "/metrics": {"get": 0}, "/docs": {"get": 0}, "/nowhere": {"get": 0}}.items()
             for method in methods
         }
         assert set(answers.values()) == {401}, answers
-    assert engine.exchange("GET", "/metrics", 20)[0] == 200
+    assert engine.exchange("GET", "/metrics", CALL_SECONDS)[0] == 200
 
 
 def test_the_engine_unpickles_nothing_whatever_the_environment_says(server: Server) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from scripts.make_debug_checkpoint import write_tokenizer
 from tests.delta_models import make_delta
 from tests.engines.models import END, VOCABULARY
 from tests.engines.vllm_traps import PROBE, SCORED, cases
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.layers.attention import PackedLayout
-from torchtitan.preflight.debug_checkpoint import write_tokenizer
 
 # vLLM's CPU build computes these layers in bfloat16, with heads of 128.
 SIZES = {

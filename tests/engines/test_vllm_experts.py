@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from scripts.make_debug_checkpoint import write_tokenizer
 from tests.engines.adapter_trainer import SETTINGS
 from tests.engines.job import PROMPT, Trainer, differences, start_actor
 from tests.engines.models import END, VOCABULARY, randomize, randomize_adapters
@@ -20,7 +21,6 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.pool.weight_probe import probe_tolerance
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.lora import add_adapters, synced_parameters
-from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.weight_sync.facade import WeightSync
 
 TOLERANCE = 1e-4

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from scripts.make_debug_checkpoint import write_tokenizer
 from tests.engines.job import ONE_PROCESS, TOKEN, Actor, holding_weights
 from tests.engines.models import VOCABULARY
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.models.test_transformers_policy import make_foreign
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
-from torchtitan.preflight.debug_checkpoint import write_tokenizer
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 STEPS, KILL_AT = 5, 1

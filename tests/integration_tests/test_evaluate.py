@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What is judged, of every evaluation in this process, goes to a file: tokens, log-probs, and whether it is a whole.
 SCRIPT = """
-import json, subprocess, sys
+import json
 from pathlib import Path
 from torchtitan import evaluate, train
 from torchtitan.trainer.evaluation import Evaluator
@@ -28,7 +28,6 @@ async def noted(self, prompts, trajectories, deadline):
     judged.append([[one.token_ids, one.log_probs] for one in sampled])
     return await score(self, prompts, trajectories, deadline)
 Evaluator._score = noted
-subprocess.run([sys.executable, "-m", "torchtitan.preflight.debug_checkpoint", "--output", "debug_random"], check=True)
 def digits(completions, **kwargs):
     return [float(text[:1].isdigit()) for text in completions]
 settings = {
@@ -37,7 +36,8 @@ settings = {
     "eval.set": [
         {"name": "digits"}, {"name": "sums", "rewards": ["arithmetic"], "prompts": 8, "k": [2], "interval": 0},
     ],
-    "checkpoint.interval": 1, "checkpoint.async_mode": "async", "inference.threads_per_actor": 1,
+    "checkpoint.interval": 1, "checkpoint.async_mode": "async", "checkpoint.export_dtype": "float32",
+    "inference.threads_per_actor": 1,
 }
 run = train("debug_cpu", settings, model="debug_random", rewards=digits)
 in_run = judged[:]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests import faults
 from tests.integration_tests import weight_sync_worker
 from tests.integration_tests.test_pulling import EPOCH, Job, wait_for
 from tests.integration_tests.weight_sync_worker import WORKERS
@@ -140,22 +139,6 @@ def test_an_actor_without_a_worker_leaves_and_joins_again(job: Job, how: signal.
         group.serves(1)
         # What a worker that came back without anything would not have made whole does not count as served.
         assert group.served == [0, 1]
-
-
-def test_a_worker_that_dies_during_the_transfer_costs_that_transfer(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        faults.inject(patch, "throttle:version=1,bytes_per_s=1000000")
-        job = Job(tmp_path)
-    with contextlib.closing(job), contextlib.closing(Group(job)) as group:
-        group.start(*range(WORKERS))
-        job.publish()
-        group.serves(0)
-        job.publish()
-        wait_for(lambda: group.leader.puller.state == "PULLING", "the transfer")
-        group.kill(1)
-        wait_for(lambda: not group.leader.status()["connected"], "it leaves")
-        group.start(1)
-        group.serves(1)
 
 
 class Engine:

@@ -23,7 +23,8 @@ SCRIPT = """
 from torchtitan import train
 SMALL = {"grpo.allow_uncorrected": True, "training.steps": 2,
          "training.global_batch_size": 64, "inference.num_actors": 1, "eval.enable": False,
-         "checkpoint.enable": False, "checkpoint.last_save_in_hf": False, "metrics.log_freq": 1}
+         "checkpoint.enable": False, "checkpoint.last_save_in_hf": False, "metrics.log_freq": 1,
+         "metrics.enable_report": False}
 def digits(completions, **kwargs):
     return [sum(map(str.isdigit, text)) * POINTS for text in completions]
 POINTS = 0.25
@@ -84,27 +85,14 @@ except (KeyboardInterrupt, SystemExit) as stopped:
 
 
 @pytest.fixture(scope="module")
-def folder(debug_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs are, and find the checkpoint of the default configuration."""
-    made = tmp_path_factory.mktemp("door")
-    (made / "outputs" / "assets").mkdir(parents=True)
-    (made / "outputs" / "assets" / "debug_arithmetic").symlink_to(debug_checkpoint)
-    return made
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs are."""
+    return tmp_path_factory.mktemp("door")
 
 
 def execute(folder: Path, name: str, source: str) -> subprocess.CompletedProcess[str]:
     (folder / name).write_text(source)
     return run(folder, name)
-
-
-# Runs a program whose runs are smaller than the ones that it asks for.
-SMALLER = """
-import runpy, sys, torchtitan
-train, smaller = torchtitan.train, {"training.global_batch_size": 64, "eval.num_prompts": 16, "inference.num_actors": 1}
-torchtitan.train = lambda config, changes, **others: train(config, smaller | changes, **others)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def run(folder: Path, *command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -141,16 +129,28 @@ def test_a_signal_ends_a_loop_of_runs_once_the_first_is_saved(folder: Path, name
     assert done.stdout.splitlines() == [f"{raised} 0 {128 + signal.Signals[name]} True"]
 
 
+# Runs programs one after the other, with runs that are smaller than they ask for; writes what each has printed, or why
+# it failed. One process: starting a dozen would take longer than what they do.
+SMALLER = """
+import contextlib, io, json, runpy, sys, traceback, torchtitan
+train, smaller = torchtitan.train, {
+    "training.global_batch_size": 64, "eval.num_prompts": 16, "inference.num_actors": 1, "metrics.enable_report": False,
+}
+torchtitan.train = lambda config, changes, **others: train(config, smaller | changes, **others)
+found = {}
+for path, *arguments in json.loads(sys.argv[1]):
+    output = io.StringIO()
+    sys.argv = [path, *arguments]
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(path, run_name="__main__")
+        found[path] = [output.getvalue(), ""]
+    except BaseException:
+        found[path] = [output.getvalue(), traceback.format_exc()]
+json.dump(found, open("found.json", "w"))
+"""
 # The real model's evaluations alone take a minute each on an idle machine: tests/integration_tests/test_real_model.py.
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.name != "real_model.py")
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_train(folder: Path, name: str) -> None:
-    done = run(folder, "-c", SMALLER, str(ROOT / "examples" / name), "1")
-    assert done.stdout.splitlines()[-1].endswith("after 1 steps")
-
-
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "real_model.py")
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(.*?)(?=^```|^#|\Z)", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [(page.name, *block) for page in PAGES for block in BLOCK.findall(page.read_text())]
@@ -166,17 +166,41 @@ def trains(source: str) -> bool:
     return any(getattr(call.func, "id", "") == "train" for call in calls)
 
 
+PROGRAMS = {f"page-{i}.py": source for i, (_, source, _) in enumerate(BLOCKS) if trains(source)}
+
+
+@pytest.fixture(scope="module")
+def outputs(folder: Path) -> dict[str, str]:
+    """What every example and every page's program has printed; none has failed."""
+    commands = [[str(path), "1"] for path in EXAMPLES]
+    for name, source in PROGRAMS.items():
+        (folder / name).write_text(re.sub(r'"training.steps": \d+', '"training.steps": 2', source))
+        commands.append([name])
+    run(folder, "-c", SMALLER, json.dumps(commands))
+    found = json.loads((folder / "found.json").read_text())
+    failures = [f"{path}:\n{failure}" for path, (_, failure) in found.items() if failure]
+    assert not failures, "\n".join(failures)
+    return {Path(path).name: output for path, (output, _) in found.items()}
+
+
+@pytest.mark.parametrize("name", [path.name for path in EXAMPLES])
+def test_an_example_trains(outputs: dict[str, str], name: str) -> None:
+    assert outputs[name].splitlines()[-1].endswith("after 1 steps")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_pages_program_prints_what_it_has_reached(outputs: dict[str, str], name: str) -> None:
+    assert outputs[name]
+
+
 @pytest.mark.parametrize(
     "source", [source for _, source, _ in BLOCKS], ids=[f"{page}-{i}" for i, (page, *_) in enumerate(BLOCKS)]
 )
-def test_the_pages_programs_run(folder: Path, source: str) -> None:
+def test_what_a_page_imports_is_there(source: str) -> None:
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(str(node.module))
             assert all(hasattr(module, one.name) for one in node.names)
-    if trains(source):
-        (folder / "program.py").write_text(re.sub(r'"training.steps": \d+', '"training.steps": 2', source))
-        assert run(folder, "-c", SMALLER, "program.py").stdout
 
 
 @pytest.mark.benchmark

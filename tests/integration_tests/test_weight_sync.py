@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,11 +19,9 @@ from tests.integration_tests.versioned_weights import SHAPES, parameter_values, 
 from tests.journals import journal_of
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.weight_sync.actor import puller
 from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
-from torchtitan.weight_sync.registry.state import MAX_FAILURES
+from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.servers import ServerProcess
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
@@ -149,78 +146,6 @@ def test_the_registry_is_where_the_configuration_says(host: str, tmp_path: Path)
         job.step()
         assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1).applied == {"a"}
     assert engine.versions == [0]
-
-
-@pytest.mark.parametrize("failure", [MemoryError("never fits"), WeightsRefused("never fits")])
-def test_actor_that_always_fails_is_not_waited_for(failure: Exception, tmp_path: Path) -> None:
-    def fail(_staged: StagedVersion) -> None:
-        raise failure
-
-    with running_job(tmp_path) as job:
-        job.actor("healthy", Served())
-        job.actor("bad", fail)
-        job.wait_for(lambda: len(job.sync.actors()) == 2)
-        job.step()
-        outcome = job.sync.wait_until_applied(0, PATIENCE_S, at_least=1)
-        assert outcome.applied == {"healthy"} and "never fits" in outcome.missing["bad"]
-
-        def failures() -> int:
-            return sum("never fits" in one.get("reason", "") for one in job.journal("ended") + job.journal("poisoned"))
-
-        # The registry writes them down in a process of its own.
-        job.wait_for(lambda: failures() >= MAX_FAILURES)
-        job.step()
-        outcome = job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1)
-        assert outcome.applied == {"healthy"} and not outcome.missing, "told once, then left out"
-
-
-def test_stuck_apply_is_given_up_and_believed_when_it_ends(tmp_path: Path) -> None:
-    stuck, healthy = Served(), Served()
-    with running_job(tmp_path) as job:
-        job.actor("stuck", stuck)
-        job.actor("healthy", healthy)
-        job.step()
-        assert len(job.sync.wait_until_applied(0, PATIENCE_S, at_least=2).applied) == 2
-        stuck.hold = threading.Event()
-        job.step()
-        job.wait_for(lambda: bool(job.journal("lost")))
-        (lost,) = job.journal("lost")
-        assert (lost["actor"], lost["phase"]) == ("stuck", "APPLYING") and "within 2 s" in lost["reason"]
-        assert job.sync.wait_until_applied(1, PATIENCE_S, at_least=1).applied == {"healthy"}
-        stuck.hold.set()
-        job.wait_for(lambda: job.sync.actors()["stuck"].version == 1)
-        assert stuck.versions == [0, 1], "what it applied meanwhile is believed, not sent again"
-
-
-def test_other_epoch_or_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(puller, "GIVE_UP_SECONDS", 0.5)
-    with running_job(tmp_path) as job:
-        old = job.actor("old", Served(), epoch="e0-test")
-        stranger = job.actor("x", Served(), token="guess")
-        job.wait_for(lambda: None not in (old.status()["failure"], stranger.status()["failure"]))
-        assert "epoch" in str(old.status()["failure"]) and "wrong key" in str(stranger.status()["failure"])
-        assert job.sync.actors() == {}
-
-
-def test_a_skipped_version_is_owed(tmp_path: Path) -> None:
-    engine = Served()
-    with running_job(tmp_path) as job:
-        job.actor("a", engine)
-        job.step()
-        assert job.sync.wait_until_applied(0, PATIENCE_S, at_least=1).applied == {"a"}
-        registry = job.sync.registry
-        assert registry is not None
-        # Without a registry no version is published, and every slot fills.
-        frozen = registry.process
-        frozen.send_signal(signal.SIGSTOP)
-        outcomes = [job.step() for _ in range(6)]
-        assert outcomes[-1] == "skipped" and job.sync.pending_version == job.version
-        assert frozen.wait(PATIENCE_S) == -signal.SIGKILL
-        # The trainer runs out of data: the controller has the pending version snapshotted.
-        job.wait_for(job.sync.reserve)
-        assert job.snapshot_pending() and job.sync.pending_version is None
-        assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1).applied == {"a"}
-    assert None not in engine.versions
 
 
 def test_evaluation_pins_a_version(tmp_path: Path) -> None:

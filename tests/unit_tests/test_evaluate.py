@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan import evaluate
 from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
-from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.trainer import job
 from torchtitan.trainer.run_dir import begin_checkpoint, finish_checkpoint
 

@@ -48,8 +48,8 @@ class Model:
     """Shape from the table of public shapes (e.g. 0.6B); empty reads it from hf_assets_path/config.json"""
 
     hf_assets_path: PathText = ""
-    """Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json), or the folder of a run, whose
-    last export is used"""
+    """Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json), the folder of a run, whose last
+    export is used, or the name of a checkpoint in torchtitan/assets"""
 
     logprob_head: Literal["one_pass", "two_pass", "full"] = "one_pass"
     """How log-probs are computed: one_pass holds no full logits and forms gradients in the forward if the objective is

@@ -147,15 +147,14 @@ def own_share(config: JobConfig, device_bytes: int | None) -> float:
     return max(0.0, min(USUAL_SHARE, int(1000 * left / device_bytes) / 1000))
 
 
-def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) -> EngineMemory | None:
-    """The engine on a rank's device, colocated or a server that sleeps while the trainer trains; None while the model's
-    shape is not known. device_bytes: None on a CPU.
+def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) -> EngineMemory:
+    """The engine on a rank's device, colocated or a server that sleeps while the trainer trains.
+
+    device_bytes: None on a CPU.
 
     With a sleeping engine the trainer's activations and gradients are gone while the KV cache is there.
     """
     args = read_shape(config)
-    if args is None:
-        return None
     trainer_bytes = beside_generation(config, estimate_memory(config, args, ranks))
     return engine_memory(config, args, device_bytes, trainer_bytes, ranks)
 

@@ -2,7 +2,6 @@
 
     python -m torchtitan.preflight --job.config_file train_configs/debug_cpu.toml --training.steps 10
     python -m torchtitan.preflight --dry-run …          also prints the plan
-    python -m torchtitan.preflight --missing-assets …   prints the directory of the debug checkpoint if it must be made
     python -m torchtitan.preflight --servers 8 …        prints how an inference node with 8 GPUs serves this run, one
                                                         item per line: engine, GPUs per server, options of its agent
 
@@ -26,28 +25,24 @@ if said := another_package():
 from torchtitan.config.derived import world_size
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
-from torchtitan.models.shape.checkpoint_shape import is_missing_debug_checkpoint
 from torchtitan.preflight.plan import describe_plan, plan_servers
 from torchtitan.preflight.validate import validated
 
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    mode = argv[0] if argv and argv[0] in ("--missing-assets", "--servers") else ""
     gpus = 0
-    if mode == "--servers":
+    if argv and argv[0] == "--servers":
         gpus = int(argv[1]) if argv[1:] and argv[1].isdigit() else 0
         if not gpus:
             print("error: --servers needs the number of a node's GPUs, 1 or more", file=sys.stderr)
             return 2
-    draft, dry_run = read_command_line(argv[2 if gpus else 1 if mode else 0 :])
+    draft, dry_run = read_command_line(argv[2 if gpus else 0 :])
     try:
-        config = validated(draft, planning=bool(mode) or dry_run)
+        config = validated(draft, planning=bool(gpus) or dry_run)
         if dry_run:
             print(describe_plan(config, world_size(), draft.chosen))
-        elif mode == "--missing-assets" and is_missing_debug_checkpoint(config):
-            print(config.model.hf_assets_path)
-        elif mode == "--servers":
+        elif gpus:
             share, options = plan_servers(config, gpus)
             print(config.inference.backend, share, *options, sep="\n")
     except UserError as error:

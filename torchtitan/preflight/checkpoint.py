@@ -12,7 +12,6 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import pointer_problem, tensor_files
-from torchtitan.models.shape.checkpoint_shape import is_missing_debug_checkpoint
 from torchtitan.preflight.check import Check
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_detection import refuse_unread_calls
@@ -116,7 +115,7 @@ def unusual_tokens(config: JobConfig) -> str:
     """Return what to say of a tokenizer with more tokens than the model, or with none that ends a completion; empty for
     others."""
     directory = Path(config.model.hf_assets_path)
-    if is_missing_debug_checkpoint(config) or not (directory / "tokenizer.json").is_file():
+    if not (directory / "tokenizer.json").is_file():
         return ""
     tokenizer, vocabulary = read_tokenizer(config), vocabulary_of(config)
     if not _ends(config, tokenizer):

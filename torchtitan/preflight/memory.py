@@ -69,7 +69,7 @@ def check_memory(check: Check, args: ModelArgs) -> None:
 def tight_memory(config: JobConfig, ranks: int) -> str:
     """Return what to say of a run that may not fit into the memory that is available now; else an empty string."""
     args, memory = read_shape(config), host_memory()
-    needed = {} if args is None else host_bytes(config, args, ranks)
+    needed = host_bytes(config, args, ranks)
     if sum(needed.values()) <= CLOSE * memory.available:
         return ""
     return (

@@ -30,11 +30,11 @@ from torchtitan.models.shape.checkpoint_shape import (
     NORMS,
     TARGETS,
     ForeignArgs,
-    is_missing_debug_checkpoint,
     quantized_projections,
     read_shape,
     read_teacher_shape,
 )
+from torchtitan.models.shape.exports import SHIPPED
 from torchtitan.models.shape.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.memory import check_memory
@@ -90,8 +90,7 @@ def check_model(check: Check) -> None:
         if model.flavor not in known:
             check.refuse("model.flavor", True, f"must be one of {', '.join(known)}{nearest(model.flavor, known)}")
             return
-    is_made_later = check.planning and (model.flavor or is_missing_debug_checkpoint(config))
-    if not is_made_later and (problem := _missing(check)):
+    if not (check.planning and model.flavor) and (problem := _missing(check)):
         check.say(KEY, f"{KEY} = {show(model.hf_assets_path)}{problem}")
         return
     try:
@@ -101,9 +100,8 @@ def check_model(check: Check) -> None:
         return
     if isinstance(args, ForeignArgs):
         _check_foreign(check, args)
-    if args is not None:
-        _check_shape(check, args)
-        check_memory(check, args)
+    _check_shape(check, args)
+    check_memory(check, args)
 
 
 def _missing(check: Check) -> str:
@@ -113,9 +111,8 @@ def _missing(check: Check) -> str:
     if not path:
         return ": must be a Hugging Face checkpoint directory (config.json, tokenizer.json)"
     if not directory.is_dir():
-        if is_missing_debug_checkpoint(config):
-            how = f"python scripts/make_debug_checkpoint.py --output {path}"
-            return f" is not a directory; make it: {how} (./run_grpo.sh does so by itself)"
+        if directory.name in SHIPPED:
+            return f" is not a directory; to have the checkpoint that comes with the package, give {directory.name}"
         if HUB_NAME.fullmatch(path) and not directory.parent.is_dir():
             folder = f"outputs/assets/{directory.name}"
             return (
@@ -355,7 +352,6 @@ def _check_teacher_shape(check: Check, config: JobConfig) -> None:
     except UserError as error:
         check.say(TEACHER, str(error))
         return
-    assert args is not None
     if own is not None and own.vocab_size != args.vocab_size:
         text = f"has {args.vocab_size} logits and the policy {own.vocab_size}: needs distill.divergence = sampled"
         check.refuse(TEACHER, True, text)

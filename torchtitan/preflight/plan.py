@@ -161,22 +161,19 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         *describe_mix(config, ranks),
         f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated{_computed(config, batch)}",
     ]
-    if args is None:
-        lines.append(f"model: not known before {config.model.hf_assets_path} is made; no byte figures")
-    else:
-        memory, version = estimate_memory(config, args, ranks), version_bytes(config, args)
-        lines += [
-            f"model: {args.num_parameters():,} parameters",
-            f"bytes per weight version: {version:,} ({size_text(version)}, {config.inference.dtype})",
-            *_weight_sync(config, memory, version),
-            f"memory estimate per rank: {_total(config, memory)}",
-            *(f"  {part}: {size_text(size)}{_where(config, part)}" for part, size in vars(memory).items()),
-            *(f"  while Muon orthogonalises: {size_text(size)}" for size in [muon_bytes(config, args, ranks)] if size),
-        ]
-        if trains_on_gpu():
-            lines += describe_step_time(config, args, ranks)
-        if is_colocated(config) or shares_devices(config):
-            lines += _describe_shared(config, ranks, memory)
+    memory, version = estimate_memory(config, args, ranks), version_bytes(config, args)
+    lines += [
+        f"model: {args.num_parameters():,} parameters",
+        f"bytes per weight version: {version:,} ({size_text(version)}, {config.inference.dtype})",
+        *_weight_sync(config, memory, version),
+        f"memory estimate per rank: {_total(config, memory)}",
+        *(f"  {part}: {size_text(size)}{_where(config, part)}" for part, size in vars(memory).items()),
+        *(f"  while Muon orthogonalises: {size_text(size)}" for size in [muon_bytes(config, args, ranks)] if size),
+    ]
+    if trains_on_gpu():
+        lines += describe_step_time(config, args, ranks)
+    if is_colocated(config) or shares_devices(config):
+        lines += _describe_shared(config, ranks, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
 
 
@@ -315,8 +312,6 @@ def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:
     """
     args = read_shape(config)
     engine = server_of(config.inference.backend)
-    if args is None:
-        raise UserError("inference nodes need a model in model.hf_assets_path")
     share = tensor_parallel_size(config, args, gpus, device_bytes_of_driver())
     config.inference.tensor_parallel_size = share
     return share, engine.node_settings(config)

@@ -1,7 +1,7 @@
 """Build the validated configuration of a job from a command line or Python values, with rules for the whole of it.
 
 Rules for a single value are next to its key in torchtitan/config. No torch here. Only small files are read, and nothing
-is started except the process that makes a missing debug checkpoint.
+is started.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -40,7 +39,6 @@ from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
-from torchtitan.models.shape.checkpoint_shape import is_missing_debug_checkpoint
 from torchtitan.models.shape.compute_type import choose_types
 from torchtitan.models.shape.exports import newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
@@ -54,11 +52,9 @@ from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import find_isolation
-from torchtitan.utils.child_process import child_environment
 
 Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
-MAKING_TIMEOUT_S = 600.0
 # A cap on the importance ratio above this value does not count as a bound.
 NO_BOUND = 10.0
 
@@ -66,7 +62,7 @@ NO_BOUND = 10.0
 def load_config(argv: Sequence[str]) -> JobConfig:
     """Return the validated configuration of arguments like ["--job.config_file", "x.toml", "--training.steps", "3"].
 
-    A dry run only plans: it needs no checkpoint files with model.flavor, or while the debug checkpoint is missing.
+    A dry run only plans: with model.flavor it needs no checkpoint files.
     --help prints every key and exits with code 0.
 
     Raises:
@@ -116,25 +112,11 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
 
 
 def ready(draft: Draft) -> JobConfig:
-    """Return the configuration of a run that starts now; make the debug checkpoint if it is configured but missing.
+    """Return the configuration of a run that starts now, and say what was chosen for it and what may go wrong.
 
     Raises:
-        UserError: as in `validated`, or the debug checkpoint could not be made.
+        UserError: as in `validated`.
     """
-    config, _ = draft.build()
-    # Several ranks would each make it; for those, run_grpo.sh makes it before they start.
-    if is_missing_debug_checkpoint(config) and world_size() == 1:
-        validated(draft, planning=True)
-        path = config.model.hf_assets_path
-        print(f"making the debug checkpoint {path}", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "torchtitan.preflight.debug_checkpoint", "--output", path]
-        try:
-            subprocess.run(
-                command, env=child_environment(1), timeout=MAKING_TIMEOUT_S, check=True, capture_output=True, text=True
-            )
-        except subprocess.SubprocessError as error:
-            said = str(getattr(error, "stderr", "") or error)[-2000:]
-            raise UserError(f"the debug checkpoint {path} could not be made: {said}") from error
     config = validated(draft)
     if from_torchrun("LOCAL_RANK", "0") == 0:
         for kind, said in (

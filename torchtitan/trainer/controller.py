@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -237,12 +237,11 @@ class Controller:
         only skipped, because the outcome of the run is already decided."""
         if self._watch is not None:
             self._watch.cancel()
-        for end in (
-            self.metrics.close,
-            self.sync_metrics.close,
-            lambda: logger.info("report: %s", write_report(self.run_dir)),
-            lambda: logger.info("trace: %s", write_trace(self.run_dir)),
-        ):
+        ends: list[Callable[[], None]] = [self.metrics.close, self.sync_metrics.close]
+        if self.config.metrics.enable_report:
+            ends.append(lambda: logger.info("report: %s", write_report(self.run_dir)))
+        ends.append(lambda: logger.info("trace: %s", write_trace(self.run_dir)))
+        for end in ends:
             try:
                 end()
             except (OSError, LookupError, TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from scripts.make_debug_checkpoint import debug_model_args
 from tests.devices import assert_near, needs_gpu, on_devices
 from tests.distributed_launcher import run_distributed
 from tests.unit_tests.models.test_attention import Layer, plain_attention
@@ -19,7 +20,6 @@ from torchtitan.models.layers.attention import PackedAttention, PackedLayout, us
 from torchtitan.models.layers.elementwise import rms_norm, rotate, swiglu
 from torchtitan.models.layers.mixture import grouped_linear, places_of
 from torchtitan.models.parallelize import parallelize
-from torchtitan.preflight.debug_checkpoint import debug_model_args
 from torchtitan.trainer.optimizer import build_optimizer
 
 on_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

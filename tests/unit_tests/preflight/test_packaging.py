@@ -12,6 +12,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.patience import PATIENCE_S
+from torchtitan.models.shape.exports import SHIPPED, SHIPPED_FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,7 +38,9 @@ def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Pa
     assert "torchtitan/train_configs/debug_cpu.toml" in configs
     page = {f"torchtitan/report/{name}" for name in ("live.html", "report_page.html", "style.css")}
     engines = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtitan").rglob("engine.toml")}
-    assert len(engines) >= 4 and packed == modules | configs | page | engines
+    assets = {path.relative_to(ROOT).as_posix() for path in SHIPPED_FOLDER.rglob("*") if path.is_file()}
+    assert {f"torchtitan/assets/{name}/model.safetensors" for name in SHIPPED} <= assets
+    assert len(engines) >= 4 and packed == modules | configs | page | engines | assets
     assert "torchtitan-grpo = torchtitan.grpo_train:entry_point" in scripts
 
 

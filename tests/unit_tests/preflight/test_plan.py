@@ -120,17 +120,6 @@ def test_plan_of_a_public_shape_needs_no_files(write_config: WriteConfig, capsys
     assert main(["--model.name", "qwen3", "--model.flavor", "8B"]) == 2
 
 
-def test_missing_debug_checkpoint_is_named_for_the_launcher(
-    write_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*write_config(), "--model.hf_assets_path", "x/assets/debug_arithmetic"]
-    assert main(["--missing-assets", *arguments]) == 0
-    assert capsys.readouterr().out == "x/assets/debug_arithmetic\n"
-    assert main(["--missing-assets", *write_config()]) == 0
-    assert capsys.readouterr().out == ""
-    assert main(["--missing-assets", *arguments, "--grpo.group_size", "1"]) == 2
-
-
 # Configurations for GPUs -> their ranks; they are planned by a public shape.
 
 

@@ -170,7 +170,7 @@ oops | 'oops' does not belong to any
 --model.hf_assets_path '' | model.hf_assets_path = "" | config.json
 --model.name llama3 | model.name = "llama3" | qwen3 | auto
 --model.flavor 0.6 | model.flavor = "0.6" | nearest: 0.6B
---model.hf_assets_path assets/debug_arithmetic | assets/debug_arithmetic | make_debug_checkpoint.py
+--model.hf_assets_path assets/debug_arithmetic | assets/debug_arithmetic | give debug_arithmetic
 --parallelism.data_parallel_shard_degree 2 | data_parallel_shard_degree = 2 | 1 rank
 --parallelism.tensor_parallel_degree 2 | must divide 1 rank
 --lora.rank 3 --lora.target_modules q_proj v_porj | lora.target_modules | nearest: v_proj

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.make_debug_checkpoint import INDEX, WARM_STARTS, batches
 from tests.unit_tests.rollout.test_tokenizer import write_tokenizer
 from torchtitan.errors import UserError
-from torchtitan.preflight.debug_checkpoint import INDEX, WARM_STARTS, batches
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.environments import builtin_environments as builtin
 from torchtitan.rollout.environments.builtin_environments import GUESSES, LARGEST, Guess, guess_rows

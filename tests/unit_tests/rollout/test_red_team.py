@@ -19,7 +19,7 @@ import pytest
 
 import torchtitan
 from tests import red_team
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool
@@ -164,4 +164,4 @@ def test_what_it_costs_is_bounded(
     log_file = run.parent / "rewards.log"
     assert not log_file.exists() or log_file.stat().st_size <= LOGGED_BYTES
     mark = red_team.left_behind(about["home"])
-    assert not any(mark in (running.info["cmdline"] or ()) for running in psutil.process_iter(["cmdline"]))
+    until(lambda: not any(mark in (running.info["cmdline"] or ()) for running in psutil.process_iter(["cmdline"])))

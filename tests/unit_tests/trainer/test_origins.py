@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from scripts.make_debug_checkpoint import write_tokenizer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.sources import Source
 from torchtitan.models.shape import checkpoint_files
 from torchtitan.models.shape.checkpoint_shape import FLAVORS, read_shape
-from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.trainer import origins
 from torchtitan.trainer.origins import Origins

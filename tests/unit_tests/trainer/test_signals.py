@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,20 @@ sys.exit(flags.exit_code)
 def start(deadline_s: float, saving_s: float, saves: bool = True, *, by: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     arguments = [*by, sys.executable, "-c", CHILD, str(deadline_s), str(saving_s), str(saves)]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    STARTED.append(process)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """What a test has started ends with it, also where the signal that was to end it does nothing."""
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:

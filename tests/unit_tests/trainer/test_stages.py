@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from scripts.make_debug_checkpoint import write_tokenizer
 from tests.distributed_launcher import run_distributed
 from torchtitan import train
 from torchtitan.config.job_config import JobConfig
@@ -20,7 +21,6 @@ from torchtitan.distributed.placement import ParallelDims
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, stage_settings
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.layers.attention import PackedLayout
-from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.demonstrations import Demonstrations
 from torchtitan.trainer.packing import MicroBatch

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from scripts.make_debug_checkpoint import write_tokenizer
 from tests.distributed_launcher import run_distributed
 from tests.patience import asynchronous
 from tests.unit_tests.trainer.test_stages import Trained, demonstrations, make_config
@@ -26,7 +27,6 @@ from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import estimate_memory
-from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.prompts import PromptMaker
 from torchtitan.rollout.flow.group_maker import Teacher

@@ -34,8 +34,6 @@ KEPT_VERSIONS = 32
 SILENT_S = 60.0
 # So many wrong answers in a row are no accident any more.
 MAX_FAILURES = 3
-# Where the model's shape is not known.
-USUAL_LAYERS = 28
 
 
 def probe_tolerance(config: JobConfig) -> float:
@@ -52,8 +50,7 @@ def probe_tolerance(config: JobConfig) -> float:
     types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
     if "bfloat16" not in types:
         return 0.001
-    args = read_shape(config)
-    layers = USUAL_LAYERS if args is None else args.num_hidden_layers
+    layers = read_shape(config).num_hidden_layers
     # See EXACT_HEAD in the engines' modules; servers that run already were started by others.
     others = bool(config.inference.servers) or config.inference.discover
     rounds_logits = config.inference.dtype == "bfloat16" and (others or not has_gpu())

@@ -311,24 +311,13 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     return sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save), lora.rank * adapters
 
 
-# scripts/make_debug_checkpoint.py makes these, and run_grpo.sh requests them.
-DEBUG_TASKS = ("arithmetic", "arithmetic_moe", "calculator", "guess", "mix", "random")
-DEBUG_ASSETS = tuple(f"assets/debug_{task}" for task in DEBUG_TASKS)
-
-
-def is_missing_debug_checkpoint(config: JobConfig) -> bool:
-    """Whether the configuration names a checkpoint that run_grpo.sh makes by itself, and it does not exist yet."""
-    directory = Path(config.model.hf_assets_path)
-    return directory.as_posix().endswith(DEBUG_ASSETS) and not (directory / "config.json").exists()
-
-
-def read_teacher_shape(config: JobConfig) -> ModelArgs | None:
+def read_teacher_shape(config: JobConfig) -> ModelArgs:
     """Like read_shape, for distill.teacher."""
     return read_shape(teacher_config(config), "distill.teacher")
 
 
-def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArgs | None:
-    """Return the policy's shape, or None if the debug checkpoint has not been made yet. key: the configuration key.
+def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArgs:
+    """Return the shape of the policy. key: the configuration key.
 
     Raises:
         UserError: unknown flavor; missing, unreadable or unsupported config.json. The message names key and value.
@@ -336,8 +325,6 @@ def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArg
     model = config.model
     if model.flavor:
         return find_flavor(model.name, model.flavor)
-    if is_missing_debug_checkpoint(config):
-        return None
     path, given = Path(model.hf_assets_path) / "config.json", f"{key} = {show(model.hf_assets_path)}"
     if not path.exists():
         gone = aside_text(path.parent)
@@ -360,8 +347,7 @@ def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArg
 
 
 def vocabulary_of(config: JobConfig) -> int | None:
-    """Return the size of the policy's vocabulary, or None where no model is named, or the debug checkpoint has not been
-    made yet. Raises what read_shape() does."""
+    """Return the size of the policy's vocabulary, or None where no model is named. Raises what read_shape() does."""
     model = config.model
     args = read_shape(config) if model.flavor or model.hf_assets_path else None
     return None if args is None else args.vocab_size

@@ -36,10 +36,9 @@ def _automatic(config: JobConfig, on_gpu: bool) -> tuple[Literal["float32", "bfl
     if not flags:
         return "float32", "this processor has neither AVX512_BF16 nor AMX"
     try:
-        args = read_shape(config)
+        count = read_shape(config).num_parameters()
     except UserError:  # check_model() reports it
-        args = None
-    count = 0 if args is None else args.num_parameters()
+        count = 0
     if count < REAL_PARAMETERS:
         return "float32", f"the model has {count:,} parameters, fewer than {REAL_PARAMETERS:,}"
     return "bfloat16", f"the processor has {' and '.join(flags)} and the model {count:,} parameters"

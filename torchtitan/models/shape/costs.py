@@ -164,7 +164,7 @@ def _references_bytes(config: JobConfig, args: ModelArgs, base: int) -> int:
     for own_config in references_of(config).values():
         if config.job.stage == "distill":
             teacher = read_teacher_shape(own_config)
-            size += base if teacher is None else teacher.num_parameters() * BYTES[config.training.dtype]
+            size += teacher.num_parameters() * BYTES[config.training.dtype]
         elif not trains_only_adapters(config):
             adapters = trained_parameters(config, args)[1] if config.lora.adapter_path else 0
             size += base + adapters * BYTES["float32"]

@@ -1,5 +1,5 @@
-"""Folders of exports in a run's folder: hf/step-N (whole checkpoints) and adapter/step-N (adapters alone); and what an
-export has besides weights.
+"""Folders of exports in a run's folder: hf/step-N (whole checkpoints) and adapter/step-N (adapters alone); what an
+export has besides weights; and checkpoints that come with the package.
 
 An export is written to a hidden folder beside its place and then renamed, so that `step-N` is whole or not there.
 """
@@ -32,6 +32,9 @@ ASSET_FILES = (
 )
 # Named chat templates besides the default one: tool_use.jinja, for example.
 TEMPLATES_FOLDER = "additional_chat_templates"
+# Policies of the built-in tasks (assets/README.md); a configuration gives the name alone.
+SHIPPED_FOLDER = Path(__file__).resolve().parents[2] / "assets"
+SHIPPED = tuple(f"debug_{task}" for task in ("arithmetic", "arithmetic_moe", "calculator", "guess", "mix", "random"))
 _STEP = re.compile(r"step-(\d+)")
 # What staging_folder() and publish_folder() make for the time of an export.
 _STAGED = re.compile(r"\.(step-\d+)-[0-9a-f]{8}")
@@ -68,9 +71,16 @@ def aside_text(path: Path) -> str:
 
 
 def newest_export(path: str) -> str:
-    """Return the run's last exported checkpoint if `path` is a run's folder, else `path`. Links are resolved."""
+    """Return the run's last exported checkpoint if `path` is a run's folder, and the package's checkpoint if `path` is
+    its name and there is nothing of this name here; else `path`. Links are resolved."""
+    path = with_shipped(path)
     exports = [entry for entry in steps_in(Path(path) / WHOLE).values() if (entry / "config.json").is_file()]
     return without_links(str(exports[-1]) if exports else path)
+
+
+def with_shipped(path: str) -> str:
+    """Return the folder of the package's checkpoint if `path` is its name and nothing here has it, else `path`."""
+    return str(SHIPPED_FOLDER / path) if path in SHIPPED and not os.path.exists(path) else path
 
 
 def without_links(path: str) -> str:

@@ -62,10 +62,9 @@ def _texts(row: dict[str, Any], config: JobConfig) -> Iterator[tuple[str, str]]:
 def vocabulary_of(config: JobConfig) -> int | None:
     """Return the number of the model's tokens; None if that cannot be read, for which another check says why."""
     try:
-        args = read_shape(config)
+        return read_shape(config).vocab_size
     except UserError:
         return None
-    return None if args is None else args.vocab_size
 
 
 def refuse_surplus_tokens(rows: Sequence[dict[str, Any]], maker: PromptMaker, vocabulary: int | None) -> None:

@@ -277,7 +277,6 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     device.ensure_process_group()
     total = torch.cuda.get_device_properties(device.device()).total_memory if on_gpu else None
     memory = colocated_memory(config, device.world_size(), total)
-    assert memory is not None  # the policy has been loaded: its shape is known
     check_fits(config, memory)
     offload = OptimizerOffload(optimizer) if inference.offload_optimizer and on_gpu else None
     if offload is not None:

@@ -91,7 +91,7 @@ def agent_settings(engine: ForeignEngine, config: JobConfig) -> list[str]:
 
 def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     inference, sync, args = config.inference, config.weight_sync, read_shape(config)
-    size, drain_s = 0 if args is None else applied_bytes(config, args), drain_seconds(config)
+    size, drain_s = applied_bytes(config, args), drain_seconds(config)
     route = engine.find_route(sync.route, f"weight_sync.route = {sync.route!r}")
     # The pool may add our own options after these, so the engine's options travel as one value.
     theirs = inference.engine_args | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
