@@ -102,6 +102,7 @@ def make_pack(tokens: int, longest: int, layers: int, per_token: int) -> MicroBa
         behaviour_log_probs=values,
         weights=values,
         same_version=numbers.bool(),
+        actors=numbers,
         kept=None,
         trained=[SimpleNamespace(sampled_at=range(tokens))],  # type: ignore[list-item]
         num_sequences=len(layout.lengths),

@@ -130,6 +130,11 @@ class Completion:
     """Ids and log-probs of the likeliest tokens in the place of each, where that teacher was asked for them"""
     hint_ids: list[int] | None = None
     """What the teacher reads in place of the prompt"""
+    actor: str = ""
+    """Name of the actor that sampled it"""
+    asked_at: int | None = None
+    """The newest version that the actor was known to hold when it was asked. None: not known, or the actor is not one
+    of this start of the run"""
 
     def first(self, length: int) -> Completion:
         """Return its first tokens, as if sampling had stopped there."""
@@ -144,6 +149,8 @@ class Completion:
             [replace(span, end=min(span.end, length)) for span in spans],
             None if self.kept_token_ids is None else self.kept_token_ids[:length],
             routes,
+            actor=self.actor,
+            asked_at=self.asked_at,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.inference.types import Branch, VersionSpan, joined_spans, sampled_segments
+from torchtitan.inference.types import Branch, Completion, VersionSpan, joined_spans, sampled_segments
 from torchtitan.rollout.conversation.thoughts import Turn
 
 
@@ -157,3 +157,14 @@ class Batch:
     @property
     def samples(self) -> list[Sample]:
         return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Everything that was sampled, in order."""
+        return [completion for sample in self.samples for completion in sampled_segments(sample.branches)]
+
+    def forget_actors(self) -> None:
+        """Let what was sampled be held against no actor: the processes of an earlier start of the run are gone, and
+        others have their names now."""
+        for completion in self.completions:
+            completion.asked_at = None

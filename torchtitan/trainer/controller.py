@@ -22,6 +22,7 @@ from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool, Round
 from torchtitan.inference.pool.actor_pool import InferencePool
+from torchtitan.inference.pool.weight_probe import sampling_tolerance
 from torchtitan.inference.types import Tag
 from torchtitan.report.boards import Boards
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger, check_rows
@@ -358,20 +359,35 @@ class Controller:
         return evaluations
 
     def log_step(
-        self, version: int, batch: Batch, figures: Mapping[str, Figure], snapshots: Sequence[Snapshot]
+        self,
+        version: int,
+        batch: Batch,
+        figures: Mapping[str, Figure],
+        snapshots: Sequence[Snapshot],
+        actors: Mapping[str, mismatch.ActorFigures] | None = None,
     ) -> None:
-        """Record a trained batch; warn if the trainer's log-probs and the engine's differ too much."""
+        """Record a trained batch. Actors whose log-probs are not the trainer's are evicted, and a batch that differs by
+        more than its age explains gives a warning."""
         step_s = figures["time/step_s"]
         tokens = sum(sample.num_tokens for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
         row = {"policy_version": version} | batch.statistics | dict(figures) | rate
         self.metrics.log_step(version, row | self.sync_metrics.step_behind(row, snapshots), self.weights.states())
         self.metrics.log_completions(version, batch, self.tokenizer)
+        self._hold_against(batch.version, actors or {})
         fields = mismatch.alarm(self.config, row)
         # Warn when it begins, not in every step while it lasts.
         if fields is not None and not self._mismatched:
             self.events.write("mismatch_kl_alarm", level=logging.WARNING, version=version, **fields)
         self._mismatched = fields is not None
+
+    def _hold_against(self, version: int, actors: Mapping[str, mismatch.ActorFigures]) -> None:
+        for name, reason in mismatch.judge_actors(self.config, actors, version).items():
+            if reason:
+                fields = {"version": version, **vars(actors[name]), "bound": sampling_tolerance(self.config)}
+                self.events.write("log_probs_differ", level=logging.ERROR, actor=name, **fields, reason=reason)
+            if self.actors is not None:
+                self._call(self.actors.judge_samples, name, version, reason)
 
     def _reach(self, version: int) -> None:
         """Start the rollouts for the batch of `version`, and perhaps its evaluation."""

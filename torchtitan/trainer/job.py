@@ -279,8 +279,8 @@ class Job:
             self._profiler.step()
         if self.controller is not None:
             statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
-            self.controller.log_step(self.version, batch, statistics, snapshots)
-        self._mismatch = mismatch.reason_to_stop(self.config, result.metrics, self.version)
+            self.controller.log_step(self.version, batch, statistics, snapshots, result.actors)
+        self._mismatch = mismatch.reason_to_stop(self.config, result.metrics, result.actors, self.version)
 
     def export(self) -> None:
         """Write the policy as a Hugging Face checkpoint directory (collective)."""

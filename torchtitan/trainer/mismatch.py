@@ -1,17 +1,20 @@
 """Whether the engine computes what the trainer does: the text to probe it with, and what a batch's log-probs show.
 
-What they show is a warning, and a point to stop at.
+Tokens of the version that is trained are scored by the trainer anyway. What an actor said of them may differ from that
+by rounding alone; who differs by more is out, and without an actor the run stops. What may be due to old samples is a
+warning (grpo.mismatch_kl_alarm), and a point to stop at (grpo.mismatch_kl_stop).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torchtitan.config.derived import has_engines, is_colocated, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.pool.weight_probe import probe_tolerance
+from torchtitan.inference.pool.weight_probe import sampling_tolerance
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
 WHAT_TO_LOOK_AT = (
@@ -27,10 +30,19 @@ TEXT = (
 )
 MAX_TOKENS = 64
 LEAST_TOKENS = 8
-# Of a mean of squares above the square of a mean: a few tokens carry most of the rounding.
-TAIL = 10.0
+# Fewer tokens say little: rounding has a long tail.
+LEAST_JUDGED = 64
 
 Figures = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class ActorFigures:
+    """What a batch shows of one actor, from tokens that it sampled with the version that the batch trains."""
+
+    difference: float
+    """Mean absolute difference between its log-probs and the trainer's, in nats; NaN where one is no number"""
+    tokens: int
 
 
 def probe_tokens(config: JobConfig, vocabulary: int) -> list[int]:
@@ -74,29 +86,44 @@ def limit_with_staleness(limit: float, staleness: float, drift: float | None) ->
     return (math.sqrt(limit) + staleness * math.sqrt(step)) ** 2
 
 
-def reason_to_stop(config: JobConfig, figures: Figures, version: int) -> UserError | None:
+def reason_to_stop(
+    config: JobConfig, figures: Figures, actors: Mapping[str, ActorFigures], version: int
+) -> UserError | None:
     """Why a run must not go on after this batch. The same on every rank, as the figures are."""
     value, limit = figures.get("mismatch_kl"), config.grpo.mismatch_kl_stop
     if limit > 0 and _above(value, limit):
         text = f"stopped: mismatch_kl of the batch that made version {version} is {value:.4g}"
         return UserError(f"{text}, above grpo.mismatch_kl_stop = {limit:g}. {WHAT_TO_LOOK_AT}")
-    return _colocated(config, figures, version)
+    if not is_colocated(config):
+        return None
+    for name, reason in judge_actors(config, actors, version - 1).items():
+        if reason:
+            # An engine in the trainer's own processes cannot be evicted.
+            return UserError(f"stopped: the engine in the trainer's processes ({name}) is wrong: {reason}")
+    return None
 
 
-def _colocated(config: JobConfig, figures: Figures, version: int) -> UserError | None:
-    """An engine in the trainer's own processes cannot be evicted, and needs no probe: what it has sampled with the very
-    version that was trained is scored by the trainer anyway."""
-    rollout = config.rollout
-    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    if not is_colocated(config) or verification(config) != "probe" or truncated:
-        return None
-    value, limit = figures.get("mismatch_kl/same_version"), TAIL * probe_tolerance(config) ** 2
-    if value is None or not _above(value, limit):
-        return None
-    return UserError(
-        f"stopped: the engine in the trainer's processes does not hold version {version - 1}: its log-probs of its "
-        f"samples diverge from the trainer's by {value:.3g} (mismatch_kl/same_version), more than the {limit:.3g} that "
-        "rounding explains (from weight_sync.probe_tolerance; weight_sync.verify = off turns this check off)"
+def judge_actors(config: JobConfig, actors: Mapping[str, ActorFigures], version: int) -> dict[str, str]:
+    """Return, for every actor of which a batch of `version` shows enough, why its log-probs are wrong: empty where they
+    differ from the trainer's by no more than rounding."""
+    if verification(config) == "off":
+        return {}
+    bound = sampling_tolerance(config)
+    judged = {name: found for name, found in actors.items() if found.tokens >= LEAST_JUDGED}
+    return {name: _reason(config, found, bound, version) for name, found in judged.items()}
+
+
+def _reason(config: JobConfig, found: ActorFigures, bound: float, version: int) -> str:
+    if not _above(found.difference, bound):
+        return ""
+    return (
+        f"its log-probs of {found.tokens} tokens that it sampled with version {version} differ from the trainer's by "
+        f"{found.difference:.3g} nats on average, more than the {bound:.3g} that rounding explains. Likely causes: it "
+        "reports other log-probs than those that it sampled with (vLLM needs --logprobs-mode processed_logprobs), it "
+        f"changes rollout.temperature = {config.rollout.temperature:g} or another sampling option, its rope_theta or "
+        "another part of its config.json is not the run's, or its weights are stale or of another type than "
+        f"inference.dtype = {config.inference.dtype}. weight_sync.probe_tolerance moves the bound, and "
+        "weight_sync.verify = off turns this check off"
     )
 
 

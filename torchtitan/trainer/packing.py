@@ -155,6 +155,9 @@ class MicroBatch:
     """[A] the objective's token weights, normalised over the whole minibatch of all ranks"""
     same_version: torch.Tensor
     """[A] bool: tokens of trajectories that were sampled entirely by the version that this batch trains"""
+    actors: torch.Tensor
+    """[A] int64: which of the batch's actors sampled it, where all that it follows was computed by the version that
+    this batch trains; else their number"""
     kept: KeptTokens | None
     """Of the active positions, and behind them the observed ones"""
     trained: list[Branch]
@@ -207,12 +210,15 @@ def pack(
     merged: bool = False,
     observation_weight: float = 0.0,
     teacher: str | None = None,
+    actors: Sequence[str] = (),
 ) -> MicroBatch:
     """Pack whole branches into one micro-batch; without any, use one inert token (a rank must join every collective).
 
     replayed: the model, if its experts are to be the engine's. merged: what branches begin with together is there once.
-    observation_weight: of each token that an environment wrote; with 0 the head computes nothing for these.
+    observation_weight: of each token that an environment wrote; with 0 the head computes nothing for these. actors: the
+    names of those whose log-probs are judged.
     """
+    number_of = {name: number for number, name in enumerate(actors)}
     runs = (merge if merged else keep_apart)([identities(branch, replayed) for _, branch in rows])
     targets: list[int] = []
     active: list[int] = []
@@ -221,6 +227,7 @@ def pack(
     behaviour: list[float] = []
     token_weights: list[float] = []
     same: list[bool] = []
+    sampled_by: list[int] = []
     kept: list[list[int]] = []
     trained: list[Branch] = []
     taught: list[float] = []
@@ -244,7 +251,12 @@ def pack(
         sequence += [number] * len(places)
         token_weights += [weight] * len(places)
         # Tokens that follow those of an older version may have been sampled with its KV cache.
-        same += [all(span.version == version for span in sample.spans)] * len(places)
+        of_version = all(span.version == version for span in sample.spans)
+        same += [of_version] * len(places)
+        for completion in branch.sampled:
+            known = of_version and completion.asked_at is not None and completion.asked_at >= version
+            number = number_of.get(completion.actor, len(actors)) if known else len(actors)
+            sampled_by += [number] * len(completion.token_ids)
     inputs = [len(branch) - 1 for _, branch in rows]
     occurrences = np.zeros(max(sum(runs.lengths), 1), np.int64)
     for path in runs.places:
@@ -272,6 +284,7 @@ def pack(
         behaviour_log_probs=torch.tensor(behaviour, dtype=torch.float32, device=device),
         weights=torch.tensor(token_weights, dtype=torch.float32, device=device),
         same_version=torch.tensor(same, dtype=torch.bool, device=device),
+        actors=torch.tensor(sampled_by, dtype=torch.int64, device=device),
         observed=torch.tensor(observed, dtype=torch.int64, device=device),
         observed_targets=torch.tensor(observed_targets, dtype=torch.int64, device=device),
         observation_weight=observation_weight,
@@ -296,12 +309,13 @@ def micro_batches(
     merged: bool = False,
     observation_coefficient: float = 0.0,
     teachers: Sequence[str | None] | None = None,
+    actors: Sequence[str] = (),
 ) -> list[MicroBatch]:
     """This rank's share of a minibatch. Every rank gets the same number of micro-batches, each of at most `budget`
     tokens that are computed, by the policy or by a teacher with hints, and as many that are trained.
 
     teachers: of each sample, what the policy is compared with. A micro-batch has samples of one teacher only, and all
-    ranks have those of the same teacher at a time.
+    ranks have those of the same teacher at a time. actors: for MicroBatch.actors.
 
     Each branch of a trajectory is a separate sequence, but its tokens have the weights of the whole trajectory. merged:
     what branches begin with together is computed once in a micro-batch, and counts once in its budget.
@@ -341,6 +355,6 @@ def micro_batches(
                 weights[i] = weight / len(bins)
     settings = version, mask_truncated, device, replayed, merged, observation_coefficient / max(sum(seen), 1)
     return [
-        pack([rows[i] for i in members], [weights[i] for i in members], *settings, teacher)
+        pack([rows[i] for i in members], [weights[i] for i in members], *settings, teacher, actors)
         for teacher, members in bins[rank::ranks]
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from torchtitan.models.lora import without_dropout
 from torchtitan.models.parallelize import before_micro_batch, build_policy
 from torchtitan.models.shape.costs import Passes, model_flops, throughput
 from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.trainer.mismatch import ActorFigures
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
 from torchtitan.trainer.reference import build_reference
@@ -69,6 +70,8 @@ class BatchResult:
     """What one batch did to the policy."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
+    actors: dict[str, ActorFigures] = field(default_factory=dict)
+    """How far the log-probs of each actor are from the trainer's"""
     votes_against: int = 0
     """Ranks that had no free slot for the new version"""
     asked_to_leave: int = 0
@@ -123,8 +126,9 @@ class PolicyTrainer:
         divided = [
             part for part in divided if any(trained_tokens(own, masked) for group in part for own in group.samples)
         ]
-        parts = [self._pack(groups, batch.version) for groups in divided or [[]]]
-        totals = _Totals(self.device)
+        actors = self._judged_actors(batch)
+        parts = [self._pack(groups, batch.version, actors) for groups in divided or [[]]]
+        totals = _Totals(self.device, actors)
         packs = [micro_batch for part in parts for micro_batch in part]
         totals.add_packs(packs, self._operations(packs))
         fixed = self._fixed_log_probs(parts, totals)
@@ -162,6 +166,7 @@ class PolicyTrainer:
         for reference in self.references.values():
             reference.follow(self.policy, batch.version + 1)
         result.metrics = stage_figures(self.config, totals.reduce(self.dims, len(schedule)))
+        result.actors = totals.actor_figures
         seconds = time.perf_counter() - started
         operations = result.metrics.pop("operations") or 0.0
         result.metrics |= throughput(operations, seconds, self.dims.world_size, peak_flops())
@@ -223,7 +228,13 @@ class PolicyTrainer:
         if grpo.advantage_level == "turn":
             assign_by_turn(batch, grpo.scale_rewards, grpo.advantage)
 
-    def _pack(self, groups: list[Group], version: int) -> list[MicroBatch]:
+    def _judged_actors(self, batch: Batch) -> list[str]:
+        """The names of the actors whose log-probs of this batch the trainer can judge, the same on every rank."""
+        if self.config.lora.dropout > 0 and not self.config.grpo.recompute_old_log_probs:
+            return []  # the only forward is one with dropout
+        return sorted({completion.actor for completion in batch.completions if completion.asked_at is not None})
+
+    def _pack(self, groups: list[Group], version: int, actors: Sequence[str] = ()) -> list[MicroBatch]:
         samples, teachers = [], []
         for group in groups:
             samples += group.samples
@@ -242,6 +253,7 @@ class PolicyTrainer:
             merged=self._merged,
             observation_coefficient=self.config.grpo.observation_coefficient,
             teachers=teachers,
+            actors=actors,
         )
 
     def _teacher(self, source: str) -> str | None:
@@ -417,7 +429,12 @@ def assign_by_turn(batch: Batch, scale_rewards: str, estimator: str) -> None:
 class _Totals:
     """Sums and largest values over active tokens, reduced over the ranks once per batch."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, actors: Sequence[str] = ()):
+        self.actor_figures: dict[str, ActorFigures] = {}
+        """Known once the sums are reduced"""
+        self._actors = actors
+        # One more for tokens that are judged with none.
+        self._of_actors = torch.zeros(2, len(actors) + 1, device=device, dtype=torch.float64)
         self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in ALL_SUMS}
         self.largest = {name: torch.zeros((), device=device, dtype=torch.float64) for name in LARGEST}
 
@@ -449,6 +466,9 @@ class _Totals:
         # Picking them by an index would wait for the device.
         self.sums["same_version"] += torch.where(same, divergence, 0.0).sum()
         self.sums["same_version_tokens"] += same.sum()
+        if self._actors and not moved:
+            differences = (micro_batch.behaviour_log_probs - log_probs).double().abs()
+            self._of_actors.index_add_(1, micro_batch.actors, torch.stack((differences, torch.ones_like(differences))))
 
     def add_packs(self, packs: list[MicroBatch], operations: float) -> None:
         """What is computed, for how many tokens, and how much of it with the experts of the engine."""
@@ -468,16 +488,31 @@ class _Totals:
     def _raise_largest(self, name: str, value: torch.Tensor) -> None:
         self.largest[name] = torch.maximum(self.largest[name], value.double())
 
+    def _judge(self, reduced: torch.Tensor, copies: int) -> None:
+        """reduced: the sums over all ranks, of which so many hold the same."""
+        differences, tokens = reduced.view(2, -1).tolist()
+        for actor, difference, count in zip(self._actors, differences, tokens, strict=False):
+            if count:
+                self.actor_figures[actor] = ActorFigures(difference / count, round(count / copies))
+
+    def _mean_difference(self) -> float | None:
+        """Over the tokens of all actors; None where none can be judged."""
+        figures = self.actor_figures.values()
+        tokens = sum(actor.tokens for actor in figures)
+        return sum(actor.difference * actor.tokens for actor in figures) / tokens if tokens else None
+
     def reduce(self, dims: ParallelDims, optimizer_steps: int) -> dict[str, float | None]:
         # Each rank has a place of its own for its largest values, so that one sum carries them, too.
         places = torch.zeros(dims.world_size, len(LARGEST), device=self.largest[LARGEST[0]].device, dtype=torch.float64)
         places[dims.rank] = torch.stack(list(self.largest.values()))
-        packed = all_reduce_sum(torch.cat((torch.stack(list(self.sums.values())), places.flatten())))
+        own = torch.stack(list(self.sums.values())), places.flatten(), self._of_actors.flatten()
+        packed = all_reduce_sum(torch.cat(own))
         # Tensor-parallel ranks hold the same sums: each counts its share. So do context-parallel ones of what they
         # have gathered.
         copies = {name: dims.tp * (1 if name in SUMS else dims.cp) for name in self.sums}
         sums = {name: value / copies[name] for name, value in zip(self.sums, packed.tolist(), strict=False)}
-        by_rank = packed[len(self.sums) :].unflatten(0, places.shape)
+        by_rank = packed[len(self.sums) : len(self.sums) + places.numel()].unflatten(0, places.shape)
+        self._judge(packed[len(self.sums) + places.numel() :], dims.tp * dims.cp)
         largest = dict(zip(LARGEST, by_rank.amax(0).tolist(), strict=True))
         tokens = max(sums["tokens"], 1.0)
         same, drifted = sums["same_version_tokens"], sums["drift_tokens"]
@@ -494,6 +529,7 @@ class _Totals:
             "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
             "mismatch_kl/max": largest["mismatch"],
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
+            "mismatch_kl/nats": self._mean_difference(),
             "mismatch_kl/drift": whole_way * sums["drift"] / drifted if drifted else None,
             "trained_tokens": sums["tokens"] / optimizer_steps,
             "computed_tokens": sums["computed"],

@@ -11,8 +11,9 @@ import asyncio
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,15 @@ import pytest
 import torch
 from msgspec.json import encode as sent
 
+from tests.tiny_models import make_tiny
 from tests.unit_tests.inference.json_server import serving
 from tests.unit_tests.inference.test_answers import ENGINES
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.actor_client import ActorError, ActorNotReady, AnswerRefused, JsonClient, RequestRefused
 from torchtitan.inference.answer_checks import check_completions
+from torchtitan.inference.engines.embedded.engine import Engine
+from torchtitan.inference.engines.embedded.forwards import score
 from torchtitan.inference.engines.reading import completions_of, scores_of
 from torchtitan.inference.engines.replicas.replica_pool import Answer, decode_answers, encode_answers
 from torchtitan.inference.engines.sglang import engine as sglang_engine
@@ -39,7 +45,20 @@ from torchtitan.inference.engines.vllm import serve
 from torchtitan.inference.engines.vllm.direct import DirectLoader
 from torchtitan.inference.engines.vllm.engine import ENGINE as VLLM
 from torchtitan.inference.engines.vllm.engine import VLLMControl
-from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.pool.weight_probe import sampling_tolerance
+from torchtitan.inference.types import (
+    Branch,
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    Given,
+    SamplingParameters,
+    VersionSpan,
+)
+from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.trainer import mismatch
+from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.weight_sync.memory.staging import StagedVersion
 
 LABEL = "e1/3"
@@ -447,6 +466,108 @@ def test_a_score_that_cannot_be_is_refused_whichever_engine_sends_it(engine: str
     assert read([-0.5, -30.0]) == [-0.5, -30.0]
     with pytest.raises(AnswerRefused, match=reason):
         read([-0.5, wrong])
+
+
+# What is said of sampled tokens, held against the trainer
+
+
+@dataclass
+class Deviation:
+    """How an engine computes, where the run asks for `temperature` and `top_p`."""
+
+    temperature: float
+    top_p: float = 1.0
+    samples_at: float | None = None
+    """In place of temperature"""
+    reports_raw: bool = False
+    """At temperature 1"""
+    rope_theta: float | None = None
+    """In place of the run's"""
+    caught: bool = True
+    flat: bool = False
+    """The model is near uniform, as a policy that explores"""
+
+
+DEVIATIONS = {
+    "honest": Deviation(0.6, caught=False),
+    "honest, truncated": Deviation(1.0, top_p=0.8, caught=False),
+    "honest, greedy": Deviation(0.0, caught=False),
+    "honest, nearly greedy": Deviation(0.005, flat=True, caught=False),
+    "raw log-probs": Deviation(0.6, reports_raw=True),
+    "another rope_theta": Deviation(1.0, rope_theta=1e6),
+    "a clamped temperature": Deviation(0.02, samples_at=0.1, flat=True),
+}
+
+
+@pytest.fixture(scope="module")
+def large_logits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with logits of several units, as trained models have them."""
+    return make_tiny(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", head_dim=16)
+
+
+def sampled_with(deviation: Deviation, model: Path, folder: Path) -> list[tuple[GenerateRequest, list[Completion]]]:
+    """Four groups of four samples, by an engine that deviates so."""
+    shutil.copytree(model, folder)
+    if deviation.rope_theta is not None:
+        facts = json.loads((folder / "config.json").read_text())
+        facts["rope_parameters"]["rope_theta"] = deviation.rope_theta
+        (folder / "config.json").write_text(json.dumps(facts))
+    policy = load_policy(folder)
+    temperature = deviation.temperature if deviation.samples_at is None else deviation.samples_at
+    requests = [
+        GenerateRequest(
+            str(group), [3 + group, *range(20, 26)], SamplingParameters(12, 4, temperature, deviation.top_p, seed=group)
+        )
+        for group in range(4)
+    ]
+    engine = Engine(policy, max_sequences=16, max_length=32)
+    # No other one reads weights after this.
+    samples = list(zip(requests, engine.generate(requests), strict=True))
+    for request, completions in samples:
+        for completion in completions:
+            completion.spans = [VersionSpan("e", 0, 0, len(completion.token_ids))]
+            if deviation.reports_raw:
+                first = len(request.prompt_ids) - 1
+                completion.log_probs = score(policy, request.prompt_ids + completion.token_ids)[first:]
+    return samples
+
+
+def through_wire(engine: str, request: GenerateRequest, completions: list[Completion]) -> list[Completion]:
+    """As a run gets them from this engine."""
+    if engine == "colocated":
+        (answer,) = decode_answers(encode_answers([Answer("r", completions)]))
+        return answer.completions
+    answer = sent(ENGINES[engine](completions, len(request.prompt_ids)))
+    return asyncio.run(completions_of(engine, request, [answer]))
+
+
+@pytest.mark.parametrize("case", DEVIATIONS)
+def test_an_engine_that_computes_another_policy_is_named_with_figure_and_bound_whichever_it_is(
+    case: str, large_logits: Path, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    deviation = DEVIATIONS[case]
+    model = tiny_checkpoint() if deviation.flat else large_logits
+    config = JobConfig()
+    config.model.hf_assets_path, config.optimizer.lr = str(model), 0.0
+    config.rollout.temperature, config.rollout.top_p = deviation.temperature, deviation.top_p
+    trainer = PolicyTrainer(config, ParallelDims.from_config(config.parallelism, 1, 0))
+    samples = sampled_with(deviation, model, tmp_path / "model")
+    for engine in [*ENGINES, "colocated"]:
+        groups = []
+        for index, (request, completions) in enumerate(samples):
+            received = through_wire(engine, request, completions)
+            for completion in received:
+                completion.actor, completion.asked_at = f"{engine}-{index % 2}", 0
+            branches = [[Branch([Given(request.prompt_ids), completion])] for completion in received]
+            groups.append(Group(index, [Sample(one, "stop", reward=0.5 * place) for place, one in enumerate(branches)]))
+        figures = trainer.train_batch(Batch(0, groups)).actors
+        assert figures.keys() == {f"{engine}-0", f"{engine}-1"} and all(one.tokens > 64 for one in figures.values())
+        for reason in mismatch.judge_actors(config, figures, 0).values():
+            assert bool(reason) is deviation.caught
+            if reason:
+                assert "tokens that it sampled with version 0" in reason
+                assert f"more than the {sampling_tolerance(config):.3g} that rounding explains" in reason
+                assert all(cause in reason for cause in ("processed_logprobs", "temperature", "rope_theta"))
 
 
 def test_vllms_answers_are_understood() -> None:

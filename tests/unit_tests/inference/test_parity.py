@@ -270,25 +270,56 @@ def test_mismatch_alarm_and_stop() -> None:
     for value, alarms, stops in ((0.05, False, False), (0.2, True, False), (0.6, True, True), (math.nan, True, True)):
         figures = {"mismatch_kl": value, "mismatch_kl/same_version": 0.0}
         assert (mismatch.alarm(config, figures) is not None) is alarms
-        reason = mismatch.reason_to_stop(config, figures, 7)
+        reason = mismatch.reason_to_stop(config, figures, {}, 7)
         assert (reason is not None) is stops
         if reason is not None:
             assert "made version 7" in str(reason) and "Look at mismatch_kl/same_version" in str(reason)
     config.grpo.mismatch_kl_alarm = config.grpo.mismatch_kl_stop = 0
     assert mismatch.alarm(config, {"mismatch_kl": 9.0}) is None
-    assert mismatch.reason_to_stop(config, {"mismatch_kl": 9.0}, 1) is None
+    assert mismatch.reason_to_stop(config, {"mismatch_kl": 9.0}, {}, 1) is None
 
 
 def test_an_engine_in_the_trainers_processes_is_judged_by_what_it_samples() -> None:
     config = JobConfig()
     config.inference.backend, config.inference.mode, config.inference.dtype = "vllm", "colocate", "bfloat16"
     config.model.name, config.model.flavor = "qwen3", "0.6B"
-    noise, stale = ({"mismatch_kl": 0.2, "mismatch_kl/same_version": value} for value in (3e-5, 0.07))
-    assert mismatch.reason_to_stop(config, noise, 5) is None
-    assert mismatch.reason_to_stop(config, {"mismatch_kl": 0.2, "mismatch_kl/same_version": None}, 5) is None
-    reason = mismatch.reason_to_stop(config, stale, 5)
-    assert reason is not None and "does not hold version 4" in str(reason)
+    noise, stale = ({"replica-1": mismatch.ActorFigures(value, 500)} for value in (0.03, 0.4))
+    assert mismatch.reason_to_stop(config, {}, noise, 5) is None
+    assert mismatch.reason_to_stop(config, {}, {}, 5) is None
+    few = {"replica-1": mismatch.ActorFigures(0.4, 5)}
+    assert mismatch.reason_to_stop(config, {}, few, 5) is None
+    for wrong in (stale, {"replica-1": mismatch.ActorFigures(math.nan, 500)}):
+        reason = mismatch.reason_to_stop(config, {}, wrong, 5)
+        assert reason is not None and "(replica-1) is wrong" in str(reason) and "with version 4" in str(reason)
+    config.rollout.top_p = 0.9
+    assert mismatch.reason_to_stop(config, {}, stale, 5) is not None
     config.weight_sync.verify = "off"
-    assert mismatch.reason_to_stop(config, stale, 5) is None
-    config.weight_sync.verify, config.rollout.top_p = "auto", 0.9
-    assert mismatch.reason_to_stop(config, stale, 5) is None
+    assert mismatch.reason_to_stop(config, {}, stale, 5) is None
+
+
+def test_an_actor_whose_samples_are_wrong_is_out_until_a_newer_version_and_the_third_time_for_good(
+    tmp_path: Path,
+) -> None:
+    config = make_config()
+    request = GenerateRequest("r", [1], SamplingParameters(1))
+
+    async def scenario(pool: InferencePool, honest: Liar, wrong: Liar) -> None:
+        await eventually(lambda: set(pool.actors.values()) == {"ready"})
+        for version in range(4):
+            for name, reason in (("actor-0", ""), ("actor-1", f"wrong at {version}" if version != 1 else "")):
+                await pool.judge_samples(name, version, reason)
+            # What is right in between starts the count again.
+            if version == 0:
+                assert pool.actors["actor-1"] != "ready"
+            honest.says = wrong.says = version + 1
+            await eventually(lambda: pool.actors["actor-0"] == "ready" and pool.serving_version() == wrong.says)
+            await eventually(lambda: pool.actors["actor-1"] == "ready")
+        await pool.judge_samples("actor-1", 4, "wrong at 4")
+        assert pool.actors == {"actor-0": "ready", "actor-1": "gave up"}
+        for version in (4, 5, 6):
+            await pool.judge_samples("actor-0", version, "wrong as well")
+        with pytest.raises(UserError, match=r"is left \(actor-0: wrong as well; actor-1: wrong at 4"):
+            await pool.generate(request)
+
+    events = run(tmp_path, config, scenario)
+    assert [event["reason"] for event in of(events, "actor_gave_up")] == ["wrong at 4", "wrong as well"]

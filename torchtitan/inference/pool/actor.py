@@ -161,6 +161,7 @@ class Actor:
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Raises ActorError if the actor fails or is evicted meanwhile."""
         self._requests += 1
+        known = self.version
         try:
             asked = self._client.generate(request, self._config.request_timeout_s)
             completions = await self._unless_lost("generate", asked)
@@ -178,6 +179,8 @@ class Actor:
             raise
         finally:
             self._requests -= 1
+        for completion in completions:
+            completion.actor, completion.asked_at = self.name, known
         # The answer is newer than the last probe.
         served = max((span.version for completion in completions for span in completion.spans), default=0)
         if self.version is not None and served > self.version:

@@ -27,7 +27,7 @@ from torchtitan.inference.actor_client import (
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor import Actor, ActorState
 from torchtitan.inference.pool.actor_parts import ActorProcess
-from torchtitan.inference.pool.weight_probe import ParityGuard, ProbeAnswers
+from torchtitan.inference.pool.weight_probe import MAX_FAILURES, ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.models.shape.checkpoint_shape import read_shape, vocabulary_of
 from torchtitan.utils.json_lines import EventLog
@@ -85,6 +85,8 @@ class InferencePool:
         """Those of the actors that have joined by themselves"""
         self._registry: str | None = None
         self._published: Container[int] | None = None
+        self._wrong_samples: Counter[str] = Counter()
+        """By actor: batches in a row whose log-probs were not the trainer's"""
         self._past: Counter[str] = Counter()
         """Evictions of actors that have left"""
         self._waiting: list[_Waiter] = []
@@ -192,6 +194,16 @@ class InferencePool:
         for member in self._actors:
             if member.name == actor:
                 member.lost_from_sync(reason)
+
+    async def judge_samples(self, actor: str, version: int, wrong: str) -> None:
+        """What an actor sampled with `version` is right, or (not empty) wrong for this reason: it is evicted until it
+        serves a newer version, restarted if the run has started it, and the third time in a row given up."""
+        found = next((member for member in self._actors if member.name == actor), None)
+        if not wrong:
+            self._wrong_samples.pop(actor, None)
+        elif found is not None and not found.gave_up:
+            self._wrong_samples[actor] += 1
+            await found.distrust(version, wrong, forever=self._wrong_samples[actor] >= MAX_FAILURES)
 
     async def sleep(self) -> None:
         """Have the actors give their memory back, as inference.sleep_level says. Nothing is sent to them before

@@ -34,27 +34,61 @@ KEPT_VERSIONS = 32
 SILENT_S = 60.0
 # So many wrong answers in a row are no accident any more.
 MAX_FAILURES = 3
+# The mean difference that other kernels may make in float32, and the error of a log-prob at temperature 1 that grows
+# with 1 / temperature.
+FLOAT32, FLOAT32_ERROR = 0.001, 5e-5
+# Tokens that are sampled are less certain than those of a text, and rounding moves them further: up to 1.45 times in
+# random networks of 3 to 16 layers with logits of several units.
+SAMPLED = 1.5
 
 
 def probe_tolerance(config: JobConfig) -> float:
-    """weight_sync.probe_tolerance, or the mean difference of log-probs, in nats, that rounding explains.
+    """weight_sync.probe_tolerance, or the mean difference of log-probs, in nats, that rounding explains in an ordinary
+    text at temperature 1."""
+    return config.weight_sync.probe_tolerance or _rounding(config) + _other_experts(config)
 
-    In bfloat16 a layer rounds about four times by up to u = 2**-9 of a value, evenly spread: u / sqrt(3) each, and
+
+def sampling_tolerance(config: JobConfig) -> float:
+    """The mean difference of log-probs, in nats, that rounding explains in tokens that were sampled at the run's
+    temperature: the same error of a logit counts for more where the temperature is low. weight_sync.probe_tolerance
+    takes the place of what is known of types and layers."""
+    temperature = min(config.rollout.temperature or 1.0, 1.0)
+    if config.weight_sync.probe_tolerance > 0:
+        return config.weight_sync.probe_tolerance / temperature
+    others = 0.0 if config.grpo.routing_replay else _other_experts(config)
+    if not _rounds_to_bfloat16(config):
+        return max(FLOAT32, FLOAT32_ERROR / temperature) + others
+    return (SAMPLED * _rounding(config) + others) / temperature
+
+
+def _rounds_to_bfloat16(config: JobConfig) -> bool:
+    return "bfloat16" in (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
+
+
+def _rounding(config: JobConfig) -> float:
+    """In bfloat16 a layer rounds about four times by up to u = 2**-9 of a value, evenly spread: u / sqrt(3) each, and
     sqrt(4 L) of that after L layers, in the trainer and in the engine. Values that move by a share of e move
     log-probs by e times how far logits lie apart where there is probability, some 2 nats. Of the difference of two
     such errors the mean size is 0.8 · sqrt(2) of one: 0.005 · sqrt(L), doubled. An engine that rounds its logits, too,
     adds half a step of bfloat16 between 8 and 16: 0.03.
     """
-    if config.weight_sync.probe_tolerance > 0:
-        return config.weight_sync.probe_tolerance
-    types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
-    if "bfloat16" not in types:
-        return 0.001
+    if not _rounds_to_bfloat16(config):
+        return FLOAT32
     layers = read_shape(config).num_hidden_layers
     # See EXACT_HEAD in the engines' modules; servers that run already were started by others.
     others = bool(config.inference.servers) or config.inference.discover
     rounds_logits = config.inference.dtype == "bfloat16" and (others or not has_gpu())
     return 0.01 * math.sqrt(layers) + (0.03 if rounds_logits else 0.0)
+
+
+def _other_experts(config: JobConfig) -> float:
+    """What tokens add that rounding gives other experts in the engine than in the trainer. Random mixtures of 2 to 8
+    layers, whose routers are as uncertain as can be, have shown 0.02 to 0.1 nats in bfloat16, about 0.03 · sqrt(L);
+    with replayed experts, nothing. In float32 such a token is rare."""
+    args = read_shape(config) if config.model.flavor or config.model.hf_assets_path else None
+    if args is None or args.experts is None:
+        return 0.0
+    return 0.035 * math.sqrt(args.num_hidden_layers) if _rounds_to_bfloat16(config) else 0.01
 
 
 class ProbeAnswers:

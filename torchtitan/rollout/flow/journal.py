@@ -323,6 +323,7 @@ class ReplaySource:
         batch = self.read_batch(version)
         if self._journal is not None:
             self._journal.append_batch(batch)
+        batch.forget_actors()
         return batch
 
     def read_batch(self, version: int) -> Batch:

@@ -134,11 +134,12 @@ class RolloutFlow:
                 logger.warning("source %s had failed before the checkpoint: the run goes on without it", source.name)
         for index in sorted(state["unfinished"]):
             self._owner(index).redo.append(index)
-        groups, before = batch_from_json(state["ready"]).groups, state.get("sampled_as", {})
+        ready, before = batch_from_json(state["ready"]), state.get("sampled_as", {})
+        ready.forget_actors()
         changed = {one.name: changed_since(before.get(one.name), one.config) for one in self._all}
         self._changed_keys = {key: values for one in changed.values() for key, values in one.items()}
         again = 0
-        for group in groups:
+        for group in ready.groups:
             owner = self._owner(group.prompt_index)
             if changed[owner.name]:
                 heapq.heappush(owner.redo, group.prompt_index)
@@ -146,7 +147,7 @@ class RolloutFlow:
             else:
                 owner.add(group)
         logger.info(
-            "restored %d finished groups; %d unfinished are redone", len(groups) - again, len(state["unfinished"])
+            "restored %d finished groups; %d unfinished are redone", len(ready.groups) - again, len(state["unfinished"])
         )
         if again and self._events is not None:
             self._events.write("groups_made_again", level=logging.WARNING, groups=again, **self._changed_keys)

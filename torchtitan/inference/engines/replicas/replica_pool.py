@@ -91,6 +91,8 @@ class _Waiting:
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Answer] = field(repr=False)
     replica: int = 0
+    version: int | None = None
+    """That the replica held when it was given the request"""
 
 
 class ReplicaPool:
@@ -205,7 +207,7 @@ class ReplicaPool:
                 if self._loads[replica] >= self._max_sequences:
                     break
                 del self._waiting[name]
-                waiting.replica = replica
+                waiting.replica, waiting.version = replica, version
                 self._loads[replica] += waiting.request.sampling.n
                 self._under_way[name] = waiting
                 requests[replica].append(waiting.request)
@@ -224,6 +226,8 @@ class ReplicaPool:
                     continue  # cancelled meanwhile
                 self._loads[waiting.replica] -= waiting.request.sampling.n
             answer.replica = replica_name(waiting.replica)
+            for completion in answer.completions:
+                completion.actor, completion.asked_at = answer.replica, waiting.version
             waiting.loop.call_soon_threadsafe(_resolve, waiting.answer, answer)
 
     def _pace(self, seconds: float) -> None:
