@@ -423,8 +423,12 @@ def _check_environment(check: Check) -> None:
     check.refuse("environment.gateway_url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
     text = "says not where programs reach the gateway: set environment.gateway_url, or one address of this machine"
     check.refuse("environment.gateway_host", host in ("", "0.0.0.0", "::") and not url, text)
-    without = (parser != AUTO and not has_environment(check.config)) or (kinds and parser not in known_parsers)
-    check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
+    without = parser != AUTO and not has_environment(check.config)
+    check.refuse(
+        "environment.tool_parser", without, "needs environment.tools, environment.factory or environment.agent"
+    )
+    text = "verifiers reads calls itself (environment.verifiers_renderer)"
+    check.refuse("environment.tool_parser", parser not in known_parsers and environment.verifiers, text)
 
 
 def _check_evaluation(check: Check) -> None:

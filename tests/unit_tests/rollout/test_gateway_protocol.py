@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from tests.chat_families import FAMILIES
 from tests.chat_models import write_chat_tokenizer
 from tests.patience import PATIENCE_S, asynchronous
 from tests.programs import API, Program
-from tests.unit_tests.rollout.test_gateway_dialects import opened, serving, told
+from tests.unit_tests.rollout.data.test_tool_formats import OTHERS
+from tests.unit_tests.rollout.data.test_tool_formats import TOOLS as TOOL_SCHEMAS
+from tests.unit_tests.rollout.test_gateway_dialects import branches_of, opened, serving, told
+from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.gateway import answer_stream
+from torchtitan.rollout.gateway.calls import Call, cut, make_choice
 from torchtitan.rollout.gateway.peer import PeerFailed
 
 APIS = API[:3]
@@ -260,3 +265,255 @@ def test_the_bytes_of_tokens_join_to_the_text(family: Any, tmp_path: Path) -> No
     for text in ("a🙂é 日本\n", " two  words", f"end{family.said}"):
         ids = tokenizer.encode(text)
         assert b"".join(tokenizer.token_bytes(ids)) == tokenizer.decode(ids, skip_special=False).encode()
+
+
+# A call in each format of a real family, and two of them behind one another.
+SAID = {
+    "hermes": ('<tool_call>{"name": "look", "arguments": {"at": "%s"}}</tool_call>', ""),
+    "mistral": ('[TOOL_CALLS]look[ARGS]{"at": "%s"}', ""),
+    "qwen3_coder": ("<tool_call><function=look><parameter=at>%s</parameter></function></tool_call>", "\n"),
+    "lfm2": ("<|tool_call_start|>[look(at='%s')]<|tool_call_end|>", ""),
+    "kimi_k2": ('<|tool_call_begin|>functions.look:%s<|tool_call_argument_begin|>{"at": "%s"}<|tool_call_end|>', ""),
+    "minimax_m2": ('<minimax:tool_call><invoke name="look"><parameter name="at">%s</parameter></invoke>'
+                   "</minimax:tool_call>", "\n"),
+}  # fmt: skip
+TOOLS = [("look", "Look", {"type": "object", "properties": {"at": {"type": "string"}}})]
+ONE_CALL: dict[str, dict[str, Any]] = {
+    "chat": {"parallel_tool_calls": False},
+    "messages": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    "responses": {"parallel_tool_calls": False},
+}
+
+
+@pytest.mark.parametrize("form", SAID)
+@asynchronous
+async def test_a_program_that_takes_one_call_gets_one_and_only_that_is_trained(form: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
+    stop = tokenizer.eos_token_ids[0]
+    said, between = SAID[form]
+    first, second = (said.replace("%s", number) for number in "01")
+    async with serving(tmp_path, stop, tool_parser=form) as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            for stream in (False, True):
+                name = f"{api}-{stream}"
+                program = Program(api, http, url, await opened(server, name, stop), stream, TOOLS)
+                program.user("?")
+                engine.says = [f"I look. {first}{between}{second}", "done"]
+                answer = await program.ask(**ONE_CALL[api])
+                assert [one[1:] for one in answer.calls] == [("look", {"at": "0"})] and answer.text == "I look."
+                program.results([(answer.calls[0][0], "x")])
+                await program.ask()
+                ended = await server._end(name)
+                assert ended is not None and ended["counts"]["calls_cut"] == 1
+                (branch,) = branches_of(ended["branches"])
+                trained = tokenizer.decode(branch.sampled[0].token_ids, skip_special=False)
+                assert trained == f"I look. {first}"
+
+
+@asynchronous
+async def test_calls_that_one_list_holds_are_one_text_of_which_the_first_is_returned(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
+    stop = tokenizer.eos_token_ids[0]
+    said = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "0"}}, {"name": "look", "arguments": {"at": "1"}}]'
+    async with serving(tmp_path, stop, tool_parser="mistral") as (server, engine, url), aiohttp.ClientSession() as http:
+        program = Program("chat", http, url, await opened(server, "s", stop), False, TOOLS)
+        program.user("?")
+        engine.says = [said]
+        answer = await program.ask(parallel_tool_calls=False)
+        assert [one[2] for one in answer.calls] == [{"at": "0"}]
+        ended = await server._end("s")
+        assert ended is not None and ended["counts"]["calls_cut"] == 1
+
+
+@asynchronous
+async def test_what_an_answer_repeats_of_the_request_is_true(tmp_path: Path) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        program = Program("responses", http, url, await opened(server, "s", stop), False, TOOLS)
+        program.user("?")
+        path, body = program.body()
+        asked = {"parallel_tool_calls": False, "tool_choice": "required", "metadata": {"a": "b"}, "instructions": "Go."}
+        for more, expected in (({}, {"parallel_tool_calls": True, "tool_choice": "auto"}), (asked, asked)):
+            engine.says = ["yes"]
+            data = await program.post(path, {**body, **more})
+            assert {key: data[key] for key in expected} == expected
+
+
+@asynchronous
+async def test_a_call_that_cannot_be_read_is_counted_and_told_and_the_other_is_kept(tmp_path: Path) -> None:
+    """As environments tell it: as the result of that call, in its place."""
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
+    stop = tokenizer.eos_token_ids[0]
+    good, bad = SAID["hermes"][0] % "0", '<tool_call>{"name": "look", "arguments": "{}"}</tool_call>'
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            for stream in (False, True):
+                for number, said in enumerate((bad + good, good + bad, bad)):
+                    name = f"{api}-{stream}-{number}"
+                    program = Program(api, http, url, await opened(server, name, stop), stream, TOOLS)
+                    program.user("?")
+                    engine.says = [said, "done"]
+                    answer = await program.ask()
+                    assert len(answer.calls) == (good in said)
+                    if answer.calls:
+                        program.results([(answer.calls[0][0], "RESULT")])
+                    else:
+                        program.user("RESULT")
+                    held = [one for pair in engine.log[-1:] for one in (*pair[0], *pair[1])]
+                    await program.ask()
+                    assert engine.log[-1][0][: len(held)] == held
+                    behind = tokenizer.decode(engine.log[-1][0][len(held) :])
+                    assert "tool call must be" in behind
+                    assert (behind.find("tool call must be") < behind.find("RESULT")) == (number != 1)
+                    ended = await server._end(name)
+                    assert ended is not None and ended["counts"]["calls_unreadable"] == 1
+                    assert len(ended["branches"]) == 1
+
+
+@asynchronous
+async def test_an_error_of_a_tool_reaches_the_policy(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
+    stop = tokenizer.eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        prompts = []
+        for is_error in (False, None, True):
+            program = Program("messages", http, url, await opened(server, str(is_error), stop), False, TOOLS)
+            program.user("?")
+            engine.says = [SAID["hermes"][0] % "0", "done"]
+            answer = await program.ask()
+            result = {"type": "tool_result", "tool_use_id": answer.calls[0][0], "content": "no such file"}
+            more = {} if is_error is None else {"is_error": is_error}
+            program.history.append({"role": "user", "content": [{**result, **more}]})
+            await program.ask()
+            prompts.append(tokenizer.decode(engine.log[-1][0]))
+        assert prompts[0] == prompts[1] and '{"error": "no such file"}' in prompts[2]
+
+
+@asynchronous
+async def test_a_tool_that_takes_any_text_is_called_as_such(tmp_path: Path) -> None:
+    """OpenAI's custom tools: the policy sees one parameter, the program gets the text, and one branch continues. A tool
+    whose text must follow a grammar is left out."""
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
+    stop = tokenizer.eos_token_ids[0]
+    call = '<tool_call>{"name": "patch", "arguments": {"input": "*** a\\n"}}</tool_call>'
+    about: dict[str, Any] = {"name": "patch", "description": "Apply a patch"}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in ("chat", "responses"):
+            for stream in (False, True):
+                for form in ({}, {"format": {"type": "text"}}):
+                    name = f"{api}-{stream}-{len(form)}"
+                    program = Program(api, http, url, await opened(server, name, stop), stream)
+                    program.user("?")
+                    engine.says = [call, "done"]
+                    tool = {"type": "custom", **about, **form}
+                    tools = [tool if api == "responses" else {"type": "custom", "custom": {**about, **form}}]
+                    path, body = program.body()
+                    body = {**body, "tools": tools, "stream": stream}
+                    data = await post(http, f"{url}{path}", program.key, body)
+                    if api == "responses":
+                        events = [*data] if stream else []
+                        final = events[-1]["response"] if stream else data
+                        (item,) = final["output"]
+                        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "*** a\n")
+                        assert not stream or "*** a\n" in [event.get("delta") for event in events]
+                        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+                        following = {"input": [*body["input"], item, output]}
+                    else:
+                        if stream:
+                            deltas = [choice["delta"] for event in data for choice in event["choices"]]
+                            calls = [one for delta in deltas for one in delta.get("tool_calls", ())]
+                            message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls}
+                        else:
+                            message = data["choices"][0]["message"]
+                        (made,) = message["tool_calls"]
+                        assert (made["type"], made["custom"]) == ("custom", {"name": "patch", "input": "*** a\n"})
+                        output = {"role": "tool", "tool_call_id": made["id"], "content": "ok"}
+                        following = {"messages": [*body["messages"], message, output]}
+                    await post(http, f"{url}{path}", program.key, {**body, **following})
+                    ended = await server._end(name)
+                    assert ended is not None and len(ended["branches"]) == 1
+            strict = {"type": "custom", **about, "format": grammar}
+            tools = [strict if api == "responses" else {"type": "custom", "custom": {**about, "format": grammar}}]
+            program = Program(api, http, url, await opened(server, api, stop), False)
+            program.user("?")
+            engine.says = ["no"]
+            path, body = program.body()
+            await post(http, f"{url}{path}", program.key, {**body, "tools": tools})
+            ended = await server._end(api)
+            assert ended is not None and ended["counts"]["tools_left_out"] == 1
+
+
+async def post(http: aiohttp.ClientSession, url: str, key: str, body: Any) -> Any:
+    """The answer, or the events of a stream."""
+    async with http.post(url, json=body, headers=bearer(key)) as response:
+        text = await response.text()
+        assert response.status == 200, text
+        return events_of(text) if body.get("stream") else json.loads(text)
+
+
+@asynchronous
+async def test_ids_that_the_policy_wrote_are_those_that_programs_get_and_give_back(tmp_path: Path) -> None:
+    """Unless the conversation has them already: a program finds the result of a call by its id."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    said = "[TOOL_CALLS]look[CALL_ID]a1B2c3D4e[ARGS]{}"
+    async with serving(tmp_path, stop, tool_parser="mistral") as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            program = Program(api, http, url, await opened(server, api, stop), False, TOOLS)
+            program.user("?")
+            ids = []
+            for _ in range(2):
+                engine.says = [said]
+                answer = await program.ask()
+                ids.append(answer.calls[0][0])
+                program.results([(ids[-1], "x")])
+            assert ids[0] == "a1B2c3D4e" and ids[1] != ids[0] and len(ids[1]) == 9
+
+
+def test_an_answer_of_gpt_oss_that_is_cut_shows_its_final_channel_as_far_as_it_goes(tmp_path: Path) -> None:
+    """By a limit or a stop text, wherever that falls; what is in no message is no place for a stop text."""
+    family = next(one for one in OTHERS if one.name == "harmony")
+    tokenizer = Tokenizer(family.write(tmp_path))
+    prompt = tokenizer.encode("<|start|>user<|message|>?<|end|><|start|>assistant")
+    thought = "<|channel|>analysis<|message|>I assume.<|end|>"
+    text = f"{thought}<|start|>assistant<|channel|>final<|message|>Hello world"
+    ids = tokenizer.encode(text)
+    for length in range(1, len(ids) + 1):
+        whole = Completion(ids[:length], [-0.5] * length, "length", [VersionSpan("e", 0, 0, length)])
+        for tools in ([], TOOL_SCHEMAS):
+            message = make_choice(whole, Call(tools=tools), tokenizer, "x", "harmony", prompt).message
+            assert "Hello world".startswith(message["content"] or "") and "tool_calls" not in message
+    stops = {"world": "Hello ", "lo w": "Hel", "assume": ""}
+    stops |= dict.fromkeys(("final", "assistant", "analysis"), "Hello world")
+    for stop, expected in stops.items():
+        whole = Completion(ids, [-0.5] * len(ids), "stop", [VersionSpan("e", 0, 0, len(ids))])
+        call = Call(stop=[stop])
+        kept, _ = cut(whole, call, tokenizer, "harmony", prompt)
+        choice = make_choice(kept, call, tokenizer, "x", "harmony", prompt)
+        assert choice.message["content"] == expected
+        assert choice.stopped_by == (None if expected == "Hello world" else stop)
+
+
+def bracketed(text: str) -> list[tuple[str, dict[str, str]]]:
+    """A parser as a user may write one: `[look here]`."""
+    found = re.findall(r"\[(\w+) (\w+)\]", text)
+    if "[oops" in text:
+        raise ValueError("a call must be [name where]")
+    return [(name, {"at": where}) for name, where in found]
+
+
+@asynchronous
+async def test_a_parser_of_the_users_own_reads_calls_for_agents(tmp_path: Path) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    own = f"{__name__}:bracketed"
+    async with serving(tmp_path, stop, tool_parser=own) as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            program = Program(api, http, url, await opened(server, api, stop), False, TOOLS)
+            program.user("?")
+            engine.says = ["<think>[look no]</think>So [look here] and [look there]", "[oops"]
+            answer = await program.ask()
+            assert [one[1:] for one in answer.calls] == [("look", {"at": "here"}), ("look", {"at": "there"})]
+            program.results([(one[0], "x") for one in answer.calls])
+            assert not (await program.ask()).calls
+            ended = await server._end(api)
+            assert ended is not None and ended["counts"]["calls_unreadable"] == 1 and len(ended["branches"]) == 1

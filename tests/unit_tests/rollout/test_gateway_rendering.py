@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -124,21 +125,21 @@ def test_results_name_the_function_that_was_called(tmp_path: Path) -> None:
 
 def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
     """Whatever tokens the policy samples, ended or cut off: the next prompt holds them, and behind them what the
-    template puts there."""
+    template puts there, and what the policy is told of calls that cannot be read."""
     renderer, generator = ChatRenderer(tokenizer), random.Random(2)
     for episode in range(50):
         session = Session(str(episode), SamplingParameters(8), 100_000)
         messages: list[dict[str, Any]] = [{"role": "user", "content": noise(generator)}]
         held: list[int] = []
+        told = ""
         for turn in range(6):
             prompt = session.prompt(renderer, messages, TOOLS)
             assert prompt[: len(held)] == held
             if turn:
                 behind = tokenizer.decode(prompt[len(held) :], skip_special=False)
                 ending = "\n" if held[-1] == END else "<|im_end|>\n"
-                assert (
-                    behind == f"{ending}<|im_start|>user\n{messages[-1]['content']}<|im_end|>\n<|im_start|>assistant\n"
-                )
+                user = f"<|im_start|>user\n{messages[-1]['content']}<|im_end|>\n"
+                assert behind == f"{ending}{told}{user}<|im_start|>assistant\n"
             sampled = [generator.randrange(256 + len(SPECIAL) + len(ADDED)) for _ in range(generator.randint(1, 8))]
             completion = answer([*sampled, END]) if generator.random() < 0.7 else answer(sampled, "length")
             session.record(prompt, completion)
@@ -146,6 +147,9 @@ def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
             choice = make_choice(completion, call, tokenizer, "x")
             held = prompt + completion.token_ids
             session.remember("x", call, choice)
+            errors = [json.dumps({"error": text}, ensure_ascii=False) for _, text in choice.unreadable]
+            results = "".join(f"\n<tool_response>\n{error}\n</tool_response>" for error in errors)
+            told = f"<|im_start|>user{results}<|im_end|>\n" if errors else ""
             messages = [*messages, choice.message, {"role": "user", "content": noise(generator)}]
         (branch,) = session.branches
         assert branch.token_ids == held and len(branch.sampled) == 6

@@ -38,6 +38,8 @@ class Message:
     """The mark that ends it; empty if none does"""
     stray: bool = False
     """Whether there is text or a mark in it, or behind its end, where none belongs"""
+    place: int = 0
+    """Where it ends in the text, with the mark that ends it"""
 
     @property
     def role(self) -> str:
@@ -68,7 +70,7 @@ def read_messages(text: str) -> list[Message]:
     """Return the messages of a turn in marked text, well-formed or not."""
     places = list(ANY_MARK.finditer(text))
     bounds = [*(place.start() for place in places), len(text)]
-    message = Message(f"{ROLE} {text[: bounds[0]]}")
+    message = Message(f"{ROLE} {text[: bounds[0]]}", place=bounds[0])
     messages = [message]
     for place, end in zip(places, bounds[1:], strict=True):
         mark, following = place[0], text[place.end() : end]
@@ -89,6 +91,7 @@ def read_messages(text: str) -> list[Message]:
         else:
             message.stray = True
             message.content = f"{message.content or ''}{following}"
+        message.place = place.end() if mark in ENDS else end
     return messages
 
 

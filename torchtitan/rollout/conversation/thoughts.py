@@ -71,6 +71,8 @@ class Part(NamedTuple):
     closed: bool = True
     calls: Sequence[Any] = ()
     """What a format of tool calls reads in it"""
+    end: int = 0
+    """Where it ends in the marked text of the turn, with what the prompt has of it"""
 
 
 class CallReader(Protocol):
@@ -178,7 +180,7 @@ def read_turn(text: str, opened: str = "", reader: CallReader | None = None) -> 
         messages = read_messages(whole)
         if not any(message.has_structure for message in messages):  # bare text, which nothing says to be a thought
             text = messages[0].header.removeprefix(f"{ROLE} ")
-            return Turn([Part("answer", text, text)], False, True)
+            return Turn([Part("answer", text, text, end=len(whole))], False, True)
         return Turn([_part_of(message, reader) for message in messages], is_well_formed(messages), True)
     parts = _split_at_tags(whole, len(opened), reader)
     return Turn(parts, _thinks_then_answers(parts))
@@ -188,18 +190,19 @@ def _part_of(message: Message, reader: CallReader | None) -> Part:
     """Return a message of gpt-oss as a part."""
     content = message.content or ""
     if message.role != ROLE:
-        return Part("other", content, "")
+        return Part("other", content, "", end=message.place)
     kind = KIND_OF_CHANNEL.get(message.channel, "other")
     if not message.recipient:
-        return Part(kind, content, content if kind != "other" or message.channel == "commentary" else "")
+        written = content if kind != "other" or message.channel == "commentary" else ""
+        return Part(kind, content, written, end=message.place)
     calls = reader.read_message(message) if reader is not None else ()
-    return Part("thought" if kind == "thought" else "call", content, content, calls=calls)
+    return Part("thought" if kind == "thought" else "call", content, content, calls=calls, end=message.place)
 
 
 def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Part]:
     """Return the parts of a turn whose thoughts stand between tags. begin: where the policy's own text begins."""
     if reader is None and not any(map(whole.__contains__, TAG_TEXTS)):
-        return [Part("answer", whole, whole[begin:])] if whole else []
+        return [Part("answer", whole, whole[begin:], end=len(whole))] if whole else []
     pattern = tags = bare(*TAG_PATTERNS)
     if reader is not None:
         pattern = bare(*TAG_PATTERNS, f"(?P<call>{reader.opening.pattern})")
@@ -209,7 +212,7 @@ def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Pa
     def add(end: int, kind: Literal["thought", "answer", "call"], text: str, **more: Any) -> None:
         nonlocal place
         if end > place:
-            parts.append(Part(kind, text, whole[max(place, begin) : max(end, begin)], **more))
+            parts.append(Part(kind, text, whole[max(place, begin) : max(end, begin)], end=end, **more))
             place = end
 
     while (found := pattern.search(whole, place)) is not None:
@@ -233,7 +236,8 @@ def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Pa
         text = "".join(part.text if part.kind != "thought" else part.written for part in first)
         tag = next(tag.opening for tag in TAGS if tag.closing == unopened)
         written = "".join(part.written for part in first)
-        parts = [Part("thought", text, written, tag, closed=False), *parts[stray:]]
+        thought = Part("thought", text, written, tag, closed=False, end=first[-1].end)
+        parts = [thought, *parts[stray:]]
     return parts
 
 

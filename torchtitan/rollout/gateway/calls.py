@@ -8,13 +8,15 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.inference.types import Completion
+from torchtitan.rollout.conversation.harmony import MESSAGE, has_channels, read_messages
+from torchtitan.rollout.conversation.marks import plain
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
-from torchtitan.rollout.conversation.tool_formats.format import ToolCall
+from torchtitan.rollout.conversation.tool_formats.format import IdentifiedCall, ToolCall
 from torchtitan.rollout.conversation.tool_formats.registry import DEFAULT
 from torchtitan.rollout.conversation.turns import reader_of
 
@@ -43,6 +45,12 @@ class Call:
     n: int = 1
     must_call: str | None = None
     """The tool that the answer should call, "" for any; nothing forces the policy to"""
+    parallel_calls: bool = True
+    """Whether an answer may have more than one call"""
+    freeform: frozenset[str] = frozenset()
+    """Names of tools whose argument is a text of any form (dialects/freeform.py)"""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """What an API repeats of the request in its answers"""
     tools_left_out: int = 0
     """Number of the program's tools that the policy does not see, because they would run at a provider"""
     template_values: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +75,10 @@ class Choice:
     completion: Completion
     stopped_by: str | None = None
     """The program's stop text that ended it"""
+    unreadable: list[tuple[int, str]] = field(default_factory=list)
+    """Of each call that cannot be read: the number of readable ones before it, and what the policy is told"""
+    calls_left_out: int = 0
+    """Readable calls behind the only one that the program takes"""
     log_probs: list[dict[str, Any]] | None = None
 
     @property
@@ -108,20 +120,58 @@ def stop_ids(call: Call, tokenizer: Tokenizer) -> list[int]:
     return list(dict.fromkeys([*call.stop_token_ids, *(ids[0] for ids in encoded if len(ids) == 1)]))
 
 
-def cut_at_stop(completion: Completion, stops: Sequence[str], tokenizer: Tokenizer) -> Completion:
-    """Return a completion up to the first token with which its text contains one of `stops`.
+def cut(
+    completion: Completion,
+    call: Call,
+    tokenizer: Tokenizer,
+    tool_format: str = DEFAULT,
+    prompt_ids: Sequence[int] = (),
+) -> tuple[Completion, int]:
+    """Return (a completion up to where the program has it end, the number of parts with calls that this cuts off). It
+    ends with the first token that completes a stop text, and with its only call where the program takes no other.
 
     Each token was sampled given those before it, so the rest of them can be dropped like what was never sampled.
     """
+    completion = cut_at_stop(completion, call.stop, tokenizer)
+    if call.parallel_calls or not call.tools:
+        return completion, 0
+    turns, ids = reader_of(tokenizer, tool_format), completion.token_ids
+    opened, marked = turns.opened(prompt_ids), turns.marked(ids)
+    called = [part for part in turns.read_marked(opened, marked, call.tools).parts if part.calls]
+    readable = [part for part in called if any(isinstance(one, ToolCall) for one in part.calls)]
+    if not readable or readable[0] is called[-1]:
+        return completion, 0
+    kept = marked[: readable[0].end - len(opened)]
+    length = bisect.bisect_left(range(len(ids)), True, key=lambda end: turns.marked(ids[:end]).startswith(kept))
+    return completion.first(length), len(called) - called.index(readable[0]) - 1
+
+
+def cut_at_stop(completion: Completion, stops: Sequence[str], tokenizer: Tokenizer) -> Completion:
+    """Return a completion up to the first token with which its text contains one of `stops`."""
+    turns = reader_of(tokenizer)
 
     def stopped(tokens: int) -> bool:
-        text = tokenizer.decode(completion.token_ids[:tokens])
+        text = _searched_text(turns.marked(completion.token_ids[:tokens]))
         return any(stop in text for stop in stops)
 
     length = len(completion.token_ids)
     if not stops or not stopped(length):
         return completion
     return completion.first(bisect.bisect_left(range(length), True, key=stopped))
+
+
+def _searched_text(marked: str) -> str:
+    """Return the part of a turn in which a stop text may stand: of gpt-oss, what its messages say, without the names of
+    channels and functions."""
+    if not has_channels(marked):
+        return plain(marked)
+    return "\n".join(plain(message.content or "") for message in read_messages(marked))
+
+
+def _before_stop(marked: str, stop: str) -> str:
+    """Return a turn without the stop text with which it ends."""
+    about, mark, content = marked.rpartition(MESSAGE) if has_channels(marked) else ("", "", marked)
+    return f"{about}{mark}{content.partition(stop)[0]}"
 
 
 def make_choice(
@@ -143,25 +193,41 @@ def make_choice(
         ids = ids[:-1]
     # Without tools, and where the answer was cut off, nothing is a call.
     turns = reader_of(tokenizer, tool_format if ended and call.tools else "")
-    marked, text = turns.marked(ids), tokenizer.decode(ids)
+    marked = turns.marked(ids)
+    text = _searched_text(marked)
     stopped_by = min((stop for stop in call.stop if stop in text), key=text.find, default=None)
     if stopped_by is not None:
-        marked = marked.partition(stopped_by)[0]
+        marked = _before_stop(marked, stopped_by)
     turn = turns.read_marked(turns.opened(prompt_ids), marked, call.tools)
-    calls = [
-        {
-            # Mistral's templates accept only ids of nine characters.
-            "id": hashlib.blake2b(f"{name}-{number}".encode()).hexdigest()[:9],
-            "type": "function",
-            "function": {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)},
-        }
-        for number, one in enumerate(one for one in turn.calls if isinstance(one, ToolCall))
-    ]
+    readable: list[ToolCall] = []
+    unreadable: list[tuple[int, str]] = []
+    for found in turn.calls:
+        if isinstance(found, ToolCall):
+            readable.append(found)
+        else:
+            unreadable.append((len(readable), str(found)))
+    taken = readable if call.parallel_calls else readable[:1]
     text = turn.shown(turns.hidden)
-    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
-    message |= {"tool_calls": calls} if calls else {}
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not taken else None}
+    message |= {"tool_calls": _named_calls(taken, name, call)} if taken else {}
     log_probs = log_prob_entries(completion, tokenizer) if call.log_probs else None
-    return Choice(message, completion, stopped_by, log_probs)
+    return Choice(message, completion, stopped_by, unreadable, len(readable) - len(taken), log_probs)
+
+
+def _named_calls(found: Sequence[ToolCall], name: str, call: Call) -> list[dict[str, Any]]:
+    """Return calls in the form of chat completions. An id that the policy gave itself stays, unless the conversation
+    has it already: programs find a result's call by its id."""
+    used = {one.get("id") for message in call.messages for one in message.get("tool_calls", ())}
+    calls = []
+    for number, one in enumerate(found):
+        call_id = one.id if isinstance(one, IdentifiedCall) else ""
+        if not call_id or call_id in used:
+            # Mistral's templates accept only ids of nine characters.
+            call_id = hashlib.blake2b(f"{name}-{number}".encode()).hexdigest()[:9]
+        used.add(call_id)
+        function = {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)}
+        calls.append({"id": call_id, "type": "function", "function": function})
+    return calls
 
 
 def log_prob_entries(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:

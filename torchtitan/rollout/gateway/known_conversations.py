@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.inference.types import Branch, Completion
@@ -29,6 +29,17 @@ class Held:
 
     branch: Branch
     completion: Completion
+    errors: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """What the policy is told of each call of the answer that nobody could read, as the result of a tool, and how many
+    readable calls stand before it"""
+
+    def with_errors(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return the messages behind the answer, with its errors among the results of its calls."""
+        told = list(messages)
+        results = next((place for place, one in enumerate(told) if one["role"] != TOOL), len(told))
+        for already, (number, error) in enumerate(self.errors):
+            told.insert(min(number, results) + already, error)
+        return told
 
     @property
     def token_ids(self) -> list[int]:
@@ -77,12 +88,12 @@ class KnownConversations:
         self._known[before].held = held
         return before
 
-    def longest(self, messages: Messages, tools: Messages, header: int = 0) -> tuple[int, list[int]] | None:
-        """Return (number of messages, tokens) of the longest conversation that these messages continue."""
+    def longest(self, messages: Messages, tools: Messages, header: int = 0) -> tuple[int, Held] | None:
+        """Return (number of messages, what is held) of the longest conversation that these messages continue."""
         beginning = list(enumerate(self._beginning(messages, tools, header)))
         for number, known in reversed(beginning):
-            if known.held is not None and number < len(messages) and (token_ids := known.held.token_ids):
-                return number, token_ids
+            if known.held is not None and number < len(messages) and known.held.token_ids:
+                return number, known.held
         return None
 
     def conversation(self, last: bytes) -> list[dict[str, Any]]:

@@ -20,14 +20,16 @@ from typing import Any
 
 from aiohttp import web
 
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, load_object
 from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_detection import detect_format
+from torchtitan.rollout.conversation.tool_formats.own import OwnFormat
+from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS
 from torchtitan.rollout.gateway.access import Access
 from torchtitan.rollout.gateway.answer_stream import AnswerStream
-from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut_at_stop, make_choice, stop_ids
+from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut, make_choice, stop_ids
 from torchtitan.rollout.gateway.conversation_reader import refuse_prefill
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
@@ -156,7 +158,10 @@ class GatewayServer:
         self._settings = Settings(**values)
         self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
-        self._tool_format = detect_format(self._settings.tool_parser, self._tokenizer)
+        parser = self._settings.tool_parser
+        if parser not in (AUTO, *FORMATS):
+            FORMATS[parser] = OwnFormat(parser, load_object(parser, "environment.tool_parser"))
+        self._tool_format = detect_format(parser, self._tokenizer)
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """Open a new access and return its key."""
@@ -433,10 +438,13 @@ class GatewayServer:
             raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
         finally:
             session.under_way -= call.n
-        completions = [cut_at_stop(one, call.stop, self._tokenizer) for one in sampled]
         if exchange.discards is not None:
             session.discard(exchange.discards)
-        for completion in completions:
+        completions = []
+        for whole in sampled:
+            completion, calls_cut = cut(whole, call, self._tokenizer, self._tool_format, prompt_ids)
+            completions.append(completion)
+            session.counts["calls_cut"] += calls_cut
             session.record(prompt_ids, completion, call)
             exchange.answers.append((session, completion))
         return completions

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, SamplingParameters, add_turn
-from torchtitan.rollout.conversation.messages import ASSISTANT, Messages, read_message
+from torchtitan.rollout.conversation.messages import ASSISTANT, TOOL, Messages, read_message
+from torchtitan.rollout.conversation.template_checks import CALL_ID
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
 from torchtitan.rollout.gateway.conversation_reader import settle
@@ -17,7 +19,15 @@ from torchtitan.rollout.gateway.known_conversations import Held, KnownConversati
 from torchtitan.rollout.gateway.main_conversation import Conversations
 
 # What is counted of the answers of a session; see Session.counts.
-COUNTS = ("stops_cut", "tool_choices_missed", "tools_left_out", "histories_rewritten", "answers_repeated")
+COUNTS = (
+    "stops_cut",
+    "tool_choices_missed",
+    "tools_left_out",
+    "histories_rewritten",
+    "answers_repeated",
+    "calls_unreadable",
+    "calls_cut",
+)
 NO_CALL = Call()
 
 
@@ -47,8 +57,9 @@ class Session:
     counts: Counter[str] = field(default_factory=Counter)
     """Answers that end at a stop text (stops_cut), those without the call that was asked for (tool_choices_missed),
     tools of calls that the policy did not see (tools_left_out), calls whose conversation began a branch although it has
-    answers already (histories_rewritten), and answers that the program threw away to ask for the same again
-    (answers_repeated)"""
+    answers already (histories_rewritten), answers that the program threw away to ask for the same again
+    (answers_repeated), calls of tools that nobody could read (calls_unreadable), and calls behind the only one that the
+    program takes (calls_cut)"""
     branches: list[Branch] = field(default_factory=list)
     conversations: Conversations = field(default_factory=Conversations)
     _latest: dict[int, tuple[Completion, int | None]] = field(default_factory=dict)
@@ -70,12 +81,13 @@ class Session:
         calls.Call. Raises UserError if the template refuses it."""
         known = self._known.longest(messages, tools, header)
         if known is not None:
-            number, token_ids = known
-            new = messages[number:]
+            number, held = known
+            token_ids, new = held.token_ids, messages[number:]
             # How the template renders an answer that the program has written depends on the other messages.
             if not any(message["role"] == ASSISTANT for message in new):
-                with contextlib.suppress(UserError):  # the template does not render the new messages separately
-                    return token_ids + renderer.following(token_ids, new, tools)
+                for following in [held.with_errors(new), new] if held.errors else [new]:
+                    with contextlib.suppress(UserError):  # the template does not render the new messages separately
+                        return token_ids + renderer.following(token_ids, following, tools)
         return renderer.whole(messages, tools)
 
     def record(self, prompt_ids: list[int], completion: Completion, call: Call = NO_CALL) -> None:
@@ -143,10 +155,13 @@ class Session:
         message = read_message(choice.message)
         self.conversations.note_text(choice.completion, message)
         messages = [*call.messages, message]
-        key = self._known.add(messages, call.tools, Held(branch, choice.completion), call.header)
+        errors = [(number, _error_result(text)) for number, text in choice.unreadable]
+        key = self._known.add(messages, call.tools, Held(branch, choice.completion, errors), call.header)
         self._answers[name] = key, call.preamble
         self._answer_of_call |= {one["id"]: name for one in choice.calls}
         self.counts["tools_left_out"] += call.tools_left_out
+        self.counts["calls_unreadable"] += len(choice.unreadable)
+        self.counts["calls_cut"] += choice.calls_left_out
         self.counts["stops_cut"] += choice.stopped_by is not None
         if call.must_call is not None:
             names = {one["function"]["name"] for one in choice.calls}
@@ -159,3 +174,9 @@ class Session:
             raise WrongCall(f"there is no answer {name!r} in this session", "previous_response_not_found")
         key, preamble = self._answers[name]
         return self._known.conversation(key)[preamble:]
+
+
+def _error_result(text: str) -> dict[str, Any]:
+    """Return what the policy is told of a call that cannot be read, as environments tell it."""
+    content = json.dumps({"error": text}, ensure_ascii=False)
+    return {"role": TOOL, "tool_call_id": CALL_ID, "name": "", "content": content}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torchtitan.rollout.conversation.thoughts import Part, Turn
+from torchtitan.rollout.conversation.thoughts import Turn
 from torchtitan.rollout.conversation.tool_formats.format import (
     SPACE,
     WRONG,
@@ -33,7 +33,7 @@ class Hermes(ToolFormat):
         if turn.calls or len(answers) != 1 or (calls := _calls_alone(answers[0].text)) is None:
             return turn
         (answer,) = answers
-        call = Part("call", answer.text, answer.written, calls=calls)
+        call = answer._replace(kind="call", calls=calls)
         return Turn([call if part is answer else part for part in turn.parts], turn.well_formed, turn.channels)
 
     def read_call(self, text: str, found: re.Match[str], tools: Schemas) -> tuple[list[Call], int]:

@@ -28,6 +28,7 @@ class _Block(Body):
     input: dict[str, Any] = {}
     tool_use_id: str = ""
     content: str | list[_Block] | None = None
+    is_error: bool | None = None
 
 
 class _Message(Body):
@@ -38,6 +39,7 @@ class _Message(Body):
 class _ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
+    disable_parallel_tool_use: bool = False
 
 
 class _Format(Body):
@@ -78,6 +80,7 @@ class AnthropicMessages(Dialect):
             max_tokens=request.max_tokens,
             stop=[one for one in request.stop_sequences or () if one],
             must_call=must_call,
+            parallel_calls=not chosen.disable_parallel_tool_use,
             stream=request.stream,
         )
 
@@ -132,7 +135,10 @@ def _pieces(role: str, content: str | list[_Block] | None) -> list[Piece]:
             pieces.append(ToolUse(block.id, block.name, block.input))
         elif role == "user" and block.type == "tool_result":
             texts = _pieces("tool", block.content)
-            pieces.append(ToolResult(block.tool_use_id, "".join(text.text for text in texts if isinstance(text, Text))))
+            text = "".join(piece.text for piece in texts if isinstance(piece, Text))
+            # Environments tell the policy of errors in the same form.
+            result = json.dumps({"error": text}, ensure_ascii=False) if block.is_error else text
+            pieces.append(ToolResult(block.tool_use_id, result))
         else:
             raise WrongCall(f"content of type {block.type} is not supported here: the policy reads text")
     return pieces

@@ -11,6 +11,7 @@ from pydantic import Field
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice, WrongCall
 from torchtitan.rollout.gateway.conversation_reader import ConversationReader
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
+from torchtitan.rollout.gateway.dialects.freeform import TEXT, as_function, is_freeform, text_of
 from torchtitan.rollout.gateway.dialects.request_fields import (
     Positive,
     SamplingBody,
@@ -39,16 +40,27 @@ class ChatCompletions(Dialect):
     def read(self, data: Mapping[str, Any], recall: Callable[[str], list[dict[str, Any]]]) -> Call:
         refuse_unsupported(data)
         request = _Request.read(dict(data), WrongCall)
-        tools, must_call = read_tool_choice([_shown(one) for one in request.tools or ()], data.get("tool_choice"))
+        freeform, shown = set[str](), []
+        for tool in request.tools or ():
+            custom = tool.get("custom")
+            if tool.get("type") != "custom" or not isinstance(custom, dict):
+                shown.append(_shown(tool))
+            elif is_freeform(tool, custom):
+                shown.append({"type": "function", "function": as_function(custom)})
+                freeform.add(str(custom.get("name")))
+        tools, must_call = read_tool_choice(shown, data.get("tool_choice"))
         conversation = ConversationReader()
         for message in request.messages:
-            conversation.add_message(message)
+            conversation.add_message(_with_functions(message))
         call = Call(
             messages=conversation.messages(),
             header=conversation.header,
             tools=tools,
             n=request.n or 1,
             must_call=must_call,
+            parallel_calls=request.parallel_tool_calls is not False,
+            freeform=frozenset(freeform),
+            tools_left_out=len(request.tools or ()) - len(shown),
             template_values=request.chat_template_kwargs or {},
             log_probs=bool(data.get("logprobs")),
             stream=bool(data.get("stream")),
@@ -61,7 +73,7 @@ class ChatCompletions(Dialect):
         choices = [
             {
                 "index": index,
-                "message": choice.message,
+                "message": _message(call, choice),
                 "finish_reason": choice.finish,
                 "logprobs": _log_probs(choice),
             }
@@ -81,7 +93,7 @@ class ChatCompletions(Dialect):
             text = choice.message["content"] or ""
             if text or choice.log_probs:
                 yield _chunk(answer, index, {"content": text}, logprobs=_log_probs(choice))
-            for number, one in enumerate(choice.calls):
+            for number, one in enumerate(_calls(call, choice)):
                 yield _chunk(answer, index, {"tool_calls": [{"index": number, **one}]})
             yield _chunk(answer, index, {}, finish_reason=choice.finish)
         if call.usage_in_stream:
@@ -102,6 +114,38 @@ def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict):
         return tool
     return {"type": "function", "function": {key: value for key, value in function.items() if key not in UNSEEN}}
+
+
+def _with_functions(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls of freeform tools are calls of the functions that stand for them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    found = []
+    for one in calls:
+        custom = one.get("custom") if isinstance(one, dict) else None
+        if isinstance(custom, dict):
+            function = {"name": custom.get("name"), "arguments": {TEXT: custom.get("input")}}
+            one = {"id": one.get("id"), "type": "function", "function": function}
+        found.append(one)
+    return {**message, "tool_calls": found}
+
+
+def _message(call: Call, choice: Choice) -> dict[str, Any]:
+    calls = _calls(call, choice)
+    return {**choice.message, "tool_calls": calls} if calls else choice.message
+
+
+def _calls(call: Call, choice: Choice) -> list[dict[str, Any]]:
+    """Return the calls of an answer, those of freeform tools in their form."""
+    calls = []
+    for one in choice.calls:
+        name = one["function"]["name"]
+        if name in call.freeform:
+            custom = {"name": name, "input": text_of(one["function"]["arguments"])}
+            one = {"id": one["id"], "type": "custom", "custom": custom}
+        calls.append(one)
+    return calls
 
 
 def _about(answer: Answer) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from torchtitan.inference.types import Body
 from torchtitan.rollout.gateway.calls import WrongCall
+from torchtitan.rollout.gateway.dialects.freeform import as_function, is_freeform
 
 # Options that would change the answer but are not supported; a call with any value other than these is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -42,6 +43,7 @@ class ToolsBody(Body):
     """The part of a request that all APIs share."""
 
     tools: list[dict[str, Any]] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class SamplingBody(Body):
@@ -80,11 +82,14 @@ def read_request(
     refuse_unsupported(data, only)
     request = kind.read(dict(data), WrongCall)
     tools = request.tools or []
-    own = [one for one in tools if one.get("type") in (None, "custom", "function") and "format" not in one]
+    kinds = (None, "custom", "function")
+    own = [one for one in tools if one.get("type") in kinds and one.get("format") in (None, {"type": "text"})]
     if wrong := [one for one in own if not isinstance(one.get("name"), str)]:
         raise WrongCall(f"a tool needs a name: {wrong[0]!r:.200}")
     functions = [
-        {"name": one["name"], "description": one.get("description") or "", "parameters": one.get(parameters) or {}}
+        as_function(one)
+        if parameters == "parameters" and is_freeform(one, one)
+        else {"name": one["name"], "description": one.get("description") or "", "parameters": one.get(parameters) or {}}
         for one in own
     ]
     return request, [{"type": "function", "function": one} for one in functions], len(tools) - len(own)
@@ -94,9 +99,10 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dic
     """Return (the tools that the policy sees, Call.must_call) of OpenAI's `tool_choice`. Raises WrongCall."""
     if choice in (None, "auto", "none"):
         return [] if choice == "none" else tools, None
-    function = choice.get("function", choice) if isinstance(choice, dict) else {"name": ""}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    function = choice.get(kind, choice) if isinstance(choice, dict) else {"name": ""}
     name = function.get("name") if isinstance(function, dict) else None
-    if choice != "required" and not (isinstance(choice, dict) and choice.get("type") == "function"):
+    if choice != "required" and kind not in ("function", "custom"):
         raise WrongCall("tool_choice must be auto, none, required or a function")
     names = [one["function"].get("name") for one in tools if isinstance(one.get("function"), dict)]
     if name not in (names if name != "" else ["" for _ in names]):

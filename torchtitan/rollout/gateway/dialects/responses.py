@@ -11,6 +11,7 @@ from torchtitan.inference.types import Body
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice
 from torchtitan.rollout.gateway.conversation_reader import ConversationReader, Piece, Text, Thought, ToolResult, ToolUse
 from torchtitan.rollout.gateway.dialects.dialect import Dialect
+from torchtitan.rollout.gateway.dialects.freeform import TEXT, is_freeform, text_of
 from torchtitan.rollout.gateway.dialects.request_fields import ToolsBody, read_request, read_tool_choice
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -22,6 +23,18 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
+# What an answer repeats of the request.
+ECHOED = ("parallel_tool_calls", "tool_choice", "instructions", "previous_response_id", "metadata")
+
+
+# Items as they begin in a stream.
+EMPTY: dict[str, dict[str, Any]] = {
+    "message": {"content": []},
+    "function_call": {"arguments": ""},
+    "custom_tool_call": {"input": ""},
+}
+
+
 class _Part(Body):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     """Others, such as images, are not text that the policy could read"""
@@ -29,13 +42,16 @@ class _Part(Body):
 
 
 class _Item(Body):
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    type: Literal[
+        "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"
+    ] = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
     content: str | list[_Part] | None = ""
     summary: list[_Part] = []
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
+    input: str = ""
     output: str | list[_Part] = ""
 
 
@@ -75,7 +91,7 @@ class OpenAIResponses(Dialect):
             for message in recall(request.previous_response_id.removeprefix("resp_")):
                 conversation.add_message(message)
         for item in [_Item(content=request.input)] if isinstance(request.input, str) else request.input:
-            role = "assistant" if item.type in ("reasoning", "function_call") else item.role
+            role = "assistant" if item.type in ("reasoning", "function_call", "custom_tool_call") else item.role
             conversation.add(role, _pieces(item))
         return Call(
             messages=conversation.messages(),
@@ -83,6 +99,9 @@ class OpenAIResponses(Dialect):
             tools=tools,
             max_tokens=request.max_output_tokens,
             must_call=must_call,
+            parallel_calls=request.parallel_tool_calls is not False,
+            freeform=frozenset(one["name"] for one in request.tools or () if is_freeform(one, one)),
+            echo={key: data[key] for key in ECHOED if data.get(key) is not None},
             tools_left_out=left_out,
             log_probs="message.output_text.logprobs" in (request.include or ()),
             stream=bool(request.stream),
@@ -103,7 +122,7 @@ class OpenAIResponses(Dialect):
             **_about(call, answer),
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": _items(answer, choice),
+            "output": _items(call, answer, choice),
             "usage": usage,
         }
 
@@ -125,11 +144,10 @@ class OpenAIResponses(Dialect):
 
     def events(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
         (choice,) = answer.choices
-        for index, item in enumerate(_items(answer, choice)):
+        for index, item in enumerate(_items(call, answer, choice)):
             place = {"item_id": item["id"], "output_index": index}
-            empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-            item_begun = {**item, "status": "in_progress", **empty}
-            yield {"type": "response.output_item.added", "output_index": index, "item": item_begun}
+            begun = {**item, **EMPTY[item["type"]], "status": "in_progress"}
+            yield {"type": "response.output_item.added", "output_index": index, "item": begun}
             if item["type"] == "message":
                 place["content_index"] = 0
                 (part,) = item["content"]
@@ -138,6 +156,10 @@ class OpenAIResponses(Dialect):
                 yield {"type": "response.output_text.delta", **place, "delta": part["text"], **scored}
                 yield {"type": "response.output_text.done", **place, **text, **scored}
                 yield {"type": "response.content_part.done", **place, "part": part}
+            elif item["type"] == "custom_tool_call":
+                kind = "response.custom_tool_call_input"
+                yield {"type": f"{kind}.delta", **place, "delta": item["input"]}
+                yield {"type": f"{kind}.done", **place, "input": item["input"]}
             else:
                 arguments, kind = item["arguments"], "response.function_call_arguments"
                 yield {"type": f"{kind}.delta", **place, "delta": arguments}
@@ -150,7 +172,9 @@ class OpenAIResponses(Dialect):
 def _pieces(item: _Item) -> list[Piece]:
     if item.type == "function_call":
         return [ToolUse(item.call_id, item.name, item.arguments)]
-    if item.type == "function_call_output":
+    if item.type == "custom_tool_call":
+        return [ToolUse(item.call_id, item.name, {TEXT: item.input})]
+    if item.type in ("function_call_output", "custom_tool_call_output"):
         return [ToolResult(item.call_id, _text(item.output))]
     if item.type == "reasoning":
         return [Thought(_text(item.content) or _text(item.summary))]
@@ -172,10 +196,17 @@ def _about(call: Call, answer: Answer) -> dict[str, Any]:
         "metadata": {},
         "parallel_tool_calls": True,
         "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": False, **one["function"]} for one in call.tools],
+        "tools": [_tool(call, one["function"]) for one in call.tools],
         "max_output_tokens": call.max_tokens,
         "text": {"format": {"type": "text"}},
+        **call.echo,
     }
+
+
+def _tool(call: Call, function: dict[str, Any]) -> dict[str, Any]:
+    if function["name"] in call.freeform:
+        return {"type": "custom", "name": function["name"], "description": function["description"]}
+    return {"type": "function", "strict": False, **function}
 
 
 def _begun(call: Call, answer: Answer) -> dict[str, Any]:
@@ -183,7 +214,7 @@ def _begun(call: Call, answer: Answer) -> dict[str, Any]:
     return {**_about(call, answer), "status": "in_progress", "output": [], "usage": None}
 
 
-def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
+def _items(call: Call, answer: Answer, choice: Choice) -> list[dict[str, Any]]:
     """Return the output items of an answer."""
     items: list[dict[str, Any]] = []
     text = choice.message["content"]
@@ -192,6 +223,11 @@ def _items(answer: Answer, choice: Choice) -> list[dict[str, Any]]:
         items.append({"type": "message", "id": f"msg_{answer.name}", "role": "assistant", "content": [part]})
     for one in choice.calls:
         function = one["function"]
-        items.append({"type": "function_call", "id": f"fc_{one['id']}", "call_id": one["id"], **function})
+        if function["name"] in call.freeform:
+            text = text_of(function["arguments"])
+            about = {"call_id": one["id"], "name": function["name"], "input": text}
+            items.append({"type": "custom_tool_call", "id": f"ctc_{one['id']}", **about})
+        else:
+            items.append({"type": "function_call", "id": f"fc_{one['id']}", "call_id": one["id"], **function})
     status = "incomplete" if choice.completion.finish_reason == "length" else "completed"
     return [{**item, "status": status} for item in items]

@@ -1,0 +1,36 @@
+"""A parser of the user's own, from the text of a turn outside of its thoughts to `[(name, arguments)]`, as a format.
+
+It runs in the process that loads it. That of an environment is isolated; the gateway, which reads for agents, is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchtitan.rollout.conversation.thoughts import Part, Turn, read_turn
+from torchtitan.rollout.conversation.tool_formats.format import Call, Schemas, ToolFormat, UnreadableCall, make_call
+
+
+class OwnFormat(ToolFormat):
+    """Reads what a function finds. It does not say where, so calls stay in the text of the turn."""
+
+    def __init__(self, name: str, parse: Callable[[str], Iterable[Any]]):
+        self.name, self._parse = name, parse
+
+    def read(self, text: str, opened: str = "", tools: Schemas = ()) -> Turn:
+        turn = read_turn(text, opened)
+        calls = self._calls(turn.beside_thoughts)
+        return Turn(
+            [*turn.parts, *([Part("call", "", "", calls=calls)] if calls else [])], turn.well_formed, turn.channels
+        )
+
+    def read_call(self, text: str, found: re.Match[str], tools: Schemas) -> tuple[list[Call], int]:
+        raise AssertionError("a parser reads the whole text of a turn")
+
+    def _calls(self, text: str) -> list[Call]:
+        try:
+            return [make_call(name, arguments) for name, arguments in self._parse(text)]
+        except Exception as error:  # raised by user code; an environment tells the policy of it in the same way
+            return [UnreadableCall(str(error) or type(error).__name__)]
