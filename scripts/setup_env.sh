@@ -119,9 +119,8 @@ setup_install() { # $1: the interpreter, $2: extras
     (cd "$SETUP_ROOT" && "$1" -m pip install -qq --no-compile --editable ".${2:+[$2]}" >&2) || return 1
     # If Python may not write bytecode, every process would compile torch again and take twice as long to start.
     if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
-        setup_say "PYTHONDONTWRITEBYTECODE is set: compiling the installed packages once"
-        # It fails for files that packages ship for other Pythons; nothing imports them.
-        "$1" -m compileall -qq -j 0 "$("$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+        setup_say "PYTHONDONTWRITEBYTECODE is set: compiling once, of the installed packages, what a run imports"
+        setup_say "$(cd "$SETUP_ROOT" && PYTHONPATH="$SETUP_ROOT" "$1" scripts/write_bytecode.py)" || return 1
     fi
     setup_say "environment ready after $((SECONDS - started)) s"
 }

@@ -260,7 +260,7 @@ def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path)
         (["--inference.tensor_parallel_size", "3"], {}, "can be shared by [1, 2, 4] GPUs"),
         (["--inference.engine_python", "/nowhere/python"], {}, "is not a program"),
         ([], {"GPUS_PER_NODE": "eight"}, "is not a number of GPUs"),
-        (["--inference.backend", "embedded", "--inference.engine_args", "{}"], {}, "vllm or sglang"),
+        (["--inference.backend", "embedded", "--inference.engine_args", "{}"], {}, "sglang or vllm"),
     ],
 )
 def test_mistakes_end_the_job_before_anything_is_started(
