@@ -13,7 +13,7 @@ import pytest
 from tests.patience import eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import ActorError, ActorHealth
+from torchtitan.inference.actor_client import ActorError, ActorHealth, AnswerRefused
 from torchtitan.inference.pool import weight_probe as parity
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import (
@@ -262,6 +262,48 @@ def test_differences() -> None:
     assert parity.mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.1])[1] == 1
     for expected, found in (([-1.0], []), ([], []), ([-1.0], [math.nan]), ([-1.0], [-math.inf])):
         assert parity.mean_difference(expected, found)[0] == math.inf
+
+
+def test_a_malformed_answer_to_the_probe_is_reported_at_once_and_the_second_evicts(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, honest: Liar, broken: Liar) -> None:
+        broken.breaks = AnswerRefused("score", "the log-prob of token 2 is -9999")
+        pool.answers.expect(0, IDS, truth(0))
+        await eventually(lambda: pool.statistics["probes"] == 1 and pool.actors["actor-1"] != "ready")
+
+    events = run(tmp_path, make_config(), scenario)
+    reason = "its answer to the probe cannot be right: the log-prob of token 2 is -9999"
+    said, differ = of(events, "weights_not_verified")[0], of(events, "weights_differ")[0]
+    assert (said["actor"], said["reason"]) == ("actor-1", reason) == (differ["actor"], differ["reason"])
+    assert of(events, "actor_evicted")[0]["reason"] == reason and not of(events, "parity_guard_failed")
+
+
+def test_refused_answers_are_reported_with_their_actor_and_the_third_in_a_row_evicts_it(tmp_path: Path) -> None:
+    config = make_config()
+    config.inference.max_retries = 9
+
+    class Broken(Liar):
+        async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+            raise AnswerRefused("generate", "token 64 is not of the run's vocabulary")
+
+    actors = iter([Liar, Broken])
+
+    async def scenario(pool: InferencePool, honest: Liar, broken: Liar) -> None:
+        await eventually(lambda: set(pool.actors.values()) == {"ready"})
+        bad = next(actor for actor in pool._actors if actor.name == "actor-1")
+        for _ in range(3):
+            await eventually(lambda: pool.actors["actor-1"] == "ready")
+            for _ in range(3):
+                with pytest.raises(ActorError):
+                    await bad.generate(GenerateRequest("r", [1], SamplingParameters(1)))
+        assert pool.actors == {"actor-0": "ready", "actor-1": "gave up"}
+
+    events = run(tmp_path, config, scenario, lambda: next(actors)())
+    (refused,) = of(events, "answer_refused")
+    assert refused["actor"] == "actor-1" and "token 64 is not of the run's vocabulary" in refused["reason"]
+    evicted = of(events, "actor_evicted")
+    assert [event["noticed_by"] for event in evicted] == ["answers"] * 3
+    assert "3 answers in a row cannot be right" in evicted[0]["reason"]
+    assert "9 answers in a row" in of(events, "actor_gave_up")[0]["reason"]
 
 
 def test_mismatch_alarm_and_stop() -> None:

@@ -17,7 +17,7 @@ from tests.unit_tests.inference.json_server import Answer, serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.options import read_options
 from torchtitan.inference.engines.sglang.engine import SGLang
-from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, ForeignEngine
 from torchtitan.inference.engines.sidecar.server import UnusableEngine, until_described
 from torchtitan.inference.engines.vllm.engine import VLLM, VLLMControl, merge_overrides
 from torchtitan.inference.pool import actor_parts
@@ -63,11 +63,45 @@ def test_a_server_without_the_routes_for_weights_is_refused_at_once_by_what_it_l
         (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2"),
         (["--uds", "/tmp/socket"], "--uds /tmp/socket"),
         (["--headless"], "--headless"),
+        (["--speculative-config", '{"method": "ngram"}'], '--speculative-config {"method": "ngram"}'),
+        (["--speculative_config.num_speculative_tokens", "1"], "--speculative-config.num_speculative_tokens 1"),
+        (["-sc", "{}"], "--sc {}"),
+        (["--spec-method=ngram"], "--spec-method ngram"),
+        (["--speculative-conf", "{}"], "--speculative-conf {}"),
     ],
 )
 def test_options_that_no_actor_can_have_are_refused_by_name(words: list[str], named: str) -> None:
     (wrong,) = VLLM().wrong_options(words)
     assert wrong.startswith(f"{named} is not allowed with vllm: ")
+
+
+@pytest.mark.parametrize(
+    "option", ["speculative-algorithm", "speculative-num-steps", "speculative-draft-model-path", "speculative-alg"]
+)
+def test_sglangs_speculative_decoding_is_refused_by_name(option: str) -> None:
+    (wrong,) = SGLang().wrong_options([f"--{option}", "1"])
+    assert wrong.startswith(f"--{option} 1 is not allowed with sglang: ") and "draft" in wrong
+
+
+@pytest.mark.parametrize(("engine", "option"), [(VLLM(), "max_model_len"), (SGLang(), "context-length")])
+def test_an_engine_is_started_for_no_less_than_the_sequences_of_the_run(engine: ForeignEngine, option: str) -> None:
+    config = JobConfig()
+    config.training.seq_len = 32
+    config.inference.engine_args = {option: 8}
+    ((key, text),) = engine.problems(config)
+    assert key == "inference.engine_args" and "training.seq_len = 32" in text
+    config.inference.engine_args = {option: 32}
+    assert not list(engine.problems(config))
+
+
+def test_a_temperature_that_an_engine_would_change_is_refused() -> None:
+    config = JobConfig()
+    config.rollout.temperature = 0.005
+    ((key, text),) = VLLM().problems(config)
+    assert key == "rollout.temperature" and "at least 0.01" in text
+    assert not list(SGLang().problems(config))
+    config.rollout.temperature = 0.01
+    assert not list(VLLM().problems(config))
 
 
 def test_options_of_one_engine_are_allowed() -> None:
@@ -80,10 +114,14 @@ def test_options_of_one_engine_are_allowed() -> None:
         "-1",
         "--middleware",
         "a",
+        "--specialize-active-lora",
+        "--scheduling-policy",
+        "fcfs",
     ]
     assert not VLLM().wrong_options(words)
     assert [option.name for option in read_options(words)] == [
         "data-parallel-size", "max-model-len", "hf-overrides.rope_theta", "middleware",
+        "specialize-active-lora", "scheduling-policy",
     ]  # fmt: skip
     assert not SGLang().wrong_options(["--dp-size", "1"])
     assert "num_actors" in SGLang().wrong_options(["--dp-size", "2"])[0]

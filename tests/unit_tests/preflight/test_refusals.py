@@ -204,7 +204,7 @@ IN_THE_FILE: dict[str, list[str]] = {
     "[eval]\npass_at_k = [1, 'x']\n": ["eval.pass_at_k", "each element an integer"],
     "[compile]\n[lr_scheduler]\ndecay_type = 'cosin'\n": ['"cosin"', "linear", "nearest: cosine"],
     "[eval\n": ["job.toml", "not valid TOML", "line 14"],
-    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nmax-model-len = 8\nmax_model_len = 9\n': [
+    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nmax-model-len = 8000\nmax_model_len = 9000\n': [
         "max_model_len = 9",
         "same option as max-model-len",
     ],

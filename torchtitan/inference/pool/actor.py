@@ -20,6 +20,7 @@ from torchtitan.inference.actor_client import (
     ActorError,
     ActorHealth,
     ActorNotReady,
+    AnswerRefused,
     TokenRefused,
 )
 from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, StartRefused, WeightConnection
@@ -42,6 +43,10 @@ STABLE_S = 600.0
 BRIEFLY_S = 2.0
 # A process whose connections broke is recognised as dead if it ends within this time.
 REAP_S = 0.3
+# So many answers in a row that cannot be right evict an actor, and so many such evictions in a row give it up. An event
+# tells of such an answer at most once within so many seconds.
+MAX_REFUSED = 3
+TELL_REFUSED_S = 60.0
 # At its end, a run wakes the servers that it did not start.
 WAKE_AT_END_S = 10.0
 
@@ -110,6 +115,9 @@ class Actor:
         self._distrusted = -1
         """In this process, neither this version nor any older one is what the trainer sent"""
         self._requests = self._failed_requests = 0
+        self._refused_answers = 0
+        """In a row"""
+        self._told_refused_at = -TELL_REFUSED_S
         self._announced = False
         """An event has said that the actor serves"""
         self._has_served = False
@@ -171,7 +179,9 @@ class Actor:
                 self._set_state(ActorState.JOINING)
             self.probe_now()
             raise
-        except ActorError:
+        except ActorError as error:
+            if isinstance(error, AnswerRefused):
+                self._note_refused(str(error))
             if self.state in (ActorState.READY, ActorState.SUSPECT):
                 self._failed_requests += 1
                 self._set_state(ActorState.SUSPECT)
@@ -179,6 +189,7 @@ class Actor:
             raise
         finally:
             self._requests -= 1
+        self._refused_answers = 0
         for completion in completions:
             completion.actor, completion.asked_at = self.name, known
         # The answer is newer than the last probe.
@@ -494,6 +505,21 @@ class Actor:
             return work.result()
         finally:
             work.cancel()
+
+    def _note_refused(self, reason: str) -> None:
+        """Tell that an answer was refused, and evict the actor with the third in a row."""
+        if self.state in (ActorState.EVICTED, ActorState.GAVE_UP):
+            return  # what else it had answered meanwhile
+        self._refused_answers += 1
+        now = time.monotonic()
+        if now - self._told_refused_at >= TELL_REFUSED_S:
+            self._told_refused_at = now
+            self._write("answer_refused", level=logging.ERROR, reason=reason, in_a_row=self._refused_answers)
+        if self._refused_answers % MAX_REFUSED == 0:
+            text = f"{self._refused_answers} answers in a row cannot be right; the last: {reason}"
+            self._evict("answers", text)
+            if self._refused_answers >= MAX_REFUSED * MAX_REFUSED:
+                self._give_up(text)
 
     def _interrupt(self, reason: str) -> None:
         """End all requests to the actor with an ActorError."""

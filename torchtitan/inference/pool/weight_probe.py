@@ -13,12 +13,13 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.actor_client import ActorError
+from torchtitan.inference.actor_client import ActorError, AnswerRefused
 from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.types import ScoredTokens
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -196,6 +197,11 @@ class ParityGuard:
             elif actor.version is not None and actor.version > seen.version and self._answers.under(actor.version):
                 await self._compare(actor, seen, await actor.score(self._answers.token_ids))
             seen.silent_since = None
+        except AnswerRefused as error:
+            reason = f"its answer to the probe cannot be right: {error}"
+            if not seen.doubted:
+                self._not_verified(actor, reason)
+            await self._doubt(actor, seen, actor.version or 0, reason, {"reason": reason})
         except ActorError as error:
             self._note_silence(actor, seen, str(error))
 
@@ -224,22 +230,26 @@ class ParityGuard:
             self.probes += 1
             self.newest = max(self.newest, scored.version)
             return
-        if not seen.doubted:
-            # A version that came while it was scoring may have had its part in this; the next answer tells.
-            seen.doubted = True
-            return
-        self._failures[actor.name] += 1
-        failures = self._failures[actor.name]
         reason = (
             f"it says that it serves version {scored.version}, but its log-probs of the probe differ from the "
             f"trainer's by {difference:.3g} nats on average (weight_sync.probe_tolerance: {self._tolerance:g}), most "
             f"at token {place + 1}: its weights are stale or torn"
         )
+        fields = {"difference": difference, "tolerance": self._tolerance}
+        await self._doubt(actor, seen, scored.version, reason, fields)
+
+    async def _doubt(self, actor: Actor, seen: _Seen, version: int, reason: str, fields: Mapping[str, Any]) -> None:
+        """The answer to the probe was wrong. A version that came while it was scoring may have had its part in the
+        first such answer; the next one tells."""
+        if not seen.doubted:
+            seen.doubted = True
+            return
+        self._failures[actor.name] += 1
+        failures = self._failures[actor.name]
         self._events.write(
-            "weights_differ", level=logging.ERROR, actor=actor.name, version=scored.version, difference=difference,
-            tolerance=self._tolerance, failures=failures,
-        )  # fmt: skip
-        await actor.distrust(scored.version, reason, forever=failures >= MAX_FAILURES)
+            "weights_differ", level=logging.ERROR, actor=actor.name, version=version, **fields, failures=failures
+        )
+        await actor.distrust(version, reason, forever=failures >= MAX_FAILURES)
 
     def _note_silence(self, actor: Actor, seen: _Seen, reason: str) -> None:
         # Applying, restarting, overloaded: the next look will do. For good it is no proof of anything.

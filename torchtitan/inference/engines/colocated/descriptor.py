@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import EngineDescriptor, Features
-from torchtitan.inference.engines.options import engine_words
 from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 from torchtitan.inference.engines.vllm.engine import ENGINE
 
@@ -42,8 +41,7 @@ class Colocated(EngineDescriptor):
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
         inference = config.inference
-        for problem in ENGINE.wrong_options(engine_words(inference.engine_args)):
-            yield "inference.engine_args", problem
+        yield from ENGINE.problems(config)
         if inference.servers:
             yield "inference.servers", f"must be empty {WITHOUT_SERVERS}"
         if not inference.launch:

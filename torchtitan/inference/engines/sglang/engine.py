@@ -209,6 +209,10 @@ class SGLang(ForeignEngine):
         **dict.fromkeys(("api-key", "admin-api-key"), "it would be a second token beside the actor's"),
     }
 
+    speculates = re.compile(r"(decoupled-)?spec")
+    length_option = "context-length"
+    least_temperature = 1e-6
+
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         on_cpu = not has_gpu()
         theirs = [

@@ -11,7 +11,6 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.engines.descriptor import EngineDescriptor
-from torchtitan.inference.engines.options import engine_words
 from torchtitan.inference.engines.registry import load_engine
 from torchtitan.inference.engines.sidecar.foreign_engine import ForeignEngine
 from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient, agent_command, agent_settings, find_python
@@ -32,8 +31,7 @@ class ServedEngine(EngineDescriptor):
         assert self.foreign.name == spec.name, f"{self.foreign.name} is in the folder {spec.name}"
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
-        for problem in self.foreign.wrong_options(engine_words(config.inference.engine_args)):
-            yield "inference.engine_args", problem
+        yield from self.foreign.problems(config)
 
     def python(self, config: JobConfig) -> str | None:
         if config.inference.servers or config.rollout.replay:

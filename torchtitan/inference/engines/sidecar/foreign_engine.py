@@ -6,8 +6,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,8 +16,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.options import read_options
+from torchtitan.inference.engines.options import engine_words, read_options
 from torchtitan.inference.types import (
     Call,
     Capabilities,
@@ -359,6 +361,7 @@ SEVERAL_ENGINES = (
     "(inference.num_actors)"
 )
 STAGES = "a version is loaded by the workers of one tensor-parallel group: use inference.tensor_parallel_size"
+SPECULATION = "log-probs of tokens that a draft has proposed are not those that the policy samples with"
 BY_PORT = "the agent and the run reach the engine's server by HTTP at a port of inference.host"
 
 
@@ -371,16 +374,44 @@ class ForeignEngine:
     control: ClassVar[type[EngineControl]]
     refused_options: ClassVar[Mapping[str, str]] = {}
     """Options of the engine's own command line that no actor can have, unless their value is 1 -> why not"""
+    speculates: ClassVar[re.Pattern[str]]
+    """Matches the names of options that turn on speculative decoding, in short and cut forms too"""
+    length_option: ClassVar[str]
+    """The option for the tokens of a prompt and its completion, which a run sets from training.seq_len"""
+    least_temperature: ClassVar[float]
+    """Anything less, but for 0, the engine replaces by another temperature"""
 
     def wrong_options(self, words: Sequence[str]) -> list[str]:
         """Return what is wrong with the engine's own options, for people; empty where they may be tried."""
         wrong = []
         for option in read_options(words):
             reason = self.refused_options.get(option.name)
-            if reason is not None and option.value != "1":
+            if reason is not None and option.value == "1":
+                reason = None
+            if self.speculates.match(option.name):
+                reason = SPECULATION
+            if reason is not None:
                 value = "" if option.value is None else f" {option.value}"
                 wrong.append(f"--{option.name}{value} is not allowed with {self.name}: {reason}")
         return wrong
+
+    def problems(self, config: JobConfig) -> Iterator[tuple[str, str]]:
+        """What a run cannot have of this engine: (key, text for people)."""
+        words = engine_words(config.inference.engine_args)
+        for problem in self.wrong_options(words):
+            yield "inference.engine_args", problem
+        for option in read_options(words):
+            limit, needed = option.value or "", config.training.seq_len
+            if option.name == self.length_option and limit.isascii() and limit.isdigit() and int(limit) < needed:
+                text = f"--{option.name} {limit} would cut completions: training.seq_len = {needed} needs {needed}"
+                yield "inference.engine_args", f"{text}, which the run sets where nothing is said"
+        for key, value in (
+            ("rollout.temperature", config.rollout.temperature),
+            ("eval.temperature", config.eval.temperature),
+        ):
+            if 0 < value < self.least_temperature:
+                least = f"{self.least_temperature:g}"
+                yield key, f"must be 0 or at least {least}: {self.name} samples at {least} what is asked below"
 
     def passed(self, options: EngineOptions) -> list[str]:
         """Return the user's part of the command line; what of it has to be combined with ours is."""

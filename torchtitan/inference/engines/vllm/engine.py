@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,10 @@ class VLLM(ForeignEngine):
         "disable-fastapi-docs": "the agent reads in /openapi.json which routes there are",
         "api-key": "it would be a second token beside the actor's",
     }
+
+    speculates = re.compile(r"specul|spec-|sc(\.|$)")
+    length_option = "max-model-len"
+    least_temperature = 0.01
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         theirs = [
