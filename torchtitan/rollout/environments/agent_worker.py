@@ -4,7 +4,8 @@ The set-up has either {"agent"}, which is `package.module:function` or a command
 "renderer", "model", "max_turns"}. In the second case, this process runs in verifiers' own environment and needs none of
 the trainer's packages. Messages have {"episode": number, "do": …} with
 
-    run     {"row", "base_url", "key"}  {"reward"}, or {"error", "killed"}: a signal has ended its program
+    run     {"row", "base_url", "key"}  {"reward", "said"}, or {"error", "killed"}: a signal has ended its program
+    quote   {}                          {"text"}: the end of its command's standard error so far
     drop    (no reply)                  the episode is over
 
 A function gets those of `base_url`, `key` and `row` that are among its parameters, and returns a reward or None. A
@@ -66,8 +67,13 @@ class Agents:
     def __init__(self, play: Play):
         self._play = play
         self._episodes: dict[int, asyncio.Task[Any] | None] = {}
+        self._errors: dict[int, bytearray] = {}
+        """The end of the standard error of each episode's command"""
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["do"] == "quote":
+            return {"text": _quoted(self._errors.get(message["episode"], bytearray()))}
+        message["errors"] = self._errors[message["episode"]] = bytearray()
         # Play in this task itself: a SystemExit that escapes a task ends the loop and all other episodes.
         self._episodes[message["episode"]] = asyncio.current_task()
         try:
@@ -79,6 +85,7 @@ class Agents:
             return {"error": f"{type(error).__name__}: {error}", "killed": isinstance(error, ProgramKilled)}
         finally:
             self._episodes.pop(message["episode"], None)
+            del self._errors[message["episode"]]
 
     def drop(self, episode: int) -> None:
         """Abort an episode."""
@@ -140,7 +147,7 @@ async def _run_in(
         preexec_fn=os.setpgrp,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    tail, errors = bytearray(), bytearray()
+    tail, errors = bytearray(), message.setdefault("errors", bytearray())
     reading = asyncio.ensure_future(_read_tail(process.stdout, tail))
     reading_errors = asyncio.ensure_future(_read_tail(process.stderr, errors, copy=True))
     try:
@@ -171,15 +178,19 @@ async def _run_in(
     await reading
     await asyncio.wait([reading_errors], timeout=QUOTED_WITHIN_S)
     if code := process.returncode:
-        said = errors.decode(errors="replace").strip()[-QUOTED_CHARACTERS:]
+        said = _quoted(errors)
         kind = ProgramKilled if -code in OUTSIDE_SIGNALS else RuntimeError
         raise kind(f"{words[0]} ended with exit code {code}{said and QUOTES}{said}")
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:
-        return {"reward": read_number(json.loads(last), words[0])}
+        return {"reward": read_number(json.loads(last), words[0]), "said": _quoted(errors)}
     except ValueError:
         raise ValueError(f"the last line that {words[0]} printed is not a reward: {last[:200]!r}") from None
+
+
+def _quoted(errors: bytearray) -> str:
+    return errors.decode(errors="replace").strip()[-QUOTED_CHARACTERS:]
 
 
 async def _read_tail(output: asyncio.StreamReader, tail: bytearray, copy: bool = False) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import shlex
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import msgspec
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 from torchtitan.rollout.conversation.tool_formats.registry import find_format
+from torchtitan.rollout.environments.failure_log import FailureLog
 from torchtitan.rollout.gateway.gateway_process import SessionAccess
 from torchtitan.rollout.workers.worker_pool import WorkerPool
 from torchtitan.rollout.workers.worker_process import CallFailed, WorkerProcess
@@ -29,8 +30,8 @@ MAX_TOKEN_CHARACTERS = 128
 CLOSE_TIMEOUT_S = 5.0
 # What a reply has beside its texts; of a character, in JSON. All attributes of an environment together.
 REPLY_BYTES, CHARACTER_BYTES, ATTRIBUTE_BYTES = 1 << 18, 6, 1 << 22
-# Only this many failures are written as events; all are counted.
-FAILURE_EVENTS = 20
+# The deadline for the end of a hanging agent's standard error.
+QUOTE_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -61,6 +62,8 @@ class _Text(msgspec.Struct):
 
 class _Reward(msgspec.Struct):
     reward: float | None
+    said: str = ""
+    """The end of a command's standard error"""
 
 
 class _Nothing(msgspec.Struct):
@@ -74,6 +77,8 @@ class EnvironmentPool(WorkerPool):
     """
 
     module, what = "environment_worker", "the environment worker"
+    counts_failures = True
+    """Whether calls that fail are counted here; otherwise their player does that"""
 
     def __init__(
         self,
@@ -101,12 +106,12 @@ class EnvironmentPool(WorkerPool):
         # An instance is reused, with what it has started: a kernel, a browser, a shell.
         self._settings.keeps_processes = True
         self._config, self._events = table, events
-        self._numbers, self._reported = itertools.count(), 0
+        self.failures = FailureLog(events)
+        self._numbers = itertools.count()
         self._ended: set[WorkerProcess] = set()
         """Workers whose end an event has reported; their other episodes then need no events of their own"""
-        self.statistics: Counter[str] = Counter(
-            dict.fromkeys(("failures", "timeouts", "crashes", "exceptions", "tool_calls", "tool_errors"), 0)
-        )
+        self.statistics = self.failures.statistics
+        self.statistics.update(dict.fromkeys(("tool_calls", "tool_errors"), 0))
         self.tools: list[dict[str, Any]] = []
         """JSON schemas of the tools, for the chat template"""
         self.start_timeout_s, self.step_timeout_s = table.start_timeout_s, table.step_timeout_s
@@ -138,12 +143,10 @@ class EnvironmentPool(WorkerPool):
         try:
             return await worker.call(message, kind, timeout_s, most_bytes)
         except CallFailed as failure:
-            self.statistics["failures"] += 1
-            self.statistics[{"timeout": "timeouts", "crash": "crashes"}.get(failure.kind, "exceptions")] += 1
-            if worker not in self._ended and self._reported < FAILURE_EVENTS:
-                what = {"what": failure.kind, "in": message["do"], "reason": str(failure)}
-                self._events.write("environment_failed", level=logging.WARNING, **what)
-                self._reported += 1
+            failure.where, failure.told = message["do"], worker in self._ended
+            if self.counts_failures:
+                failure.counted = True
+                self.failures.attempt_failed(failure.kind, failure.where, str(failure), told=failure.told)
             if failure.kind == "crash":
                 self._ended.add(worker)
             raise
@@ -151,11 +154,8 @@ class EnvironmentPool(WorkerPool):
     def look_at_errors(self, worker: WorkerProcess, texts: list[str]) -> None:
         """Report the first errors of tools that may come from what the worker lacks: the policy alone reads them."""
         for text in texts:
-            if self._reported < FAILURE_EVENTS and (explained := worker.explained(text)) != text:
-                self._reported += 1
-                self._events.write(
-                    "environment_failed", level=logging.WARNING, what="tool", **{"in": "act"}, reason=explained
-                )
+            if (explained := worker.explained(text)) != text:
+                self.failures.write("tool", "environment_failed", what="tool", **{"in": "act"}, reason=explained)
 
     async def release(self, worker: WorkerProcess, episode: int, finished: bool) -> None:
         """End an episode; the environment is reused if the episode finished properly."""
@@ -208,15 +208,28 @@ class Episode:
         return outcome
 
     async def run(self, row: dict[str, Any], index: int, access: SessionAccess, timeout_s: float) -> float | None:
-        """Let an agent play the whole episode, and return its reward."""
+        """Let an agent play the whole episode, and return its reward. Sets what `access` says of its end."""
         url, process = access.base_url, self._worker
         if process.forward is not None and access.address is not None:
             process.forward.target = access.address
             url = f"http://127.0.0.1:{process.about['port']}/v1"
         told = {"row": row, "index": index, "base_url": url, "key": access.key}
-        reply = await self._call(_Reward, timeout_s, REPLY_BYTES, do="run", **told)
+        try:
+            reply = await self._call(_Reward, timeout_s, REPLY_BYTES, do="run", **told)
+        except CallFailed as failure:
+            if failure.kind == "timeout":
+                access.said = await self._quote()
+            raise
         self._finished = True
+        access.said = reply.said
         return reply.reward
+
+    async def _quote(self) -> str:
+        """Return the end of what an agent that hangs has written to its standard error; empty if it cannot be had."""
+        with contextlib.suppress(CallFailed):
+            asked = {"do": "quote", "episode": self._number}
+            return (await self._worker.call(asked, _Text, QUOTE_TIMEOUT_S, REPLY_BYTES)).text
+        return ""
 
     async def _call(self, kind: type[Kind], timeout_s: float, most_bytes: int, **message: Any) -> Kind:
         return await self._pool.call(self._worker, {"episode": self._number, **message}, kind, timeout_s, most_bytes)
@@ -226,6 +239,8 @@ class AgentPool(EnvironmentPool):
     """Runs environment.agent, or the taskset of environment.verifiers with its own Python."""
 
     module, what = "agent_worker", "the agent worker"
+    # Why its episode failed is known once it is also known what became of its calls.
+    counts_failures = False
 
     def __init__(self, config: JobConfig, events: EventLog, log_file: Path | None = None, run_dir: Path | None = None):
         """Raises UserError if verifiers is needed but not installed; for the arguments see WorkerPool."""

@@ -19,7 +19,10 @@ from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.turns import TurnReader, reader_of
 from torchtitan.rollout.data.prompts import PromptMaker
 from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool, Episode
+from torchtitan.rollout.environments.failure_log import FailureLog
+from torchtitan.rollout.gateway.exchange import OUTCOMES
 from torchtitan.rollout.gateway.gateway_process import Gateway, GatewayLost
+from torchtitan.rollout.gateway.record import SessionRecord
 from torchtitan.rollout.gateway.session import COUNTS
 from torchtitan.rollout.types import Failure, Prompt, Trajectory
 from torchtitan.rollout.workers.worker_process import CallFailed
@@ -33,6 +36,8 @@ Engines = InferencePool | ReplicaPool
 ENCODED_CHARACTERS, CERTAIN_SHARE = 8, 1.5
 # An episode without a call in a process that ends is begun again so often, besides environment.max_retries.
 MAX_STRAYS = 20
+# What may become of an attempt at an episode, besides a trajectory with an outcome.
+EPISODES = ("episodes_redone", "episodes_lost", "episodes_failed", "episodes_without_room")
 # The process or program of an episode that is alone may end so often by a signal that somebody else could have sent.
 ENDED_ALONE = 1
 
@@ -41,21 +46,27 @@ class EpisodeFailed(Exception):
     """An attempt at an episode that failed. `cause` is a CallFailed or GatewayLost; `played` is what the policy had
     sampled by then, None if that was nothing."""
 
-    def __init__(self, cause: Exception, played: Trajectory | None = None):
+    def __init__(self, cause: CallFailed | GatewayLost, played: Trajectory | None = None, said: str = ""):
+        """said: the end of its agent's standard error."""
         super().__init__(str(cause))
-        self.cause, self.played = cause, played
+        self.cause, self.played, self.said = cause, played, said
 
 
 class Player(ABC):
-    """Plays episodes. `statistics` counts turns, and episodes that were redone, lost, or failed by their own turn."""
+    """Plays episodes.
+
+    `statistics` counts turns, and what becomes of attempts at episodes. Each attempt that fails (`failures` counts them
+    by kind) is redone, or its episode is lost, or has failed by its own turn; an episode without room for a turn is
+    lost without one: failures + episodes_without_room = episodes_redone + episodes_lost + episodes_failed.
+    """
 
     def __init__(self, config: JobConfig, *parts: EnvironmentPool | Gateway):
         self._config = config
+        pools = [part for part in parts if isinstance(part, EnvironmentPool)]
+        self.failures = pools[0].failures if pools else FailureLog(None)
         self.counting: list[Any] = [self, *parts]
         """All whose `statistics` count something of its episodes"""
-        self.statistics: Counter[str] = Counter(
-            {"turns": 0, "episodes_redone": 0, "episodes_lost": 0, "episodes_failed": 0}
-        )
+        self.statistics: Counter[str] = Counter(dict.fromkeys(("turns", *EPISODES), 0))
         self.last_failure = ""
         """Why the latest failed episode failed"""
 
@@ -100,20 +111,30 @@ class Player(ABC):
                 self.last_failure = str(error)
                 begun = begun or error.played is not None
                 if error.played is not None and blame.is_its_own(error.cause, alone):
-                    self.statistics["episodes_failed"] += 1
+                    self._count_failure(error, "episodes_failed")
                     error.played.failure = Failure.OWN_TURN
                     error.played.extra["failure"] = str(error)
                     return error.played
                 if blame.ends(error.cause, alone):
+                    self._count_failure(error, "episodes_lost")
                     break
                 alone = alone or blame.is_in_doubt(error.cause)
-                self.statistics["episodes_redone"] += 1
+                self._count_failure(error, "episodes_redone")
                 continue
             if trajectory is not None:
                 return trajectory
+            self.statistics.update(["episodes_without_room", "episodes_lost"])
             break
-        self.statistics["episodes_lost"] += 1
         return Trajectory([], "stop", "", failure=Failure.LOST if begun else Failure.NOT_BEGUN)
+
+    def _count_failure(self, error: EpisodeFailed, outcome: str) -> None:
+        """Count a failed attempt, and what becomes of the episode (one of EPISODES)."""
+        self.statistics[outcome] += 1
+        cause, then = error.cause, outcome.removeprefix("episodes_")
+        if isinstance(cause, GatewayLost):
+            self.failures.attempt_failed("gateway", "run", str(cause), then)
+        elif not cause.counted:
+            self.failures.attempt_failed(cause.kind, cause.where, str(cause), then, error.said, cause.told)
 
 
 class Blame:
@@ -181,7 +202,9 @@ class EpisodePlayer(Player):
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int, alone: bool = False
     ) -> Trajectory | None:
         async with await self._environments.episode(alone) as episode:
-            return await self._play(prompt, request, group, episode, min_version)
+            trajectory = await self._play(prompt, request, group, episode, min_version)
+        self.failures.attempt_ended_well()
+        return trajectory
 
     async def _play(
         self, prompt: Prompt, template: GenerateRequest, group: str, episode: Episode, min_version: int
@@ -284,12 +307,17 @@ class EpisodePlayer(Player):
 
 
 class AgentPlayer(Player):
-    """Plays episodes of agents, which reach the policy through the gateway. `statistics` also counts failed calls."""
+    """Plays episodes of agents, which reach the policy through the gateway.
+
+    `statistics` also counts their calls, each once by what became of it (gateway/exchange.py), refused ones also by
+    kind.
+    """
 
     def __init__(self, config: JobConfig, gateway: Gateway, agents: AgentPool, tokenizer: Tokenizer):
         super().__init__(config, agents, gateway)
         self._gateway, self._agents, self._tokenizer = gateway, agents, tokenizer
-        self.statistics.update(dict.fromkeys(("calls_failed", *COUNTS), 0))
+        calls = ("calls", *(f"calls_{outcome}" for outcome in OUTCOMES))
+        self.statistics.update(dict.fromkeys((*calls, *COUNTS), 0))
 
     async def play_one(
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int, alone: bool = False
@@ -323,20 +351,19 @@ class AgentPlayer(Player):
             record = await self._gateway.end(access.session)
             self.statistics["turns"] += len(sampled_segments(record.branches))
             self.statistics.update(record.counts)
-        if record.failed:
-            # An agent that got no answer may well have failed of that.
-            self.statistics["calls_failed"] += record.failed
-            failure = CallFailed("unanswered", f"{record.failed} calls of the policy were not answered")
-        elif not record.branches:
-            failure = failure or CallFailed("unasked", "the agent has not asked the policy anything")
+        wrong = self.failures.calls_went_wrong(access.session, record.counts, record.refusals, access.said)
+        failure = _cause(failure, record)
         if not record.branches:
             assert failure is not None
-            raise EpisodeFailed(failure) from failure
+            raise EpisodeFailed(failure, said=access.said) from failure
         said = self._said(prompt, record.branches)
         turn = self._last_turn(record.branches[-1])
         trajectory = Trajectory(record.branches, "length" if record.cut else "stop", said, reward, turn=turn)
+        if record.side:
+            trajectory.extra["side_branches"] = record.side
         if failure is not None:
-            raise EpisodeFailed(failure, trajectory) from failure
+            raise EpisodeFailed(failure, trajectory, access.said) from failure
+        self.failures.attempt_ended_well(wrong)
         return trajectory
 
     def _last_turn(self, branch: Branch) -> Turn:
@@ -345,8 +372,26 @@ class AgentPlayer(Player):
         return reader_of(self._tokenizer).read(prompt_ids, last.token_ids)
 
     def _said(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
-        """Return the policy's turns in the branch that ended last, for reward functions."""
+        """Return the policy's turns in the branch with which the main conversation ended, for reward functions."""
         texts = [self._tokenizer.decode(one.token_ids) for one in branches[-1].sampled]
         if isinstance(prompt.text, str):
             return "\n".join(texts)
         return [{"role": "assistant", "content": text} for text in texts]
+
+
+def _cause(failure: CallFailed | None, record: SessionRecord) -> CallFailed | None:
+    """Return why an agent's episode has failed, None if it has not. failure: that of the agent itself."""
+    if record.failed:
+        # An agent that got no answer may well have failed of that.
+        cause = CallFailed("unanswered", f"{record.failed} calls of the policy were not answered")
+    elif not record.branches:
+        reasons = "".join(f"; {one['path']} was refused: {one['reason']}" for one in record.refusals)
+        kind = "refused" if reasons else "unasked"
+        cause = failure or CallFailed(kind, f"the agent has got no answer of the policy{reasons}")
+    elif failure is None and record.ended_by:
+        # The program could not go on: what it has not done then says nothing else about the policy.
+        cause = CallFailed("refused", f"the agent ended on a call that was refused, {record.ended_by}", caused=True)
+    else:
+        return failure
+    cause.where = cause.where or "run"
+    return cause

@@ -73,9 +73,11 @@ class GroupMaker:
 
     @property
     def lost_rewards(self) -> str:
-        """For messages: how many samples lost their reward, and why the latest one did; empty for none."""
+        """For messages: how many samples lost their reward and how many episodes failed, and why the latest ones did;
+        empty for none."""
         count = self.rewards.statistics.get("failures", 0)
-        return f"; {count} samples got no reward, the latest by {self.rewards.last_failure}" if count else ""
+        lost = f"; {count} samples got no reward, the latest by {self.rewards.last_failure}" if count else ""
+        return lost if self.episodes is None else lost + self.episodes.failures.summary()
 
     def request(self, prompt: Prompt) -> GenerateRequest:
         """Return the request for a prompt's group. Its seed depends only on the prompt's position, so that a group

@@ -139,7 +139,7 @@ class SourceFlow:
             raise UserError(
                 f"the last {self._without_reward} groups got no reward at all; {self.groups.last_failure}: "
                 "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
-                "environment (environment_failed in events.jsonl)"
+                f"environment{self.groups.lost_rewards}"
             )
         self.budget.count(not dropped)
         if not dropped:

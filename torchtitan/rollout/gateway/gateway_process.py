@@ -40,7 +40,7 @@ class GatewayLost(Exception):
     """The gateway has ended and its sessions' records are lost, so their episodes must start again."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SessionAccess:
     """A program's access to the policy: `base_url` and `key` for an OpenAI client."""
 
@@ -49,6 +49,8 @@ class SessionAccess:
     key: str
     address: tuple[str, int] | None = None
     """Host and port at which the gateway listens on this machine, for programs that are isolated from the network"""
+    said: str = ""
+    """The end of the program's standard error, once it has ended or missed its deadline"""
 
 
 class Gateway:

@@ -73,6 +73,10 @@ class CallFailed(Exception):
         whether nothing but this call can have made the code fail, or the process end."""
         super().__init__(reason)
         self.kind, self.in_flight, self.caused = kind, in_flight, caused
+        self.where = ""
+        """What the process was told to do"""
+        self.told, self.counted = False, False
+        """Whether an event has told of its cause already, and whether it has been counted"""
 
 
 @dataclass
