@@ -343,7 +343,10 @@ class Actor:
         begun = time.monotonic()
         health = await self._client.health(self._config.health_timeout_s)
         if health.engine_age_s > self._silence_limit_s:
-            raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
+            limit = self._silence_limit_s
+            key = "health_timeout_s" if limit == self._config.health_timeout_s else "startup_timeout_s"
+            text = f"its engine has not moved for {health.engine_age_s:.1f} s (inference.{key} = {limit:g})"
+            raise ActorError("engine", text)
         self.leaves = health.leaves
         if self.leaves and not self.load:
             await self._client.release(self._config.health_timeout_s)

@@ -8,9 +8,10 @@ One thread drives it: `submit`, then `step` until everything is finished; weight
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,6 +123,7 @@ class Engine:
         self._ended: list[tuple[Running, Completion]] = []
         self._failures: dict[str, str] = {}
         self._updates = 0
+        self._whole = False
         self.sizes = policy.invariant_sizes()
         """At which its results do not depend on the batch"""
         with torch.inference_mode():
@@ -146,6 +148,21 @@ class Engine:
     def progressed_at(self) -> float:
         """When it last got on within what it is doing (time.monotonic): to the next layer, or the next weight."""
         return self._cache.touched_at
+
+    @property
+    def computes_whole(self) -> bool:
+        """Whether it is in a forward over whole sequences on a CPU. There, a layer over a long prompt is one kernel,
+        which may take longer than an engine may be silent, and in which only processor time shows that it gets on."""
+        return self._whole and self.device.type == "cpu"
+
+    @contextlib.contextmanager
+    def over_whole_sequences(self) -> Iterator[None]:
+        """For a forward over whole sequences, see `computes_whole`."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     def _progress(self, *_: object) -> None:
         self._cache.touched_at = time.monotonic()
@@ -325,7 +342,8 @@ class Engine:
 
     def _forward_prompts(self, parts: list[Part]) -> torch.Tensor:
         self.statistics.prefilled_tokens += sum(part.tokens for part in parts)
-        return self._forwards.prompts(parts)
+        with self.over_whole_sequences():
+            return self._forwards.prompts(parts)
 
     def _decode(self) -> None:
         """One more token for every row."""
@@ -403,7 +421,10 @@ class Engine:
 
     def _rescore(self) -> None:
         ended, self._ended = self._ended, []
-        rescore(self.policy, [(run.request.prompt_ids, done, run.request.sampling.temperature) for run, done in ended])
+        with self.over_whole_sequences():
+            rescore(
+                self.policy, [(run.request.prompt_ids, done, run.request.sampling.temperature) for run, done in ended]
+            )
 
     # Memory
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 CALL_SECONDS = 120.0
 # Between two looks whether what runs is finished.
 FINISH_POLL_SECONDS = 0.02
+# So much more processor time shows that the engine's thread works.
+WORK_SECONDS = 0.01
 
 Result = TypeVar("Result")
 
@@ -89,6 +91,8 @@ class EngineLoop:
         self._closing = False
         self._turning_since: float | None = None
         self.failure: BaseException | None = None
+        self._work_seen = 0.0, 0.0
+        """The thread's processor time when it was last seen to grow, and when that was"""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -147,8 +151,21 @@ class EngineLoop:
     def turn_age(self) -> float:
         """Seconds since the engine's thread began what it is doing (a step, an apply) or got on with it; 0 while it
         waits for work."""
-        since = self._turning_since
-        return 0.0 if since is None else time.monotonic() - max(since, self.engine.progressed_at)
+        since, now = self._turning_since, time.monotonic()
+        if since is None:
+            return 0.0
+        worked_at = self._worked_at(now) if self.engine.computes_whole else since
+        return now - max(since, self.engine.progressed_at, worked_at)
+
+    def _worked_at(self, now: float) -> float:
+        """Return when the engine's thread was last seen to have had processor time."""
+        try:
+            used = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident or 0))
+        except (OSError, AttributeError):  # it has ended, or this system does not tell
+            return self._work_seen[1]
+        if used - self._work_seen[0] > WORK_SECONDS:
+            self._work_seen = used, now
+        return self._work_seen[1]
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Completions of a request, whose id must be unique. Cancelling it aborts the request.

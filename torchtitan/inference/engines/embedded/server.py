@@ -116,8 +116,9 @@ class EngineServer(ActorServer):
         def work() -> dict[str, Any]:
             # In the engine's thread: weights that are there when it is asked need not be when it is its turn.
             self.loop.check_available()
-            log_probs = score(self.engine.policy, token_ids)
-            top = likeliest(self.engine.policy, token_ids, body.top) if body.top else None
+            with self.engine.over_whole_sequences():
+                log_probs = score(self.engine.policy, token_ids)
+                top = likeliest(self.engine.policy, token_ids, body.top) if body.top else None
             return {"log_probs": log_probs, "top": top, "epoch": self.engine.epoch, "version": self.engine.version}
 
         return answer(await asyncio.wait_for(asyncio.wrap_future(self.loop.call(work)), CALL_SECONDS))
