@@ -20,7 +20,7 @@ from torchtitan.inference.engines.embedded.__main__ import parse_arguments
 from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.engines.embedded.server import EngineServer
 from torchtitan.inference.pool.actor_pool import InferencePool
-from torchtitan.inference.serving.joining import Guest, demands
+from torchtitan.inference.serving.joining import Guest, demands, offers
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.utils.json_lines import EventLog, read_json_lines
@@ -78,7 +78,7 @@ class Spot:
 
     async def start(self) -> Spot:
         port = await self.server.start("127.0.0.1", 0)
-        self.guest = Guest(self.arguments, "embedded", port, GUEST_TOKEN)
+        self.guest = Guest(self.arguments, offers(self.arguments, "embedded"), port, GUEST_TOKEN)
         self.stay = asyncio.create_task(self.guest.stay(self.server.stopped, self.server))
         return self
 

@@ -41,6 +41,7 @@ UPDATING = ("PULLING", "APPLYING")
 LEAVING = "leaving"
 WRONG_REQUEST = 400
 UNAUTHORIZED = 401
+NOT_FOUND = 404
 NOT_READY = 503
 # Idle connections are closed sooner than servers close them: vLLM's and SGLang's do after 5 s. A request that is sent
 # just then is lost.
@@ -56,12 +57,17 @@ MIN_TIMEOUT_S = 0.1
 STATE_BYTES = 1 << 18
 
 
+Facts = dict[str, str | float]
+"""What an actor is, or has to be, by name (serving/joining.py)"""
+
+
 class ActorError(Exception):
     """An actor failed in `phase` (generate, health, connect, startup, …). The message is the reason."""
 
-    def __init__(self, phase: str, reason: str):
+    def __init__(self, phase: str, reason: str, status: int | None = None):
+        """status: of the answer, if there was one."""
         super().__init__(reason)
-        self.phase = phase
+        self.phase, self.status = phase, status
 
 
 class ActorNotReady(ActorError):
@@ -110,6 +116,17 @@ class ActorHealth:
         return self.status == LEAVING
 
 
+@dataclass
+class Offers:
+    """The answer of /offers."""
+
+    offers: Facts
+    """What the actor is, for the comparison with joining.demands()"""
+    unverified: tuple[str, ...] = ()
+    """Names of what its command line says and its engine does not report"""
+
+
+OFFERS = TypeAdapter(Offers)
 # Keys that only a newer actor knows are ignored.
 HEALTH = TypeAdapter(ActorHealth)
 
@@ -199,7 +216,7 @@ class JsonClient:
         # Other codes are about this actor: its limits, or what it can do now.
         if refused(status, text):
             raise RequestRefused(phase, reason)
-        raise ActorError(phase, reason)
+        raise ActorError(phase, reason, status)
 
     async def _exchange(
         self,
@@ -289,6 +306,21 @@ class ActorClient(abc.ABC):
     async def state(self, timeout_s: float) -> dict[str, Any]:
         """Return all that /health reports."""
         return await self.client.call_object("health", "GET", "/health", timeout_s)
+
+    async def offers(self, timeout_s: float, weights: bool) -> Offers | None:
+        """Return what the actor says of itself, or None if it has no such answer. weights: also a digest of the weights
+        in its checkpoint."""
+        path = f"/offers?weights={int(weights)}"
+        try:
+            (data,) = await self.client.fetch("offers", "GET", path, timeout_s)
+        except ActorError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+        try:
+            return OFFERS.validate_json(bytes(data))
+        except ValidationError as error:
+            raise ActorError("offers", f"the answer is malformed: {mistakes_of(error)}") from error
 
     async def connect_weights(
         self, registry: str, actor: str, epoch: str, key: str, relay: bool, timeout_s: float

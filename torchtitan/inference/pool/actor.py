@@ -21,12 +21,14 @@ from torchtitan.inference.actor_client import (
     ActorHealth,
     ActorNotReady,
     AnswerRefused,
+    Facts,
     TokenRefused,
 )
 from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, StartRefused, WeightConnection
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
+from torchtitan.weight_sync.registry.state import differing
 
 # The intervals between probes of an actor that requests wait for, of one that is about to join, and of others: they are
 # probed at least ten times before inference.health_timeout_s has passed.
@@ -51,6 +53,10 @@ TELL_REFUSED_S = 60.0
 WAKE_AT_END_S = 10.0
 
 Result = TypeVar("Result")
+
+
+class Unfit(ActorError):
+    """The actor is not what the run needs: another model, type, length, …"""
 
 
 class ActorState(enum.Enum):
@@ -93,8 +99,11 @@ class Actor:
         changed: Callable[[], None],
         process: ActorProcess | None = None,
         url: str = "",
+        demands: Facts | None = None,
     ):
+        """demands: what the actor has to be (joining.demands); None: anything."""
         self.name = name
+        self._demands = demands or {}
         self.state = ActorState.STARTING
         self.version: int | None = None
         """Newest version that the actor is known to serve"""
@@ -120,6 +129,8 @@ class Actor:
         self._told_refused_at = -TELL_REFUSED_S
         self._announced = False
         """An event has said that the actor serves"""
+        self._checked = False
+        """What it says of itself has been compared with `demands`"""
         self._has_served = False
         """Some process of this name has been ready"""
         self.url = url
@@ -157,11 +168,13 @@ class Actor:
         """Probe at once instead of waiting for the next interval."""
         self._probe_now.set()
 
-    async def check_token(self) -> None:
-        """Probe a server that already runs, once. Raises UserError if it refuses our token."""
+    async def meet(self) -> None:
+        """Probe a server that already runs, once. Raises UserError if it refuses our token, or is not what the run
+        needs."""
         try:
             await self._client.health(self._config.health_timeout_s)
-        except TokenRefused as error:
+            await self._check_offers()
+        except (TokenRefused, Unfit) as error:
             raise UserError(f"inference.servers: {error}") from error
         except ActorError as error:
             self.last_reason = str(error)  # supervise() tries again
@@ -327,6 +340,7 @@ class Actor:
         if self._client_or_none is not None:
             await self._client_or_none.close()
         self._announced, self.version, self._ready_at, self._distrusted = False, None, 0.0, -1
+        self._checked = False
         self.incarnation += 1
         self._weights.reset()
         self._memory.said_unable = False
@@ -339,9 +353,32 @@ class Actor:
         starting = self._process is not None and not self._ready_at
         return max(self._config.health_timeout_s, self._config.startup_timeout_s if starting else 0.0)
 
+    async def _check_offers(self) -> None:
+        """Compare what the actor says of itself with what the run needs. Raises Unfit, and ActorError if it does not
+        answer."""
+        if self._checked or not self._demands:
+            return
+        found = await self._client.offers(self._config.health_timeout_s, "weights" in self._demands)
+        if found is not None and (wrong := differing(self._demands, found.offers)):
+            version = found.offers.get("version", "")
+            raise Unfit(
+                "offers", f"{self._client.url} cannot sample for this run: {'; '.join(wrong)}"
+                + (f" ({found.offers.get('engine')} {version})" if version else "")
+            )  # fmt: skip
+        self._checked = True
+        unknown = "it does not say what it is (/offers)" if found is None else ""
+        if found is not None and found.unverified:
+            unknown = f"its engine does not report {', '.join(found.unverified)}: its command line says so"
+        if unknown and self._process is None:
+            self._write("actor_not_checked", level=logging.WARNING, reason=unknown)
+
     async def _probe(self) -> None:
         begun = time.monotonic()
         health = await self._client.health(self._config.health_timeout_s)
+        if self.state is ActorState.EVICTED and self._process is None:
+            # It may have been started anew, with other options.
+            self._checked = False
+        await self._check_offers()
         if health.engine_age_s > self._silence_limit_s:
             limit = self._silence_limit_s
             key = "health_timeout_s" if limit == self._config.health_timeout_s else "startup_timeout_s"
@@ -414,6 +451,11 @@ class Actor:
     async def _failed(self, error: ActorError) -> None:
         """Handle a failed probe, or a failed call that the probe led to."""
         process = self._process
+        if isinstance(error, Unfit) and process is not None:
+            self._evict(error.phase, str(error))
+            self._give_up(str(error))
+            await process.stop()
+            return
         if isinstance(error, StartRefused) and not self._has_served:
             self._evict(error.phase, str(error))
             self._give_up(str(error))

@@ -21,6 +21,7 @@ from torchtitan.inference.actor_client import (
     ActorClient,
     ActorError,
     ActorNotReady,
+    Facts,
     RequestRefused,
     gave_up,
 )
@@ -28,6 +29,7 @@ from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor import Actor, ActorState
 from torchtitan.inference.pool.actor_parts import ActorProcess
 from torchtitan.inference.pool.weight_probe import MAX_FAILURES, ParityGuard, ProbeAnswers
+from torchtitan.inference.serving.joining import demands
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.models.shape.checkpoint_shape import read_shape, vocabulary_of
 from torchtitan.utils.json_lines import EventLog
@@ -83,6 +85,8 @@ class InferencePool:
         """The supervision of each actor, by its name, and the parity guard, by an empty one"""
         self._guests: dict[str, Actor] = {}
         """Those of the actors that have joined by themselves"""
+        self._demands: Facts = {}
+        """What every actor has to be"""
         self._registry: str | None = None
         self._published: Container[int] | None = None
         self._wrong_samples: Counter[str] = Counter()
@@ -101,6 +105,11 @@ class InferencePool:
         self.answers = ProbeAnswers()
         """What the actors have to say of the probe; any thread may add to it"""
         self._parity = ParityGuard(config, epoch, events, self.answers)
+
+    @property
+    def _demands_of_started(self) -> Facts:
+        # inference.engine_args may have an engine compute fewer sequences at a time: the others wait inside of it.
+        return {name: fact for name, fact in self._demands.items() if name != "max-sequences"}
 
     @property
     def statistics(self) -> Counter[str]:
@@ -127,13 +136,16 @@ class InferencePool:
         """Begin to start all actors; returns at once. Actors that do not come up are reported where they are needed.
 
         Raises:
-            UserError: a server refuses our token (each is asked once, within inference.health_timeout_s).
+            UserError: a server refuses our token, or is not what the run needs (each is asked once, within
+                inference.health_timeout_s).
         """
         servers = self._config.inference.servers
+        if self._config.model.hf_assets_path:
+            self._demands = await asyncio.to_thread(demands, self._config)
         for i in range(len(servers) or started_actors(self._config)):
             self._add(f"actor-{i}", i, servers[i] if servers else "")
         if servers:
-            await asyncio.gather(*(actor.check_token() for actor in self._actors))
+            await asyncio.gather(*(actor.meet() for actor in self._actors))
         self._guard = asyncio.create_task(self._parity.run(self._actors))
         self._watch("", self._guard)
         for actor in self._actors:
@@ -154,6 +166,7 @@ class InferencePool:
             changed=self._dispatch,
             process=None if url else ActorProcess(name, self._config, key, self._run_dir, number),
             url=url,
+            demands=self._demands if url else self._demands_of_started,
         )
         self._actors.append(actor)
         return actor
@@ -173,8 +186,10 @@ class InferencePool:
             self._actors.remove(actor)
             self._past["evictions"] += actor.evictions
             self._tasks.pop(name).cancel()
-            await actor.part()
-            self._events.write("actor_left", actor=name, url=actor.url)
+            try:
+                self._events.write("actor_left", actor=name, url=actor.url)
+            finally:
+                await actor.part()
         for name in guests.keys() - self._guests.keys():
             actor = self._guests[name] = self._add(name, 0, guests[name])
             if self._registry is not None:

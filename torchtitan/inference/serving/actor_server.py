@@ -15,12 +15,13 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from aiohttp import web
 from pydantic import Field
 
-from torchtitan.inference.actor_client import LEAVING
+from torchtitan.inference.actor_client import LEAVING, Offers
 from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.utils.http_site import HttpSite, has_token
 from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
@@ -121,6 +122,8 @@ class ActorServer(abc.ABC):
         """Pulls the weights of the trainer that was named last"""
         self._lost: str | None = None
         """Why that connection has to be replaced"""
+        self.describe: Callable[[bool], Offers] | None = None
+        """What this actor says of itself, with a digest of its weights if that is asked for"""
         self._site: HttpSite | None = None
         self._leaves = False
         self._in_progress = 0
@@ -183,6 +186,7 @@ class ActorServer(abc.ABC):
             web.post("/weights/connect", self._connect),
             web.post("/release", self._release),
             web.get("/health", self._health),
+            web.get("/offers", self._offers),
             web.get("/metrics", self._metrics),
         ]
 
@@ -284,6 +288,13 @@ class ActorServer(abc.ABC):
         if self._leaves:
             self._released.set()
         return answer(self.state())
+
+    async def _offers(self, request: web.Request) -> web.Response:
+        """What this actor is, for the run that is about to use it; with ?weights=1 also a digest of its weights."""
+        if self.describe is None:
+            raise web.HTTPNotFound(reason="this server does not know how it was started")
+        with_weights = request.query.get("weights") == "1"
+        return answer(asdict(await asyncio.to_thread(self.describe, with_weights)))
 
     async def _health(self, _request: web.Request) -> web.Response:
         return answer(self.state())

@@ -1,4 +1,8 @@
-"""Actors that a run has not started join it and leave it by themselves (inference.discover).
+"""What an actor has to be to sample for a run, whoever has started it, and how actors join a run and leave it by
+themselves (inference.discover).
+
+One definition holds for all: demands() is what a run needs, offers() what an actor says of itself. The registry
+compares the two for a guest, and the pool for every actor that it meets, before it is connected to the weights.
 
     python -m torchtitan.inference.engines.embedded --model DIR --host 10.0.0.7 --join 10.0.0.1:5000
 
@@ -17,12 +21,14 @@ import json
 import logging
 import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+import torchtitan
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import base_url
+from torchtitan.inference.actor_client import Facts, base_url
 from torchtitan.models.shape.checkpoint_files import fingerprint
 from torchtitan.models.shape.checkpoint_shape import model_facts, read_args
 from torchtitan.utils.addresses import reachable_host
@@ -39,23 +45,60 @@ LOOK_S = 0.5
 RETRY_S = 2.0
 GOODBYE_S = 1.0
 
-Facts = dict[str, str | float]
+# A longer value is compared by its digest.
+MAX_FACT_CHARACTERS = 100
+# The log-probs of tokens under the very distribution that they were sampled from.
+PROCESSED = "processed"
 
 
-def model_digest(directory: str) -> str:
-    """Return a digest of all that config.json says of how the model computes. Raises UserError."""
-    facts = json.dumps(model_facts(read_args(directory)), sort_keys=True)
-    return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+def shape_facts(directory: str) -> Facts:
+    """Return what config.json says of how the model computes: a digest of all of it, and by name what people look for
+    when the digest differs. Raises UserError."""
+    args = read_args(directory)
+    digest = hashlib.blake2b(json.dumps(model_facts(args), sort_keys=True).encode(), digest_size=16).hexdigest()
+    named = {
+        "vocabulary": args.vocab_size,
+        "layers": args.num_hidden_layers,
+        "hidden-size": args.hidden_size,
+        "attention-heads": args.num_attention_heads,
+        "key-value-heads": args.num_key_value_heads,
+        "rope-theta": args.rope_theta,
+        "end-tokens": sorted(args.eos_token_ids),
+    }
+    return {**{name: fact_text(value) for name, value in named.items()}, "model": digest}
+
+
+def overridden_facts(overrides: Mapping[str, Any]) -> Facts:
+    """Return the facts of shape_facts() that keys of config.json change which an engine was told to take otherwise."""
+    flat = {**overrides, **(overrides.get("text_config") or {})}
+    flat |= flat.get("rope_parameters") or {}
+    keys = {
+        "vocab_size": "vocabulary", "num_hidden_layers": "layers", "hidden_size": "hidden-size",
+        "num_attention_heads": "attention-heads", "num_key_value_heads": "key-value-heads", "rope_theta": "rope-theta",
+    }  # fmt: skip
+    return {name: fact_text(flat[key]) for key, name in keys.items() if key in flat}
+
+
+def fact_text(value: Any) -> str:
+    """Return a value that has to be the same on both sides: 10000 and 10000.0 are."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = json.dumps(value)
+    if len(text) > MAX_FACT_CHARACTERS:
+        return f"digest {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return text
 
 
 def demands(config: JobConfig) -> Facts:
-    """Return what a guest of this run has to offer: a text is what it has to be, a number what it has to be at least.
+    """Return what an actor of this run has to offer: a text is what it has to be, a number what it has to be at least.
     Raises UserError."""
     inference, model = config.inference, config.model.hf_assets_path
     wanted: Facts = {
         "engine": inference.backend,
-        "model": model_digest(model),
+        "package": torchtitan.__version__,
+        **shape_facts(model),
         "dtype": inference.dtype,
+        "log-probs": PROCESSED,
         "in-flight-kv": inference.in_flight_kv,
         "update-mode": inference.update_mode,
         "max-sequences": inference.max_sequences,
@@ -63,15 +106,18 @@ def demands(config: JobConfig) -> Facts:
         "exact": int(inference.exact),
         "verify-every": int(verification(config) == "digest"),
     }
-    # Adapters are merged into the guest's own weights.
+    # Adapters are merged into the actor's own weights.
     return wanted | ({"weights": fingerprint(model)} if config.lora.rank else {})
 
 
-def offers(arguments: argparse.Namespace, engine: str) -> Facts:
-    """Return what an actor with this command line offers. Raises UserError."""
-    return {
+def offers(arguments: argparse.Namespace, engine: str, with_weights: bool = True) -> Facts:
+    """Return what an actor with this command line offers. with_weights: also a digest of the weights in its checkpoint,
+    all of which are read for it. Raises UserError."""
+    facts: Facts = {
         "engine": engine,
-        "model": model_digest(arguments.model),
+        "package": torchtitan.__version__,
+        **shape_facts(arguments.model),
+        "log-probs": PROCESSED,
         "dtype": arguments.dtype,
         "in-flight-kv": arguments.in_flight_kv,
         "update-mode": arguments.update_mode,
@@ -79,8 +125,8 @@ def offers(arguments: argparse.Namespace, engine: str) -> Facts:
         "max-length": arguments.max_length or read_args(arguments.model).max_position_embeddings,
         "exact": int(getattr(arguments, "exact", False)),
         "verify-every": int(arguments.verify_every > 0),
-        "weights": fingerprint(arguments.model),
     }
+    return facts | ({"weights": fingerprint(arguments.model)} if with_weights else {})
 
 
 class GuestClient(RegistryClient):
@@ -141,15 +187,15 @@ def numeric(address: str) -> str:
 
 
 class Guest:
-    """Joins a run from a thread of its own. arguments: the actor's command line (actor_main); port: at which it is
-    served. Raises UserError if the registry's name cannot be resolved."""
+    """Joins a run from a thread of its own. arguments: the actor's command line (actor_main); offered: what the actor
+    says of itself; port: at which it is served. Raises UserError if the registry's name cannot be resolved."""
 
-    def __init__(self, arguments: argparse.Namespace, engine: str, port: int, token: str):
+    def __init__(self, arguments: argparse.Namespace, offered: Facts, port: int, token: str):
         self._leave_within_s = arguments.leave_within
         self._runtime = SocketRuntime()
         url = base_url(reachable_host(arguments.host, wire.parse_address(numeric(arguments.join))[0]), port)
         self._client = GuestClient(
-            self._runtime, arguments.join, arguments.join_as, token, url, offers(arguments, engine), arguments.join_for
+            self._runtime, arguments.join, arguments.join_as, token, url, offered, arguments.join_for
         )
         self._runtime.start("guest", self._client.start)
 

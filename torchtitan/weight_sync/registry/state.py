@@ -27,6 +27,21 @@ MAX_FAILURES = 3
 KEPT = ("evictions", "eviction", "taken", "late", "disputes")
 
 
+def differing(wanted: Message, offers: Message) -> list[str]:
+    """Return a sentence for each fact of an actor that is not what a job needs. wanted: a text is what it has to be, a
+    number what it has to be at least."""
+    sentences = []
+    for key, needed in wanted.items():
+        given = offers.get(key)
+        if isinstance(needed, str):
+            fits, more = given == needed, ""
+        else:
+            fits, more = type(given) in (int, float) and given >= needed, " or more"
+        if not fits:
+            sentences.append(f"its {key} is {given}, and this job needs {needed}{more}")
+    return sentences
+
+
 @dataclass(frozen=True)
 class Settings:
     """From [weight_sync]; times in seconds."""
@@ -52,12 +67,8 @@ class Settings:
     come"""
 
     def lacks(self, offers: Message) -> str:
-        """Return what keeps a guest out that offers this, as a sentence; empty: nothing."""
-        for key, wanted in self.guests.items():
-            given, exact = offers.get(key), isinstance(wanted, str)
-            if type(given) not in ((str,) if exact else (int, float)) or (given != wanted if exact else given < wanted):
-                return f"its {key} is {given}, and this job needs {wanted}{'' if exact else ' or more'}"
-        return ""
+        """Return what keeps a guest out that offers this, for people; empty: nothing."""
+        return "; ".join(differing(self.guests, offers))
 
     @property
     def take_timeout_s(self) -> float:

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 
-from torchtitan.inference.actor_client import base_url
+from torchtitan.inference.actor_client import Offers, base_url
 from torchtitan.inference.serving.command_line import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.utils.machine import count_cores, host_memory, sleep_between_regions
 
@@ -47,7 +47,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
 
     from torchtitan.inference.engines.embedded.engine import Engine
     from torchtitan.inference.engines.embedded.server import EngineServer
-    from torchtitan.inference.serving.joining import Guest
+    from torchtitan.inference.serving.joining import Guest, offers
     from torchtitan.models.hf_checkpoint import load_policy
     from torchtitan.models.layers.batch_invariance import size_message
 
@@ -67,13 +67,14 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
         engine, token, threads, arguments.require_version, arguments.host, arguments.drain_timeout_s,
         arguments.activity_file, arguments.verify_every,
     )  # fmt: skip
+    server.describe = lambda with_weights: Offers(offers(arguments, "embedded", with_weights))
     set_on_signal(server.stopped)
     port = await server.start(arguments.host, arguments.port)
     listening = f"embedded engine listening on {base_url(arguments.host, port)}"
     announce(arguments, "embedded", listening, port, token)
     try:
         if arguments.join:
-            await Guest(arguments, "embedded", port, token).stay(server.stopped, server)
+            await Guest(arguments, offers(arguments, "embedded"), port, token).stay(server.stopped, server)
         else:
             await server.stopped.wait()
     finally:

@@ -4,17 +4,20 @@ and answers."""
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from torchtitan.inference.actor_client import read_routes
+from torchtitan.inference.actor_client import Facts, read_routes
 from torchtitan.inference.engines.sglang.serve import FIXED_VARIABLES
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     BY_PORT,
@@ -34,6 +37,7 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
     make_completion,
     read_spans,
 )
+from torchtitan.inference.serving.joining import overridden_facts
 from torchtitan.inference.serving.middleware import PREFIX_KEYS
 from torchtitan.inference.types import (
     TAGS,
@@ -107,7 +111,12 @@ class SGLangControl(EngineControl):
         self._loses_weights = saves and not data.get("enable_weights_cpu_backup")
         capabilities = Capabilities("sglang", str(data.get("version", "")), score=True, sleep=saves)
         self._workers = int(data.get("tp_size", 1))
-        return EngineFacts(capabilities, self._workers, can_wait=False)
+        for size, reason in (("dp_size", SEVERAL_ENGINES), ("pp_size", STAGES)):
+            if (data.get(size) or 1) != 1:
+                raise EngineUnfit(f"it runs with --{size.replace('_', '-')} {data[size]}: {reason}")
+        model = data.get("model_path")
+        facts = EngineFacts(capabilities, self._workers, can_wait=False, reported=_reported(data))
+        return facts if model is None else replace(facts, model=str(model))
 
     def _forgets_prefixes(self) -> bool:
         """Whether it runs with our hook (serve.py), which drops what retracted requests had computed."""
@@ -192,6 +201,23 @@ class SGLangControl(EngineControl):
         """
         for _ in range((self._workers - 1).bit_length()):
             self.ask("/server_info")
+
+
+def _reported(data: Mapping[str, Any]) -> Facts:
+    """Return what /server_info says of how the server was started. SGLANG_RETURN_ORIGINAL_LOGPROB is not among it, so
+    it is not known what its log-probs are."""
+    reported: Facts = {}
+    for key, name in (("version", "version"), ("dtype", "dtype")):
+        if isinstance(data.get(key), str) and data[key] != "auto":
+            reported[name] = data[key]
+    for key, name in (("context_length", "max-length"), ("max_running_requests", "max-sequences")):
+        if isinstance(data.get(key), int):
+            reported[name] = data[key]
+    try:
+        overrides = json.loads(data.get("json_model_override_args") or "{}")
+    except (TypeError, ValueError):
+        overrides = {}
+    return reported | (overridden_facts(overrides) if isinstance(overrides, dict) else {})
 
 
 class SGLang(ForeignEngine):

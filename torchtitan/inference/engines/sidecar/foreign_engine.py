@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ import msgspec
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.actor_client import Facts
 from torchtitan.inference.engines.options import engine_words, read_options
 from torchtitan.inference.types import (
     Call,
@@ -84,6 +85,10 @@ class EngineFacts:
     """Number of workers, each with a part of the model"""
     can_wait: bool = True
     """Whether it has the pause mode `wait`"""
+    reported: Facts = field(default_factory=dict)
+    """What it says of what joining.demands() asks for, under the same names; what it does not say is missing"""
+    model: str | None = None
+    """The checkpoint that it was started with; None where it does not say"""
 
 
 class EngineControl:

@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import UNUSABLE, base_url
+from torchtitan.inference.actor_client import UNUSABLE, Offers, base_url
 from torchtitan.inference.engines.sidecar.applier import Applier, FileLoader
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     WILDCARDS,
@@ -31,7 +32,7 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
     WeightLoader,
 )
 from torchtitan.inference.serving.actor_server import SHUTDOWN_SECONDS, ActorServer
-from torchtitan.inference.serving.joining import Guest
+from torchtitan.inference.serving.joining import Guest, offers, shape_facts
 from torchtitan.inference.serving.weight_verification import BaseWeights
 from torchtitan.inference.types import TAGS
 from torchtitan.utils.child_process import ChildProcess, child_environment
@@ -49,6 +50,8 @@ LOOK_S = 1.0
 POLL_S = 0.1
 # What may be gone when an engine is started again: a process that ends just now has the memory, or the port.
 TRANSIENT = re.compile(r"out of memory|free memory|already in use|timed out|connection (refused|reset)", re.I)
+# Facts of an actor that are its engine's, and not the agent's. They are on the agent's command line, too.
+OF_THE_ENGINE = ("version", "dtype", "log-probs", "max-length", "max-sequences")
 Result = TypeVar("Result")
 
 
@@ -227,6 +230,7 @@ class RunningAgent:
         self._process: ChildProcess | None = None
         self._loader: WeightLoader | None = None
         self._server: AgentServer | None = None
+        self._facts: EngineFacts | None = None
 
     async def start(self, deadline: float) -> int:
         """Return the agent's port once engine and agent serve. Raises UserError. `deadline` is on time.monotonic()."""
@@ -266,13 +270,30 @@ class RunningAgent:
         applier = Applier(control, loader, options.update_timeout_s, arguments.drain_timeout_s, activity, base)
         capabilities = replace(facts.capabilities, route=options.route).to_json()
         place = {"url": self.engine_url, "capabilities": capabilities, "token_env": token_env}
+        self._facts = facts
         self._server = AgentServer(place, control, loader, applier, self._token, options.host, options.update_timeout_s)
+        self._server.describe = self._offers
         return await self._server.start(options.host, arguments.port)
+
+    def _offers(self, with_weights: bool) -> Offers:
+        """What the command line says, and where the engine says otherwise, what the engine says."""
+        assert self._facts is not None
+        claimed = offers(self._arguments, self._engine.name, with_weights)
+        reported, model = self._facts.reported, self._facts.model
+        if self._process is not None:
+            # We have told it what the command line says.
+            return Offers({**claimed, **reported})
+        silent = [name for name in OF_THE_ENGINE if name not in reported]
+        if model is not None and (Path(model) / "config.json").is_file():
+            reported = shape_facts(model) | reported
+        else:
+            silent.append("model")
+        return Offers({**claimed, **reported}, tuple(silent))
 
     async def stay_in_run(self, stopped: asyncio.Event, port: int) -> None:
         """Join a run at this port; see Guest.stay."""
         assert self._server is not None
-        await Guest(self._arguments, self._engine.name, port, self._token).stay(stopped, self._server)
+        await Guest(self._arguments, self._offers(True).offers, port, self._token).stay(stopped, self._server)
 
     async def engine_ended(self) -> str:
         """Return how the engine that we started has ended, or that it fails to end. Never returns for an engine that
@@ -285,7 +306,10 @@ class RunningAgent:
             while True:
                 await asyncio.wait({ended}, timeout=LOOK_S)
                 if ended.done():
-                    return self._process.describe_failure()
+                    if self._server is None:
+                        return self._process.describe_failure()
+                    # An engine that has served has written errors that it outlived.
+                    return f"{self._process.describe_end()}; {self._process.log_tail()}"
                 if self._server is not None and self._server.watch.closed_s > ENDING_S:
                     closed = f"the engine has closed its port but did not end within {ENDING_S:g} s: killing it"
                     return f"{closed}; {self._process.log_tail()}"

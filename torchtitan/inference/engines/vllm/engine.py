@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from torchtitan.inference.actor_client import RequestRefused, read_routes
+from torchtitan.inference.actor_client import Facts, RequestRefused, read_routes
 from torchtitan.inference.engines.options import read_options
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     BY_PORT,
@@ -36,9 +37,12 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
     read_spans,
 )
 from torchtitan.inference.engines.vllm.serve import BACKEND, FIXED_VARIABLES
+from torchtitan.inference.serving.joining import PROCESSED, overridden_facts
 from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
 from torchtitan.utils.machine import has_gpu, host_memory
 from torchtitan.utils.typed_json import Natural, decode
+
+logger = logging.getLogger(__name__)
 
 # An engine that has nothing to finish says so within this time.
 LEAST_WAIT_S = 1.0
@@ -51,6 +55,7 @@ NEEDED = {
     "/update_weights": "the environment variable VLLM_SERVER_DEV_MODE=1",
     "/weight_info": "a newer version (0.32 has it)",
 }
+SERVER_INFO = "/server_info"
 GIGABYTE = 2**30
 # Where its sockets lie, unless the environment says so already.
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -75,6 +80,35 @@ WITHOUT_ROUTES = (
 )
 
 
+class _ModelConfig(msgspec.Struct):
+    model: str
+    dtype: str
+    max_model_len: int
+    logprobs_mode: str
+    hf_overrides: dict[str, Any] = {}
+
+
+class _SchedulerConfig(msgspec.Struct):
+    max_num_seqs: int
+
+
+class _ParallelConfig(msgspec.Struct):
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+
+class _Config(msgspec.Struct):
+    model_config: _ModelConfig
+    scheduler_config: _SchedulerConfig
+    parallel_config: _ParallelConfig
+
+
+class _ServerInfo(msgspec.Struct):
+    """What SERVER_INFO says of how the server was started."""
+
+    vllm_config: _Config
+
+
 class VLLMControl(EngineControl):
     label_route = "/weight_info"
 
@@ -90,7 +124,31 @@ class VLLMControl(EngineControl):
         # Its routes do not tell whether it frees anything.
         sleeps = (options.sleep_level > 0 or SLEEP_MODE in options.arguments) and "/sleep" in routes
         capabilities = Capabilities("vllm", version, score=True, digest=looks, sleep=sleeps)
-        return EngineFacts(capabilities, world_size)
+        reported, model = self._reported(routes)
+        return EngineFacts(capabilities, world_size, reported={"version": version, **reported}, model=model)
+
+    def _reported(self, routes: Collection[str]) -> tuple[Facts, str | None]:
+        """Return what it says of how it was started, and its checkpoint. Raises EngineUnfit."""
+        if SERVER_INFO not in routes:
+            return {}, None
+        try:
+            config = msgspec.convert(self.ask(f"{SERVER_INFO}?config_format=json"), _ServerInfo).vllm_config
+        except msgspec.ValidationError as error:
+            # Another version may say it in another form: the probe still compares what it computes.
+            logger.warning("%s is not understood: %s", SERVER_INFO, error)
+            return {}, None
+        parallel, model = config.parallel_config, config.model_config
+        if parallel.data_parallel_size > 1:
+            raise EngineUnfit(f"it runs with --data-parallel-size {parallel.data_parallel_size}: {SEVERAL_ENGINES}")
+        if parallel.pipeline_parallel_size > 1:
+            raise EngineUnfit(f"it runs with --pipeline-parallel-size {parallel.pipeline_parallel_size}: {STAGES}")
+        reported: Facts = {
+            "dtype": model.dtype.removeprefix("torch."),
+            "log-probs": PROCESSED if model.logprobs_mode == "processed_logprobs" else model.logprobs_mode,
+            "max-length": model.max_model_len,
+            "max-sequences": config.scheduler_config.max_num_seqs,
+        }
+        return reported | overridden_facts(model.hf_overrides), model.model
 
     def check_health(self, timeout_s: float) -> None:
         self.client.call("GET", "/health", timeout_s)
