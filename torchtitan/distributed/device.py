@@ -24,6 +24,7 @@ from torchtitan.config.derived import world_size as world_size  # as device.rank
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.addresses import choose_interface
+from torchtitan.utils.child_process import STORE_VARIABLE
 from torchtitan.utils.machine import count_cores, gpus_of_driver, hides_gpus, keep_freed_memory
 
 if TYPE_CHECKING:
@@ -167,9 +168,14 @@ def _store(timeout: timedelta) -> Store:
     held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     leads = rank() == 0 and not held_by_torchrun
     address, port = os.environ["MASTER_ADDR"], from_torchrun("MASTER_PORT")
+    # Our launcher has opened the socket already.
+    descriptor = os.environ.get(STORE_VARIABLE) if leads else None
+    if descriptor is not None:
+        os.set_inheritable(int(descriptor), False)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, world_size(), leads, timeout, wait_for_workers=False
-    )
+        address, port, world_size(), leads, timeout, wait_for_workers=False,
+        master_listen_fd=None if descriptor is None else int(descriptor),
+    )  # fmt: skip
     return dist.PrefixStore(f"start-{_restarts()}", store)  # type: ignore[attr-defined]
 
 

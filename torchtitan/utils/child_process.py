@@ -53,6 +53,8 @@ LAUNCH_VARIABLE = "TORCHTITAN_LAUNCH"
 LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHER"
 # Which rank was lost, for those that are started again because of it.
 LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"
+# The descriptor of the socket on which rank 0 of a run on one machine serves the ranks' store.
+STORE_VARIABLE = "TORCHTITAN_STORE"
 # Environment variables that hold keys, by their names or as an address with a password.
 SECRET_NAME = re.compile(
     r"(KEY|TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL)S?(_|$)"
@@ -118,7 +120,7 @@ def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] 
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in (*TORCHRUN_VARIABLES, LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE)
+        if name not in (*TORCHRUN_VARIABLES, LAUNCH_VARIABLE, LAUNCHER_VARIABLE, LOSS_VARIABLE, STORE_VARIABLE)
         and not name.startswith("TORCHELASTIC_")
         and needed(name, value)
     }

@@ -72,7 +72,11 @@ def test_first_signal_saves_and_its_copies_do_no_harm(saves: bool, said: str) ->
 
 @pytest.mark.parametrize(
     ("program", "imported"),
-    [("torchtitan.utils.launch", "torch"), ("torchtitan.preflight", "pydantic"), ("torchtitan.grpo_train", "pydantic")],
+    [
+        ("torchtitan.utils.launch", "psutil"),
+        ("torchtitan.preflight", "pydantic"),
+        ("torchtitan.grpo_train", "pydantic"),
+    ],
 )
 def test_ctrl_c_while_a_program_is_imported_shows_no_traceback(program: str, imported: str, tmp_path: Path) -> None:
     interrupts = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(1)"

@@ -22,39 +22,38 @@ from torch.distributed.run import parse_args
 from tests.patience import until
 from tests.processes import ROOT, free_ports
 from torchtitan.errors import EXIT_RETRYABLE
-from torchtitan.utils import launch
-from torchtitan.utils.child_process import LAUNCH_VARIABLE, LAUNCHER_VARIABLE
-from torchtitan.utils.launch import Agent
+from torchtitan.utils import elastic_launch, local_ranks
+from torchtitan.utils.child_process import LAUNCH_VARIABLE
+from torchtitan.utils.local_ranks import StoppedRanks
 
 
 def test_a_rank_that_is_stopped_is_named_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    agent = Agent.__new__(Agent)
-    agent._stopped = {}
-    monkeypatch.setattr(launch, "STOPPED_S", 0)
+    stopped = StoppedRanks()
+    monkeypatch.setattr(local_ranks, "STOPPED_S", 0)
     ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
-    monkeypatch.setattr(Agent, "ranks", tuple(rank.pid for rank in ranks))
+    numbers = [rank.pid for rank in ranks]
     said = f"[launch] local rank 1 has been stopped for 0 s: kill -CONT {ranks[1].pid} continues it\n"
     try:
         for _ in range(2):
             os.kill(ranks[1].pid, signal.SIGSTOP)
             until(lambda: psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED)
-            agent.name_stopped()
-            agent.name_stopped()
+            stopped.look(numbers)
+            stopped.look(numbers)
             assert capfd.readouterr().err == said
             os.kill(ranks[1].pid, signal.SIGCONT)
             until(lambda: psutil.Process(ranks[1].pid).status() != psutil.STATUS_STOPPED)
-            agent.name_stopped()
+            stopped.look(numbers)
         os.kill(ranks[1].pid, signal.SIGSTOP)
         until(lambda: psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED)
-        monkeypatch.setattr(launch, "STOPPED_S", 600)
-        agent.name_stopped()
+        monkeypatch.setattr(local_ranks, "STOPPED_S", 600)
+        stopped.look(numbers)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    agent.name_stopped()  # they are gone
+    stopped.look(numbers)  # they are gone
     assert capfd.readouterr().err == ""
 
 
@@ -97,17 +96,17 @@ def test_names_are_looked_up_before_anything_waits_and_one_machine_needs_none(
     started = []
     monkeypatch.setattr(socket, "getaddrinfo", numbers_only)
     monkeypatch.setattr(socket, "getfqdn", lambda *_: NOWHERE)
-    monkeypatch.setattr(launch, "NAME_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(launch, "NAME_INTERVAL_S", 0.0)
-    monkeypatch.setattr(launch, "run", lambda parsed: started.append(parsed.local_addr))
-    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", LAUNCHER_VARIABLE):
+    monkeypatch.setattr(elastic_launch, "NAME_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(elastic_launch, "NAME_INTERVAL_S", 0.0)
+    monkeypatch.setattr(elastic_launch, "run", lambda parsed: started.append(parsed.local_addr))
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv(LAUNCH_VARIABLE, "launch")
     monkeypatch.setattr(threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(api, "LocalElasticAgent", None)
     monkeypatch.setattr(processes, "_terminate_process_handler", None)
     monkeypatch.setattr(torchrun, "config_from_args", None)
-    assert launch.main([*arguments, "program.py"]) == code
+    assert elastic_launch.main([*arguments, "program.py"]) == code
     lines = capfd.readouterr().err.splitlines()
     assert started == ([] if code else [local_addr]) and named in "".join(lines[-1:])
     assert len(lines) <= 1
@@ -132,7 +131,7 @@ def test_names_are_looked_up_before_anything_waits_and_one_machine_needs_none(
     ],
 )
 def test_malformed_arguments_are_refused_in_one_line(arguments: list[str], named: str) -> None:
-    command = [sys.executable, "-m", launch.__name__, *arguments, "program.py"]
+    command = [sys.executable, "-m", "torchtitan.utils.launch", *arguments, "program.py"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("[launch] ")]
     assert named in line and "Traceback" not in ended.stderr
@@ -143,9 +142,9 @@ def test_a_name_that_is_published_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     problems = iter(["Name or service not known"] * 2)
-    monkeypatch.setattr(launch, "NAME_INTERVAL_S", 0.0)
-    monkeypatch.setattr(launch, "_lookup_problem", lambda host: next(problems, ""))
-    launch.find_names(parse_args([*TWO, "--master-addr", "rank0.example", "program.py"]))
+    monkeypatch.setattr(elastic_launch, "NAME_INTERVAL_S", 0.0)
+    monkeypatch.setattr(elastic_launch, "_lookup_problem", lambda host: next(problems, ""))
+    elastic_launch.find_names(parse_args([*TWO, "--master-addr", "rank0.example", "program.py"]))
     (line,) = capfd.readouterr().err.splitlines()
     assert "rank0.example does not resolve" in line and "trying 60 s" in line
 
