@@ -218,7 +218,10 @@ class DecoderStack(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+        weight = torch.empty(args.vocab_size, args.hidden_size)
+        # Normal numbers on the meta device, which nobody sees, would import all of torch.compile.
+        own = weight if weight.is_meta else None
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size, _weight=own)
         self.layers = nn.ModuleList(DecoderLayer(args, index) for index in range(args.num_hidden_layers))
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, args.kind.zero_norms)
 

@@ -58,7 +58,8 @@ def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> De
     args = read_model_args(directory)
     with torch.device("meta"):
         policy = Decoder(args).to(dtype)
-    policy.to_empty(device="cpu")
+    # As to_empty("cpu") does, which imports sympy to find the strides of tensors that are all contiguous.
+    policy._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     policy.tie_weights()
     load_into(policy, directory)
     return policy
