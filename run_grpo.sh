@@ -46,22 +46,8 @@ if [[ ! "$found" -ef "$root/torchtitan/__init__.py" ]]; then
     exit 2
 fi
 
-arguments=(--job.config_file "$config_file" "$@")
-
-# One quick process checks the configuration first: under torchrun every rank would report it, and exit code 2 become 1.
-check() { WORLD_SIZE="$ngpu" "$PYTHON" -m torchtitan.preflight "$@" "${arguments[@]}"; }
-
-for argument in "$@"; do
-    if [[ "$argument" == --help || "$argument" == -h || "$argument" == --dry-run ]]; then
-        check
-        exit
-    fi
-done
-
-check
-echo "[run] $ngpu rank(s), $config_file" >&2
-# A single rank keeps the terminal, for the live display; --tee would put a pipe in between.
+# A single rank keeps the terminal, for the live display; --tee would put a file in between.
 output=(--tee 3)
 if [[ "$ngpu" == 1 && -t 2 ]]; then output=(--redirects 0); fi
-exec "$PYTHON" -m torchtitan.utils.launch --standalone --nproc-per-node "$ngpu" --local-ranks-filter "$log_rank" \
-    --max-restarts "${MAX_RESTARTS:-3}" --role rank "${output[@]}" -m torchtitan.grpo_train "${arguments[@]}"
+exec "$PYTHON" -m torchtitan.start --standalone --nproc-per-node "$ngpu" --local-ranks-filter "$log_rank" \
+    --max-restarts "${MAX_RESTARTS:-3}" --role rank "${output[@]}" -- --job.config_file "$config_file" "$@"

@@ -1,0 +1,65 @@
+"""What ./run_grpo.sh runs: checks the configuration in this process, then starts the ranks (utils/launch.py).
+
+    python -m torchtitan.start <torchrun's arguments> -- --job.config_file x.toml --training.steps 10
+
+With --dry-run or --help nothing is started. Exit code 2: the configuration is wrong. No torch here: checked by every
+rank first, a mistake would be said by each.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+if __name__ == "__main__":
+    # As in utils/launch.py, before anything else is imported.
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+from torchtitan.errors import another_package
+
+if said := another_package():
+    sys.exit(said)
+
+import os
+from collections.abc import Sequence
+
+from torchtitan.config.reading import read_command_line
+from torchtitan.errors import UserError
+from torchtitan.utils import launch
+
+PROGRAM = "torchtitan.grpo_train"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check, and start the ranks; returns the exit code. Arguments before `--` are the launcher's."""
+    between = list(arguments).index("--")
+    for_launcher, for_ranks = list(arguments[:between]), list(arguments[between + 1 :])
+    started = launch.read_launch([*for_launcher, PROGRAM])
+    if started is None:
+        print("error: torchtitan.start starts the ranks of one machine; for several, see docs/gpu.md", file=sys.stderr)
+        return 2
+    # --help ends here, before what checks the rest is imported.
+    draft, dry_run = read_command_line(for_ranks)
+    # The ranks get their own from the launcher.
+    os.environ["WORLD_SIZE"] = str(started.ranks)
+    try:
+        from torchtitan.preflight.validate import validated
+
+        config = validated(draft, planning=dry_run)
+        if dry_run:
+            from torchtitan.preflight.plan import describe_plan
+
+            print(describe_plan(config, started.ranks, draft.chosen))
+            return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    finally:
+        del os.environ["WORLD_SIZE"]
+    print(f"[run] {started.ranks} rank(s), {config.job.config_file}", file=sys.stderr, flush=True)
+    return launch.main([*for_launcher, "-m", PROGRAM, *for_ranks])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
