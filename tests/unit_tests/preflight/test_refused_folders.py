@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat_models import write_chat_tokenizer
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config.reading import Draft
 from torchtitan.errors import ConfigError
@@ -86,6 +87,40 @@ def test_the_folder_of_a_run_stands_for_its_last_export(write_config: WriteConfi
         config = load_config([*arguments, "--model.hf_assets_path", str(tmp_path / named)])
         # The link will soon be another run's.
         assert config.model.hf_assets_path == str((tmp_path / meant).resolve())
+
+
+UNREAD_TEMPLATE = """
+{%- for message in messages %}
+    {%- for call in message.tool_calls or [] %}~{{ call.function | tojson }}{%- endfor %}{{ message.content }}
+{%- endfor %}{{ tools and tools | tojson }}"""
+
+
+@pytest.mark.parametrize(("parser", "refused"), [("auto", True), ("hermes", False), ("bracket_calls", False)])
+def test_agents_with_a_template_whose_calls_nothing_reads_need_a_parser(
+    write_config: WriteConfig, tmp_path: Path, parser: str, refused: bool
+) -> None:
+    """It may be one of their own."""
+    arguments = write_config()
+    folder = tmp_path / "model"
+    shutil.copytree("checkpoint", folder)
+    write_chat_tokenizer(folder, UNREAD_TEMPLATE)
+    builtin = "torchtitan.rollout.environments.builtin_environments:"
+    options = {
+        "model.hf_assets_path": str(folder),
+        "environment.agent": f"{__name__}:play",
+        "environment.tool_parser": builtin + parser if parser == "bracket_calls" else parser,
+        "rewards.functions": "[]",
+    }
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    with pytest.raises(ConfigError) as caught:  # its model has fewer tokens than this tokenizer
+        load_config([*arguments, *words])
+    assert ("writes calls of tools as" in str(caught.value)) is refused
+    assert ("environment.tool_parser" in str(caught.value)) is refused
+
+
+def play(key: str) -> float:
+    """An agent, which no test starts."""
+    return 0.0
 
 
 def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:

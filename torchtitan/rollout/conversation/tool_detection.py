@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan.errors import UserError
 from torchtitan.rollout.conversation.template_checks import CALL_ID
@@ -67,11 +68,24 @@ def _written_call(tokenizer: Tokenizer) -> _Written | None:
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         written = ChatRenderer(tokenizer).answered([question], answer, [TOOL])
+        prompt_ids, ids = written or ([], _behind_prompt(tokenizer, question, answer))
     except UserError:
         return None  # rendering the prompts says why
-    if written is None or value not in tokenizer.decode(written[1]):
+    if value not in tokenizer.decode(ids):
         return None
-    return _Written(ToolCall(NAME, {ARGUMENT: value}), *written)
+    return _Written(ToolCall(NAME, {ARGUMENT: value}), prompt_ids, ids)
+
+
+def _behind_prompt(tokenizer: Tokenizer, question: dict[str, Any], answer: dict[str, Any]) -> list[int]:
+    """Return the tokens of an answer that does not begin where the prompt ends: some templates end it with `<think>`,
+    and write no thought into a turn that has none."""
+    prompt = tokenizer.render_chat([question], tools=[TOOL])
+    whole = tokenizer.render_chat([question, answer], False, [TOOL])
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+    common = "".join(character for character, _ in same)
+    # Tags that begin with the same letters are not the same.
+    begin = max(common.rfind(end) + 1 for end in (">", "\n", " "))
+    return tokenizer.encode_shielded(whole[begin:])
 
 
 def _reading_format(tokenizer: Tokenizer, written: _Written, first: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -215,8 +216,9 @@ class GatewayServer:
                 return web.Response(status=499)  # which nobody reads
             except RefusedInStream as error:
                 exchange.fail(error.refusal, error.refusal.status, error.refusal.code)
-                await error.stream.begin(request)
-                await error.stream.fail(*_error_of(error.refusal))
+                with contextlib.suppress(ConnectionError):  # Codex goes as soon as it has read why
+                    await error.stream.begin(request)
+                    await error.stream.fail(*_error_of(error.refusal))
                 return error.stream.response
             except Exception as error:
                 message, status, code = _error_of(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,28 @@ def test_a_template_whose_calls_nothing_reads_is_refused_unless_a_parser_is_name
         refuse_unread_calls("auto", tokenizer)
     refuse_unread_calls("hermes", tokenizer)
     assert detect_format("auto", tokenizer) == "hermes"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+def test_the_templates_of_known_families_are_not_refused(family: Family, tmp_path: Path) -> None:
+    refuse_unread_calls("auto", Tokenizer(family.write(tmp_path)))
+
+
+@pytest.mark.parametrize(("call", "form"), [(MINIMAX, "minimax_m2"), (UNREAD["own"], "")])
+def test_a_template_that_opens_a_thought_shows_its_format_too(call: str, form: str, tmp_path: Path) -> None:
+    """Where its prompt ends with <think>, an answer without a thought does not begin where the prompt ends."""
+    thinking = family("thinking", call, "<|im_end|>")
+    prompt_end = "assistant\\n"
+    begin, _, end = thinking.template.rpartition(prompt_end)
+    template = f"{begin}{prompt_end}<think>\\n{end}"
+    tokenizer = Tokenizer(replace(thinking, template=template).write(tmp_path))
+    assert tokenizer.render_chat([{"role": "user", "content": "?"}]).endswith("<think>\n")
+    if form:
+        assert detect_format("auto", tokenizer) == form
+        refuse_unread_calls("auto", tokenizer)
+    else:
+        with pytest.raises(UserError, match="writes calls of tools as"):
+            refuse_unread_calls("auto", tokenizer)
 
 
 def test_a_template_shows_its_format_by_what_it_writes_not_by_what_it_mentions(tmp_path: Path) -> None:
