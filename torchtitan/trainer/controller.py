@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from torchtitan.config.derived import sleeps_between_batches
 from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig
@@ -328,10 +330,11 @@ class Controller:
             self.journal.append_decision(overtaken, published=False)
         self.journal.append_decision(version, published)
 
-    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """Make the actors' log-probs of the probe be compared with the trainer's under `version`."""
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float], following: np.ndarray) -> None:
+        """Make the actors' log-probs of the probe, and of what they sample behind it, be compared with the trainer's
+        under `version`."""
         assert self.actors is not None
-        self.actors.answers.expect(version, token_ids, log_probs)
+        self.actors.answers.expect(version, token_ids, log_probs, following)
 
     def wake(self, tag: Tag) -> None:
         """Make sleeping actors reallocate a part of their memory: the weights before they get a version, the KV cache

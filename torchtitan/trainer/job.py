@@ -36,6 +36,7 @@ from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError, exit_code_of
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.engines.replicas.replica_pool import Round
+from torchtitan.inference.pool.weight_probe import sampled_behind
 from torchtitan.models.layers.batch_invariance import size_message
 from torchtitan.report.metrics import set_up_logging
 from torchtitan.report.page import LivePage
@@ -242,10 +243,11 @@ class Job:
         if published and self._probe and self.version % self.config.weight_sync.verify_every == 0:
             begun = time.time()
             log_probs = self.trainer.score(self._probe)
+            following = self.trainer.next_log_probs(self._probe, sampled_behind(self._probe))
             self._recorder.add("probe", begun)
             self._probe_s += time.time() - begun
             if self.controller is not None:
-                self.controller.expect(self.version, self._probe, log_probs)
+                self.controller.expect(self.version, self._probe, log_probs, following)
 
     def save_if_due(self) -> None:
         if self.checkpointer.due(self.version):

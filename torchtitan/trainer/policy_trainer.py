@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from torchtitan.config.derived import (
@@ -187,6 +188,17 @@ class PolicyTrainer:
             layout = PackedLayout([len(token_ids) - 1], self.device)
             log_probs, _ = self.policy(tokens[:-1], layout, tokens[1:], entropy=False)
         return log_probs.float().tolist()
+
+    @torch.no_grad()
+    def next_log_probs(self, token_ids: list[int], lengths: Sequence[int]) -> np.ndarray:
+        """Collective: float32 [lengths, vocabulary], the log-probs at the run's temperature of every token behind so
+        many of these, with the weights as they are now."""
+        tokens = torch.tensor(token_ids, device=self.device)
+        with without_dropout(self.policy):
+            logits = self.policy(tokens, PackedLayout([len(token_ids)], self.device))
+        chosen = logits[[length - 1 for length in lengths]].float() / (self.config.rollout.temperature or 1.0)
+        values: np.ndarray = chosen.log_softmax(-1).cpu().numpy()
+        return values
 
     @torch.no_grad()
     def cross_entropy(self, batch: Batch) -> dict[str, float]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.patience import eventually
@@ -262,6 +264,44 @@ def test_differences() -> None:
     assert parity.mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.1])[1] == 1
     for expected, found in (([-1.0], []), ([], []), ([-1.0], [math.nan]), ([-1.0], [-math.inf])):
         assert parity.mean_difference(expected, found)[0] == math.inf
+
+
+@pytest.mark.parametrize("kept", [None, [3, 5]])
+def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
+    tmp_path: Path, kept: list[int] | None
+) -> None:
+    logits = np.linspace(-2.0, 2.0, 8)
+    config = make_config()
+    config.rollout.temperature, config.rollout.top_k = 0.5, 2 if kept else 0
+    asked: list[GenerateRequest] = []
+
+    class Sampler(Liar):
+        """Reports log-probs at this temperature."""
+
+        reports_at = 0.5
+
+        async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+            asked.append(request)
+            values = logits / self.reports_at
+            log_prob = values[5] - np.logaddexp.reduce(values if kept is None else values[kept])
+            one = Completion([5], [float(log_prob)], "length", [VersionSpan("e", self.says, 0, 1)])
+            return [replace(one, kept_token_ids=None if kept is None else [kept]) for _ in range(request.sampling.n)]
+
+    async def scenario(pool: InferencePool, honest: Sampler, raw: Sampler) -> None:
+        raw.reports_at = 1.0
+        log_probs = logits / 0.5 - np.logaddexp.reduce(logits / 0.5)
+        following = np.tile(log_probs, (len(parity.sampled_behind(IDS)), 1))
+        pool.answers.expect(0, IDS, truth(0), following)
+        await eventually(lambda: pool.actors["actor-1"] != "ready" and pool.statistics["probes"] == 2)
+
+    events = run(tmp_path, config, scenario, Sampler)
+    assert {event["actor"] for event in of(events, "samples_probed")} == {"actor-0"}
+    differ = of(events, "log_probs_differ")[0]
+    assert differ["actor"] == "actor-1" and differ["difference"] > differ["bound"] > 0
+    assert "processed_logprobs" in of(events, "actor_evicted")[0]["reason"]
+    assert {(len(one.prompt_ids), one.sampling.temperature, one.sampling.max_tokens) for one in asked} == {
+        (length, 0.5, 1) for length in (1, 2, 3, 4)
+    }
 
 
 def test_a_malformed_answer_to_the_probe_is_reported_at_once_and_the_second_evicts(tmp_path: Path) -> None:

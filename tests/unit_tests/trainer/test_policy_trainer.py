@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -366,6 +367,7 @@ def train_counting_copies(checkpoint: str, reshard: str) -> dict[str, Any]:
     ):
         metrics = trainer.train(0)
     trainer.score([1, 2, 3])
+    trainer.next_log_probs([1, 2, 3], [1, 3])
     return {
         "micro_batches": len(trainer.given[0][0]),
         "gathers": gathers.call_count,
@@ -419,3 +421,17 @@ def test_a_default_run_adds_to_the_heads_gradient_in_place(
     trainer.train(0)
     assert all(separate.returned) and separate.result.abs().max() > 0
     torch.testing.assert_close(ours.result, separate.result, rtol=1e-5, atol=1e-7)
+
+
+def test_what_may_follow_has_the_log_probs_of_what_does_at_the_runs_temperature(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    trainer = SpiedTrainer(run_config(tiny_checkpoint()))
+    tokens = [3, 20, 21, 22]
+    behind = trainer.next_log_probs(tokens, [1, 3])
+    scored = trainer.score(tokens)
+    assert [behind[0, 20], behind[1, 22]] == pytest.approx([scored[0], scored[2]], abs=1e-6)
+    trainer.config.rollout.temperature = 0.5
+    cooler = trainer.next_log_probs(tokens, [1])[0]
+    sharpened = 2 * behind[0]
+    assert cooler == pytest.approx(sharpened - np.logaddexp.reduce(sharpened), abs=1e-5)

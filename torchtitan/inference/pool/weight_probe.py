@@ -14,14 +14,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorError, AnswerRefused
 from torchtitan.inference.pool.actor import Actor
-from torchtitan.inference.types import ScoredTokens
+from torchtitan.inference.types import GenerateRequest, SamplingParameters, ScoredTokens
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import has_gpu
@@ -33,6 +35,9 @@ POLL_S = 0.1
 KEPT_VERSIONS = 32
 # An actor that cannot be asked for so long is reported.
 SILENT_S = 60.0
+# Tokens are sampled in so many places of the probe, and so many in each. The mean of so few may be several times the
+# mean of a batch.
+PLACES, SAMPLES, FEW_SAMPLES = 4, 2, 4.0
 # So many wrong answers in a row are no accident any more.
 MAX_FAILURES = 3
 # The mean difference that other kernels may make in float32, and the error of a log-prob at temperature 1 that grows
@@ -92,19 +97,36 @@ def _other_experts(config: JobConfig) -> float:
     return 0.035 * math.sqrt(args.num_hidden_layers) if _rounds_to_bfloat16(config) else 0.01
 
 
+def sampled_behind(token_ids: Sequence[int]) -> list[int]:
+    """The lengths of the beginnings of the probe behind which actors sample a token."""
+    return sorted({max(1, len(token_ids) * part // PLACES) for part in range(1, PLACES + 1)})
+
+
 class ProbeAnswers:
     """What the trainer says of the probe, by version: the trainer's thread writes, the pool's loop reads."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self._log_probs: dict[int, list[float]] = {}
+        self._following: tuple[int, np.ndarray] | None = None
+        """Of the newest version only: there is a number for every token of the vocabulary"""
 
-    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """The log-probs of these tokens but the first, each given those before it, with the weights of `version`."""
+    def expect(
+        self, version: int, token_ids: list[int], log_probs: list[float], following: np.ndarray | None = None
+    ) -> None:
+        """The log-probs of these tokens but the first, each given those before it, with the weights of `version`.
+        following [places, vocabulary]: those of every token behind sampled_behind(token_ids), at the run's
+        temperature."""
         self.token_ids = token_ids
         self._log_probs[version] = log_probs
+        self._following = None if following is None else (version, following)
         for old in sorted(self._log_probs)[:-KEPT_VERSIONS]:
             del self._log_probs[old]
+
+    def following(self, version: int | None) -> np.ndarray | None:
+        """None where the trainer has not said, or something newer since."""
+        newest = self._following
+        return newest[1] if newest is not None and newest[0] == version else None
 
     def under(self, version: int) -> list[float] | None:
         """None where the trainer has not said, or not lately."""
@@ -123,6 +145,8 @@ class _Seen:
     asks_score: bool = False
     doubted: bool = False
     """The last answer was wrong"""
+    samples_right: bool = False
+    """What it says of tokens that it samples was found right: that does not depend on the version"""
     silent_since: float | None = None
     told_silent: bool = False
 
@@ -134,6 +158,11 @@ class ParityGuard:
         self._epoch, self._events, self._answers = epoch, events, answers
         self._how = verification(config)
         self._tolerance = probe_tolerance(config)
+        self._samples_tolerance = FEW_SAMPLES * sampling_tolerance(config)
+        rollout = config.rollout
+        self._sampling = SamplingParameters(
+            1, SAMPLES, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
+        )
         self._seen: dict[str, _Seen] = {}
         self._failures: Counter[str] = Counter()
         self.probes = 0
@@ -196,6 +225,8 @@ class ParityGuard:
                 await self._learn(actor, seen)
             elif actor.version is not None and actor.version > seen.version and self._answers.under(actor.version):
                 await self._compare(actor, seen, await actor.score(self._answers.token_ids))
+            if seen.version >= 0 and not seen.samples_right:
+                await self._compare_samples(actor, seen)
             seen.silent_since = None
         except AnswerRefused as error:
             reason = f"its answer to the probe cannot be right: {error}"
@@ -238,7 +269,48 @@ class ParityGuard:
         fields = {"difference": difference, "tolerance": self._tolerance}
         await self._doubt(actor, seen, scored.version, reason, fields)
 
-    async def _doubt(self, actor: Actor, seen: _Seen, version: int, reason: str, fields: Mapping[str, Any]) -> None:
+    async def _compare_samples(self, actor: Actor, seen: _Seen) -> None:
+        """Have the actor sample behind parts of the probe as it samples for the run, and compare what it says of these
+        tokens: scores of given tokens are at temperature 1 in every engine."""
+        version = actor.version
+        following = self._answers.following(version)
+        if version is None or following is None:
+            return
+        token_ids, differences = self._answers.token_ids, []
+        for length, log_probs in zip(sampled_behind(token_ids), following, strict=True):
+            sampling = replace(self._sampling, seed=length)
+            request = GenerateRequest(f"probe-{actor.name}-{version}-{length}", token_ids[:length], sampling)
+            for completion in await actor.generate(request):
+                if [span.version for span in completion.spans] != [version]:
+                    return  # a newer version has come meanwhile, and the next look compares that
+                kept = (completion.kept_token_ids or [[]])[0]
+                # Truncation leaves the probability of the others to those that are kept.
+                rest = float(np.logaddexp.reduce(log_probs[kept])) if kept else 0.0
+                differences.append(abs(completion.log_probs[0] - (float(log_probs[completion.token_ids[0]]) - rest)))
+        difference = sum(differences) / len(differences)
+        if difference <= self._samples_tolerance:
+            seen.samples_right = True
+            self._events.write("samples_probed", actor=actor.name, version=version, difference=difference)
+            return
+        reason = (
+            f"its log-probs of {len(differences)} tokens that it sampled behind the probe differ from the trainer's by "
+            f"{difference:.3g} nats on average, by more than {self._samples_tolerance:.3g}, though its scores of the "
+            "probe do not: it reports other log-probs than those that it sampled with (vLLM needs --logprobs-mode "
+            f"processed_logprobs), or it changes rollout.temperature = {self._sampling.temperature:g} or another "
+            "sampling option"
+        )
+        fields = {"difference": difference, "bound": self._samples_tolerance, "tokens": len(differences)}
+        await self._doubt(actor, seen, version, reason, {**fields, "reason": reason}, "log_probs_differ")
+
+    async def _doubt(
+        self,
+        actor: Actor,
+        seen: _Seen,
+        version: int,
+        reason: str,
+        fields: Mapping[str, Any],
+        kind: str = "weights_differ",
+    ) -> None:
         """The answer to the probe was wrong. A version that came while it was scoring may have had its part in the
         first such answer; the next one tells."""
         if not seen.doubted:
@@ -246,9 +318,7 @@ class ParityGuard:
             return
         self._failures[actor.name] += 1
         failures = self._failures[actor.name]
-        self._events.write(
-            "weights_differ", level=logging.ERROR, actor=actor.name, version=version, **fields, failures=failures
-        )
+        self._events.write(kind, level=logging.ERROR, actor=actor.name, version=version, **fields, failures=failures)
         await actor.distrust(version, reason, forever=failures >= MAX_FAILURES)
 
     def _note_silence(self, actor: Actor, seen: _Seen, reason: str) -> None:
