@@ -183,9 +183,37 @@ def with_header(body: Body) -> None:
         body["messages"][0] = {"role": "system", "content": blocks}
 
 
+def with_time(body: Body) -> None:
+    """In a block of its own before what the system says."""
+    line, kind = f"It is {id(body)}.", "input_text" if "input" in body else "text"
+    if "system" in body:
+        body["system"] = [{"type": "text", "text": line}, *body["system"]]
+        return
+    place = "messages" if "messages" in body else "input"
+    text = body.pop("instructions", None) or body["messages"].pop(0)["content"]
+    blocks = [{"type": kind, "text": one} for one in (line, text)]
+    body[place] = [{"role": "developer", "content": blocks}, *body[place]]
+
+
+def split(body: Body) -> None:
+    """Each text and call of an answer in a message of its own."""
+    place = "messages" if "messages" in body else "input"
+    changed = []
+    for message in body[place]:
+        content = message.get("content")
+        if message.get("role") != "assistant" or place == "input":
+            changed.append(message)
+        elif isinstance(content, list):
+            changed += [{"role": "assistant", "content": [block]} for block in content]
+        else:
+            changed.append({"role": "assistant", "content": content})
+            changed += [{"role": "assistant", "tool_calls": [one]} for one in message.get("tool_calls") or ()]
+    body[place] = changed
+
+
 FORMS: list[Callable[[Body], None]] = [
     through_javascript, without_nulls, stripped, with_thoughts_beside, with_other_ids, with_results_between,
-    with_results_reversed, with_names, with_cache_control, with_header,
+    with_results_reversed, with_names, with_cache_control, with_header, with_time, split,
 ]  # fmt: skip
 
 

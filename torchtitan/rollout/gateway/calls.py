@@ -60,8 +60,8 @@ class Call:
     preamble: int = 0
     """Number of first messages that do not belong to the conversation, which a later call may name and continue"""
     header: int = 0
-    """Number of characters at the beginning of the first message that change from call to call and mean nothing to the
-    policy, such as a line for the provider's bills; what the first call of a conversation has of it stays"""
+    """Number of characters at the beginning of the first message that are a line of its own, whose numbers may change
+    from call to call (known_conversations.said_by); the policy reads what the first call of a conversation has there"""
     token_ids: list[int] = field(default_factory=list)
     """In place of messages, from a program that renders them itself"""
 

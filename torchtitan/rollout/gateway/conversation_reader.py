@@ -41,9 +41,9 @@ class ToolResult(NamedTuple):
 Piece = Text | Thought | ToolUse | ToolResult
 
 
-# A line such as `x-anthropic-billing-header: cc_version=2.1; cch=5a1c0;`, which Claude Code puts before its system
-# prompt and changes with every call.
-HEADER_LINE = re.compile(r"\s*[\w.-]+[ \t]*[:=][^\n]*\s*")
+# Of what the system says, a first block of one line that may change with every call: Claude Code has one for the
+# provider's bills, `x-anthropic-billing-header: cc_version=2.1; cch=5a1c0;`, others the time or a number.
+FIRST_LINE = re.compile(r"\s*[^\n]{1,256}\s*")
 BILLING_LINE = re.compile(r"x-[\w-]+:[^\n]*\n")
 
 
@@ -97,10 +97,11 @@ class ConversationReader:
     @property
     def header(self) -> int:
         """See calls.Call: the length of a line of its own before all that the system says."""
-        if len(self._instructions) > 1 and HEADER_LINE.fullmatch(self._instructions[0]):
-            return len(self._instructions[0])
-        billing = BILLING_LINE.match(self._instructions[0]) if self._instructions else None
-        return billing.end() if billing else 0
+        if not self._instructions:
+            return 0
+        first, *others = self._instructions
+        line = (FIRST_LINE.fullmatch(first) if any(others) else None) or BILLING_LINE.match(first)
+        return line.end() if line else 0
 
     def _note_instructions(self, role: str, texts: Sequence[str]) -> None:
         if role in INSTRUCTING and all(message.get("role") in INSTRUCTING for message in self._messages):
@@ -134,8 +135,9 @@ def settle(messages: Messages, answers: Mapping[str, str]) -> list[dict[str, Any
     """The place of the last message of the assistant, if nothing but results stands behind it"""
     for message in messages:
         if message["role"] == ASSISTANT:
-            if turn is not None and _continues(joined[turn], message, answers):
-                joined[turn] = {**joined[turn], "tool_calls": [*joined[turn]["tool_calls"], *message["tool_calls"]]}
+            if turn is not None and _continues(joined[turn], message, turn == len(joined) - 1, answers):
+                calls = [*joined[turn].get("tool_calls", ()), *message["tool_calls"]]
+                joined[turn] = {**joined[turn], "tool_calls": calls}
                 continue
             turn = len(joined)
         elif message["role"] != TOOL:
@@ -144,13 +146,14 @@ def settle(messages: Messages, answers: Mapping[str, str]) -> list[dict[str, Any
     return settle_results(joined)
 
 
-def _continues(turn: dict[str, Any], message: dict[str, Any], answers: Mapping[str, str]) -> bool:
-    """Whether a message has nothing but further calls of the answer that another message begins."""
-    calls = [*turn.get("tool_calls", ()), *message.get("tool_calls", ())]
-    if not message.get("tool_calls") or not turn.get("tool_calls") or message["content"].strip():
+def _continues(turn: dict[str, Any], message: dict[str, Any], adjacent: bool, answers: Mapping[str, str]) -> bool:
+    """Whether a message has nothing but further calls of the answer that another message begins. adjacent: no result
+    stands between them."""
+    if not message.get("tool_calls") or message["content"].strip():
         return False
+    calls = [*turn.get("tool_calls", ()), *message["tool_calls"]]
     names = {answers.get(str(call.get("id"))) for call in calls}
-    return len(names) == 1 and None not in names
+    return adjacent or (len(names) == 1 and None not in names)
 
 
 def refuse_prefill(messages: Messages) -> None:

@@ -10,6 +10,7 @@ import bisect
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from torchtitan.rollout.conversation.messages import ASSISTANT, TOOL, Messages
 from torchtitan.rollout.conversation.results import call_numbers
 from torchtitan.rollout.conversation.thoughts import split_thought
 
+NAMED_VALUE = re.compile(r"\s*[\w.-]+[ \t]*[:=]")
+WORD_WITH_DIGIT = re.compile(r"\S*\d\S*")
 # Characters of each of two texts that a difference shows, and how many of them stand before the place.
 SHOWN, SHOWN_BEFORE = 48, 16
 
@@ -68,8 +71,7 @@ class Known:
 class KnownConversations:
     """What a session has sampled, by hashes of the conversations that led to it.
 
-    header: in all methods, the number of characters at the beginning of the first message that change from call to call
-    and mean nothing to the policy (calls.Call.header).
+    header: in all methods, see calls.Call.
     """
 
     def __init__(self) -> None:
@@ -149,7 +151,8 @@ def said_by(message: dict[str, Any], number: int | None = None, header: int = 0)
     - Of the assistant: its thoughts, its text and its calls. It does not matter whether a thought stands in the content
       or beside it, nor white space at the ends of both, nor a name, nor the ids of calls.
     - Of a tool: its text, and `number`, that of its call among those of the turn; the ids of calls may change.
-    - Of others: role, name and text, without the first `header` characters.
+    - Of others: role, name and text. Of the first `header` characters words with a digit do not matter, nor any if they
+      are a name and its value.
     """
     role, content = message["role"], message["content"]
     if role == ASSISTANT:
@@ -161,7 +164,8 @@ def said_by(message: dict[str, Any], number: int | None = None, header: int = 0)
         return role, "\n\n".join(filter(None, thoughts)), text, called
     if role == TOOL and number is not None:
         return role, content, number
-    return role, content[header:], message.get("name"), message.get("tool_call_id")
+    line = "" if NAMED_VALUE.match(content[:header]) else WORD_WITH_DIGIT.sub("#", content[:header])
+    return role, line.strip(), content[header:], message.get("name"), message.get("tool_call_id")
 
 
 def arguments_key(arguments: Any) -> str:

@@ -178,7 +178,7 @@ def _pieces(item: _Item) -> list[Piece]:
         return [ToolResult(item.call_id, _text(item.output))]
     if item.type == "reasoning":
         return [Thought(_text(item.content) or _text(item.summary))]
-    return [Text(_text(item.content))]
+    return [Text(part.text) for part in item.content] if isinstance(item.content, list) else [Text(item.content or "")]
 
 
 def _text(content: str | list[_Part] | None) -> str:
