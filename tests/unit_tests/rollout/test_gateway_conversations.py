@@ -167,13 +167,15 @@ def with_names(body: Body) -> None:
 
 
 def with_cache_control(body: Body) -> None:
-    for tool in body["tools"]:
+    """In every other call."""
+    for tool in body["tools"] if len(body.get("messages", body.get("input"))) % 4 < 3 else ():
         tool["cache_control"] = {"type": "ephemeral"}
         tool.get("function", tool)["strict"] = True
 
 
 def with_header(body: Body) -> None:
-    line = f"x-anthropic-billing-header: cc_version=2.1; cch={id(body)};\n"
+    letters = "".join(chr(ord("a") + int(digit)) for digit in str(id(body)))
+    line = f"x-anthropic-billing-header: cc_version=2.1; cch={letters};\n"
     if "system" in body:
         body["system"] = [{"type": "text", "text": line}, *body["system"]]
     elif "instructions" in body:
@@ -196,7 +198,8 @@ def with_time(body: Body) -> None:
 
 
 def split(body: Body) -> None:
-    """Each text and call of an answer in a message of its own."""
+    """Each text and call of an answer in a message of its own, with other ids."""
+    with_other_ids(body)
     place = "messages" if "messages" in body else "input"
     changed = []
     for message in body[place]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chat_families import GLM4MOE, QWEN3, Family
 from torchtitan.errors import UserError
-from torchtitan.rollout.conversation.messages import THOUGHTS, plain_message, read_chat
+from torchtitan.rollout.conversation.messages import THOUGHTS, plain_message, read_chat, read_message
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 
 ASK: dict[str, Any] = {"role": "user", "content": "2+2?"}
@@ -114,6 +114,14 @@ SO = {"type": "thinking", "thinking": "so"}
 )
 def test_other_spellings_of_a_message(message: dict[str, Any], plain: dict[str, Any]) -> None:
     assert plain_message({"role": "assistant", **message}) == {"role": "assistant", **plain}
+
+
+def test_a_null_in_a_call_is_dropped_from_a_data_set_and_kept_from_a_program() -> None:
+    calls = [{"id": None, "function": {"name": "f", "arguments": {"a": None, "b": [{"c": None}]}}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls, "name": None}
+    for read, arguments in ((plain_message, {"b": [{}]}), (read_message, calls[0]["function"]["arguments"])):
+        function = {"name": "f", "arguments": arguments}
+        assert read(message) == {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
 
 
 @pytest.mark.parametrize(
