@@ -122,6 +122,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield made
 
 
+@pytest.mark.exhaustive
 def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
     run.steps_until(lambda: all(run.events("actor_ready", f"actor-{i}") for i in range(2)))
     run.step()

@@ -100,6 +100,7 @@ def test_tokens_carry_the_version_that_the_agent_handed_over_and_never_half_a_on
     assert not list(Path("/dev/shm").glob("torchtitan-actor-0-*"))
 
 
+@pytest.mark.exhaustive
 def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path) -> None:
     with foreign(tmp_path) as run:
         run.steps_until(ready(run, 1))
@@ -128,6 +129,7 @@ def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path
     assert not last.parent.exists()
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_freezes_and_one_that_never_ends_loading_come_back(tmp_path: Path) -> None:
     def change(config: JobConfig) -> None:
         config.weight_sync.apply_timeout_s = 2.0

@@ -122,6 +122,7 @@ def test_a_worker_that_dies_half_done_with_applying_poisons_until_all_have_a_ver
         assert not group.leader.status()["poisoned"] and group.served == [0, 1, 2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_actor_without_a_worker_leaves_and_joins_again(job: Job, how: signal.Signals) -> None:
     with contextlib.closing(Group(job)) as group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -11,10 +12,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.unit_tests.preflight.test_packaging import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,8 +98,8 @@ def execute(folder: Path, name: str, source: str) -> subprocess.CompletedProcess
     return run(folder, name)
 
 
-def run(folder: Path, *command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"}
+def run(folder: Path, *command: str, code: int = 0, package: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=12 * PATIENCE_S, check=False,
@@ -172,11 +175,15 @@ PROGRAMS = {f"page-{i}.py": source for i, (_, source, _) in enumerate(BLOCKS) if
 @pytest.fixture(scope="module")
 def outputs(folder: Path) -> dict[str, str]:
     """What every example and every page's program has printed; none has failed."""
+    return outputs_of(folder, ROOT)
+
+
+def outputs_of(folder: Path, package: Path) -> dict[str, str]:
     commands = [[str(path), "1"] for path in EXAMPLES]
     for name, source in PROGRAMS.items():
         (folder / name).write_text(re.sub(r'"training.steps": \d+', '"training.steps": 2', source))
         commands.append([name])
-    run(folder, "-c", SMALLER, json.dumps(commands))
+    run(folder, "-c", SMALLER, json.dumps(commands), package=package)
     found = json.loads((folder / "found.json").read_text())
     failures = [f"{path}:\n{failure}" for path, (_, failure) in found.items() if failure]
     assert not failures, "\n".join(failures)
@@ -193,14 +200,29 @@ def test_a_pages_program_prints_what_it_has_reached(outputs: dict[str, str], nam
     assert outputs[name]
 
 
+@pytest.mark.exhaustive
+def test_examples_and_the_pages_programs_train_with_an_installed_wheel(tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    with ZipFile(build_wheel(tmp_path)) as file:
+        file.extractall(installed)
+    found = run(tmp_path, "-c", "import torchtitan; print(torchtitan.__file__)", package=installed).stdout
+    assert Path(found.strip()) == installed / "torchtitan" / "__init__.py"
+    assert len(outputs_of(tmp_path, installed)) == len(EXAMPLES) + len(PROGRAMS)
+
+
+# What a page has its reader write, with the name of the file in its first line.
+WRITTEN = {match[1] for _, source, _ in BLOCKS if (match := re.match(r"# (\S+\.py)\n", source))}
+
+
 @pytest.mark.parametrize(
     "source", [source for _, source, _ in BLOCKS], ids=[f"{page}-{i}" for i, (page, *_) in enumerate(BLOCKS)]
 )
-def test_what_a_page_imports_is_there(source: str) -> None:
+def test_what_a_page_imports_is_there_or_is_written_on_a_page(source: str) -> None:
     for node in ast.walk(tree_of(source)):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and f"{str(node.module).replace('.', '/')}.py" not in WRITTEN:
             module = importlib.import_module(str(node.module))
-            assert all(hasattr(module, one.name) for one in node.names)
+            names = [name.name for name in node.names if not hasattr(module, name.name)]
+            assert all(importlib.util.find_spec(f"{node.module}.{name}") for name in names)
 
 
 @pytest.mark.benchmark

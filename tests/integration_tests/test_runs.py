@@ -1,4 +1,5 @@
-"""A real asynchronous run: an actor killed, the trainer killed, resumed to the end, and replayed from its record.
+"""A real asynchronous run on two ranks: an actor killed, the trainer killed, resumed to the end, and replayed from its
+record.
 
 One run serves all tests here, as starting processes is what takes the time.
 """
@@ -83,7 +84,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     dump = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_WAIT_POLICY", raising=False)
-        run = start(module_processes, debug_checkpoint, dump, ENDLESS, OMP_DISPLAY_ENV="VERBOSE")
+        run = start(module_processes, debug_checkpoint, dump, ENDLESS, ranks=2, OMP_DISPLAY_ENV="VERBOSE")
     run.wait(lambda: len(run.steps()) >= 2)
     run_dir = run.folder
     run.wait(lambda: len(run.events("actor_ready")) == 2)
@@ -99,14 +100,18 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     unused = groups_in(folder / f"step-{killed_at}" / "rollout.bin")
     steps = killed_at + 8
     options = ("--checkpoint.resume", str(run_dir), "--metrics.enable_report", "true")
-    start(module_processes, debug_checkpoint, dump, steps, *options).end()
-    replay = start(module_processes, debug_checkpoint, dump / "replay", steps, "--rollout.replay", str(run_dir))
+    start(module_processes, debug_checkpoint, dump, steps, *options, ranks=2).end()
+    options = ("--rollout.replay", str(run_dir))
+    replay = start(module_processes, debug_checkpoint, dump / "replay", steps, *options, ranks=2)
     replay.end()
     return Story(run_dir, replay.folder, steps, killed_at, before, unused, policies, said)
 
 
 def groups_in(state: Path) -> list[Group]:
-    return batch_from_json(json.loads(state.read_bytes())["ready"]).groups
+    """Finished groups of a checkpoint, as a resumed run has them: held against none of its actors, which are others."""
+    ready = batch_from_json(json.loads(state.read_bytes())["ready"])
+    ready.forget_actors()
+    return ready.groups
 
 
 def oldest_version(group: Group) -> int:

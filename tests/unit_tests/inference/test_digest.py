@@ -191,7 +191,7 @@ def test_a_look_that_fails_is_no_proof_of_anything_good(monkeypatch: pytest.Monk
     assert [row[1::2] for row in rows] == [(0, 1), (1, 2)] and "could not be looked at: ZeroDiv" in rows[0][2]
 
 
-def test_layouts_here_have_what_matters() -> None:
+def test_the_layout_that_these_tests_make_has_whole_shapes_and_the_type_that_is_sent() -> None:
     layout = layout_over(3, 0, "bfloat16")
     assert next(iter(layout.parameters)) == ParameterEntry("embed", "bfloat16", (37, 8))
     buckets = [layout.bucket_count(rank) for rank in range(3)]

@@ -156,7 +156,7 @@ def leave_socket(folder: Path) -> None:
         one.bind(str(folder / str(uuid.uuid4())))
 
 
-def test_nothing_is_left_of_it(temporary: Path) -> None:
+def test_an_engines_folder_is_its_own_and_is_removed_with_the_sockets_that_the_engine_left(temporary: Path) -> None:
     with engine_folder() as folder, engine_folder() as other:
         assert folder != other and folder.parent == temporary and folder.stat().st_mode & 0o077 == 0
         leave_socket(folder)

@@ -17,20 +17,24 @@ from torchtitan.models.shape.exports import SHIPPED, SHIPPED_FOLDER
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Path) -> None:
-    # From a copy: a build leaves folders behind.
-    checkout = tmp_path / "checkout"
+def build_wheel(folder: Path) -> Path:
+    """The package's wheel, in this folder. From a copy: a build leaves folders behind."""
+    checkout = folder / "checkout"
     shutil.copytree(
         ROOT / "torchtitan", checkout / "torchtitan", symlinks=True, ignore=shutil.ignore_patterns("__py*__")
     )
     shutil.copytree(ROOT / "train_configs", checkout / "train_configs")
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, checkout)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
     build = [sys.executable, "-c", code]
     subprocess.run(build, cwd=checkout, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    (wheel,) = tmp_path.glob("torchtitan_grpo-*.whl")
-    with ZipFile(wheel) as file:
+    (wheel,) = folder.glob("torchtitan_grpo-*.whl")
+    return wheel
+
+
+def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Path) -> None:
+    with ZipFile(build_wheel(tmp_path)) as file:
         packed = {name for name in file.namelist() if ".dist-info/" not in name}
         (scripts,) = (file.read(name).decode() for name in file.namelist() if name.endswith("entry_points.txt"))
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtitan").rglob("*.py")}
