@@ -220,10 +220,18 @@ FORMS: list[Callable[[Body], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", FORMS)
+@pytest.mark.parametrize(
+    ("change", "opening"), [*((change, "") for change in FORMS), (with_thoughts_beside, "<think>\n")]
+)
 @asynchronous
-async def test_a_form_that_means_the_same_begins_no_branch(change: Callable[[Body], None], tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
+async def test_a_form_that_means_the_same_begins_no_branch(
+    change: Callable[[Body], None], opening: str, tmp_path: Path
+) -> None:
+    """opening: what the template writes of the policy's turn."""
+    template = CHAT_TEMPLATE.replace(
+        "<|im_start|>assistant\\n' }}{%- endif", f"<|im_start|>assistant\\n{opening}' }}}}{{%- endif"
+    )
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path, template))
     stop = tokenizer.eos_token_ids[0]
     async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
         for api in APIS:
@@ -233,7 +241,7 @@ async def test_a_form_that_means_the_same_begins_no_branch(change: Callable[[Bod
                 program = Program(api, http, url, key, stream, TOOLS, system="Be brief.")
                 program.user("list the files")
                 for turn in range(4):
-                    thought = f"<think>\nTurn {turn}\n</think>\n\nI look. "
+                    thought = f"<think>\nTurn {turn}\n</think>\n\nI look. ".removeprefix(opening)
                     engine.says = [f"{thought}{call(ARGUMENTS)}\n{call(ARGUMENTS)}" if turn % 2 else f"{thought}\n"]
                     path, body = program.body()
                     body = {**copy.deepcopy(body), "stream": stream}
@@ -248,7 +256,7 @@ async def test_a_form_that_means_the_same_begins_no_branch(change: Callable[[Bod
                 (branch,) = branches_of(ended["branches"])
                 assert [one.token_ids for one in branch.sampled] == [ids for _, ids in engine.log], (api, stream)
                 text = tokenizer.decode(engine.log[-1][0], skip_special=False)
-                assert text.index("result 0") < text.index("result 1")
+                assert text.index("result 0") < text.index("result 1") and text.endswith(opening)
 
 
 # After gpt-oss': the name of the last call stands before its result, and a result without a call is refused.
