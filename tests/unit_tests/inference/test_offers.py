@@ -264,3 +264,18 @@ def test_facts_of_a_shape_do_not_depend_on_how_numbers_are_written(checkpoint: P
     theta = json.loads((checkpoint / "config.json").read_text())["rope_theta"]
     other = changed_copy(checkpoint, tmp_path / "other", rope_theta=int(theta))
     assert shape_facts(str(other))["rope-theta"] == shape_facts(str(checkpoint))["rope-theta"]
+
+
+@asynchronous
+async def test_an_actor_that_waits_for_a_newer_version_says_why_it_does(checkpoint: Path, tmp_path: Path) -> None:
+    async with running(Server(offered(checkpoint))) as url:
+        pool = InferencePool(make_config(checkpoint, url), "e", "secret", tmp_path, EventLog(tmp_path / "events"))
+        await pool.start()
+        try:
+            await pool.connect_weights("127.0.0.1:5", {0})
+            await eventually(lambda: pool.describe_actors() == "actor-0 ready", why=lambda: pool.actors)
+            await pool._actors[0].distrust(0, "its log-probs are not the trainer's")
+            await eventually(lambda: pool.actors == {"actor-0": "joining"}, why=lambda: pool.actors)
+            assert pool.describe_actors() == "actor-0 joining (its log-probs are not the trainer's)"
+        finally:
+            await pool.close()

@@ -46,6 +46,10 @@ class FakeActors:
         self.failure: Exception | None = None
         self.statistics = {"evictions": 0}
         self.actors = {"actor-0": "ready"}
+        self.described = "actor-0 ready"
+
+    def describe_actors(self) -> str:
+        return self.described
 
     async def start(self) -> None:
         pass
@@ -347,14 +351,17 @@ def test_rewards_that_always_fail_stop_the_run() -> None:
         take(rollouts, 0)
 
 
-def test_no_batch_in_time_is_none_and_too_long_is_an_error() -> None:
-    actors = FakeActors(delay=lambda request: 60.0)
-    with running(make_config(data_timeout_s=1.0), actors) as rollouts:
+def test_no_batch_in_time_is_none_and_too_long_is_an_error_that_says_for_whom_it_waited(tmp_path: Path) -> None:
+    actors, events = FakeActors(delay=lambda request: 60.0), EventLog(tmp_path / "events.jsonl")
+    actors.described = "actor-0 evicted (its weights are stale)"
+    with running(make_config(data_timeout_s=1.0), actors, events=events) as rollouts:
         assert look(rollouts, 0, 0.0) is None
         assert look(rollouts, 0, 0.05) is None
-        with pytest.raises(UserError, match=r"no completion arrived for 1 s.*actor-0 ready"):
+        with pytest.raises(UserError, match=r"no completion arrived for 1 s.*evicted \(its weights are stale\)"):
             while True:
                 assert look(rollouts, 0, 0.1) is None
+    (event,) = (row for row in read_json_lines(events.path) if row["kind"] == "waiting_for_completions")
+    assert event["actors"] == actors.described
 
 
 def test_completions_without_a_usable_group_are_an_error_too() -> None:

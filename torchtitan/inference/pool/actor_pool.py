@@ -126,6 +126,14 @@ class InferencePool:
         """Actor -> state, for people."""
         return {actor.name: actor.state.value for actor in self._actors}
 
+    def describe_actors(self) -> str:
+        """Return what keeps each actor from serving, for people."""
+        said = []
+        for actor in self._actors:
+            why = f" ({actor.last_reason})" if actor.last_reason and actor.state is not ActorState.READY else ""
+            said.append(f"{actor.name} {actor.state.value}{why}")
+        return "; ".join(said) or "none"
+
     def serving_version(self) -> int | None:
         """The newest version that some ready actor is known to serve."""
         return max(

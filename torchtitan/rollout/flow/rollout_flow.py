@@ -23,6 +23,9 @@ from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
 
+# A trainer that has waited so long for completions says for which actors, and why.
+WAITS_LONG_S = 30.0
+
 
 class RolloutFlow:
     """Keeps the actors busy and hands out batches. All methods belong to one asyncio loop.
@@ -53,6 +56,8 @@ class RolloutFlow:
         self._changed = asyncio.Event()
         self._version = 0
         self._no_completion_s = 0.0
+        self._said_waiting = False
+        """An event has said which actors it waits for"""
         self._progress = 0
         self._enough_since: float | None = None
         """When enough groups for the next batch were ready; since then it waits only for earlier ones"""
@@ -284,9 +289,18 @@ class RolloutFlow:
         self._no_completion_s = self._no_completion_s + seconds if progress == self._progress else 0.0
         self._progress = progress
         limit = self._config.rollout.data_timeout_s
+        if not self._no_completion_s:
+            self._said_waiting = False
+        if self._no_completion_s > min(WAITS_LONG_S, limit / 2) and not self._said_waiting:
+            self._said_waiting = True
+            if self._events is not None:
+                self._events.write(
+                    "waiting_for_completions", level=logging.WARNING, seconds=round(self._no_completion_s),
+                    timeout_s=limit, actors=self._all[0].groups.pool.describe_actors(),
+                )  # fmt: skip
         if self._no_completion_s > limit:
-            pool, count = self._all[0].groups.pool, sum(len(one.in_flight) for one in self._sources)
-            actors = ", ".join(f"{name} {state}" for name, state in pool.actors.items()) or "none"
+            count = sum(len(one.in_flight) for one in self._sources)
+            actors = self._all[0].groups.pool.describe_actors()
             raise UserError(
                 f"no completion arrived for {limit:g} s (rollout.data_timeout_s) with {count} groups "
                 f"under way; actors: {actors} (see events.jsonl and logs/ in the run folder)"

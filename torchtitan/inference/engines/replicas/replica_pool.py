@@ -126,6 +126,9 @@ class ReplicaPool:
         state = "starting" if self._version is None else "ready"
         return {replica_name(number): state for number in range(len(self._loads))}
 
+    def describe_actors(self) -> str:
+        return "; ".join(f"{name} {state}" for name, state in self.actors.items()) or "none"
+
     async def start(self) -> None:
         """The engines start with the trainer's ranks."""
 
