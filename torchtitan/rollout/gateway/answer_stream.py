@@ -36,15 +36,16 @@ class AnswerStream:
 
     async def begin(self, request: web.Request) -> None:
         """Send the headers, and the events that need no answer."""
+        frames = self._frames(self._dialect.opening(self._call, self._answer))  # whose failure can still be a status
         await self.response.prepare(request)
-        await self._send(self._dialect.opening(self._call, self._answer))
+        await self._write(frames)
 
     async def keep_alive(self, sampling: Awaitable[Sampled]) -> Sampled:
         """Return the result of sampling, and show the program regularly that it is under way."""
         task = asyncio.ensure_future(sampling)
         try:
             while not (await asyncio.wait({task}, timeout=PING_S))[0]:
-                await self._send(self._dialect.waiting(self._call, self._answer))
+                await self._write(self._frames(self._dialect.waiting(self._call, self._answer)))
             return task.result()
         finally:
             task.cancel()
@@ -52,17 +53,18 @@ class AnswerStream:
     async def finish(self, answer: Answer, sent: Callable[[], None]) -> None:
         """Send the answer and end the stream. sent: called once the answer is on its way, with which a program may end
         the connection."""
-        await self._send(self._dialect.events(self._call, answer), sent)
+        await self._write(self._frames(self._dialect.events(self._call, answer)), sent)
         await self._end()
 
     async def fail(self, message: str, status: int, code: str | None) -> None:
         """End the stream with an error: a status can no longer be sent."""
-        await self._send(self._dialect.failure(self._call, self._answer, message, status, code))
+        await self._write(self._frames(self._dialect.failure(self._call, self._answer, message, status, code)))
         await self._end()
 
-    async def _send(self, events: Iterable[dict[str, Any]], sent: Callable[[], None] = lambda: None) -> None:
-        frames = b"".join(self._dialect.frame(event, next(self._numbers)) for event in events)
+    def _frames(self, events: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(self._dialect.frame(event, next(self._numbers)) for event in events)
 
+    async def _write(self, frames: bytes, sent: Callable[[], None] = lambda: None) -> None:
         async def write() -> None:
             await self.response.write(frames)
             sent()
@@ -71,5 +73,5 @@ class AnswerStream:
 
     async def _end(self) -> None:
         if self._dialect.last_frame:
-            await asyncio.wait_for(self.response.write(self._dialect.last_frame), self._write_timeout_s)
+            await self._write(self._dialect.last_frame)
         await self.response.write_eof()

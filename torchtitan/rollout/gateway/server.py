@@ -324,18 +324,17 @@ class GatewayServer:
             await stream.begin(request)
             try:
                 answer = await stream.keep_alive(self._answer(session, call, prompt_ids, exchange, started))
+                await stream.finish(answer, exchange.answer)
             except asyncio.CancelledError:
                 if not access.ended:
                     raise  # the program has disconnected
                 await stream.fail(*_error_of(_ended()))
-            except ConnectionError:
-                raise  # the same, seen at a ping
+            except (ConnectionError, asyncio.TimeoutError):
+                raise  # the same, or it takes nothing
             except Exception as error:
                 message, status, code = _error_of(error)
                 exchange.fail(error, status, code)
                 await stream.fail(message, status, code)
-            else:
-                await stream.finish(answer, exchange.answer)
             return stream.response
 
         return converse
