@@ -319,7 +319,9 @@ class ParityGuard:
         self._failures[actor.name] += 1
         failures = self._failures[actor.name]
         self._events.write(kind, level=logging.ERROR, actor=actor.name, version=version, **fields, failures=failures)
-        await actor.distrust(version, reason, forever=failures >= MAX_FAILURES)
+        # How it samples does not depend on the version: waiting for a newer one would be in vain.
+        distrusted = version if kind == "weights_differ" else -1
+        await actor.distrust(distrusted, reason, forever=failures >= MAX_FAILURES)
 
     def _note_silence(self, actor: Actor, seen: _Seen, reason: str) -> None:
         # Applying, restarting, overloaded: the next look will do. For good it is no proof of anything.
