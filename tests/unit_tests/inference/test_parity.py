@@ -266,6 +266,19 @@ def test_differences() -> None:
         assert parity.mean_difference(expected, found)[0] == math.inf
 
 
+def test_a_text_that_is_unlikely_to_the_model_may_differ_by_more_in_bfloat16_alone() -> None:
+    """A correct vLLM was 0.046 nats away in a policy of two layers that was trained on sums."""
+    config = JobConfig()
+    config.model.name, config.model.flavor, config.inference.dtype = "qwen3", "0.6B", "bfloat16"
+    usual = parity.probe_tolerance(config)
+    assert parity.probe_tolerance_of(config, [-1.0, -3.0]) == usual
+    assert parity.probe_tolerance_of(config, [-6.0, -10.0]) == pytest.approx(2 * usual)
+    config.inference.dtype = "float32"
+    assert parity.probe_tolerance_of(config, [-6.0, -10.0]) == parity.probe_tolerance(config)
+    config.inference.dtype, config.weight_sync.probe_tolerance = "bfloat16", 0.2
+    assert parity.probe_tolerance_of(config, [-6.0, -10.0]) == 0.2
+
+
 @pytest.mark.parametrize("kept", [None, [3, 5]])
 def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
     tmp_path: Path, kept: list[int] | None

@@ -43,6 +43,8 @@ MAX_FAILURES = 3
 # The mean difference that other kernels may make in float32, and the error of a log-prob at temperature 1 that grows
 # with 1 / temperature.
 FLOAT32, FLOAT32_ERROR = 0.001, 5e-5
+# Nats by which a token of an ordinary text is unlikely to a model of language, at most on average.
+LIKELY_TEXT = 4.0
 # Tokens that are sampled are less certain than those of a text, and rounding moves them further: up to 1.45 times in
 # random networks of 3 to 16 layers with logits of several units.
 SAMPLED = 1.5
@@ -52,6 +54,17 @@ def probe_tolerance(config: JobConfig) -> float:
     """weight_sync.probe_tolerance, or the mean difference of log-probs, in nats, that rounding explains in an ordinary
     text at temperature 1."""
     return config.weight_sync.probe_tolerance or _rounding(config) + _other_experts(config)
+
+
+def probe_tolerance_of(config: JobConfig, expected: Sequence[float]) -> float:
+    """The tolerance for a text whose log-probs the trainer gives as `expected`. In a text that a model finds unlikely,
+    such as prose after a training on sums, logits lie further apart, and rounding moves log-probs by more: a tiny
+    policy that gave the text -6 nats a token differed by 0.028 in bfloat16, and by 0.046 after seven steps."""
+    tolerance = probe_tolerance(config)
+    if config.weight_sync.probe_tolerance > 0 or not _rounds_to_bfloat16(config) or not expected:
+        return tolerance
+    mean = -sum(expected) / len(expected)
+    return tolerance * max(1.0, mean / LIKELY_TEXT)
 
 
 def sampling_tolerance(config: JobConfig) -> float:
@@ -157,7 +170,7 @@ class ParityGuard:
     def __init__(self, config: JobConfig, epoch: str, events: EventLog, answers: ProbeAnswers):
         self._epoch, self._events, self._answers = epoch, events, answers
         self._how = verification(config)
-        self._tolerance = probe_tolerance(config)
+        self._config = config
         self._samples_tolerance = FEW_SAMPLES * sampling_tolerance(config)
         rollout = config.rollout
         self._sampling = SamplingParameters(
@@ -253,7 +266,8 @@ class ParityGuard:
         if scored.epoch != self._epoch or expected is None or seen.incarnation != actor.incarnation:
             return
         difference, place = mean_difference(expected, scored.log_probs)
-        if difference <= self._tolerance:
+        tolerance = probe_tolerance_of(self._config, expected)
+        if difference <= tolerance:
             if seen.version < 0:
                 self._events.write("weights_probed", actor=actor.name, version=scored.version, difference=difference)
             seen.version, seen.doubted = max(seen.version, scored.version), False
@@ -263,10 +277,10 @@ class ParityGuard:
             return
         reason = (
             f"it says that it serves version {scored.version}, but its log-probs of the probe differ from the "
-            f"trainer's by {difference:.3g} nats on average (weight_sync.probe_tolerance: {self._tolerance:g}), most "
+            f"trainer's by {difference:.3g} nats on average (weight_sync.probe_tolerance: {tolerance:.3g}), most "
             f"at token {place + 1}: its weights are stale or torn"
         )
-        fields = {"difference": difference, "tolerance": self._tolerance}
+        fields = {"difference": difference, "tolerance": tolerance}
         await self._doubt(actor, seen, scored.version, reason, fields)
 
     async def _compare_samples(self, actor: Actor, seen: _Seen) -> None:
