@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.errors import UserError
@@ -35,6 +33,10 @@ from torchtitan.utils.reader_process import Pieces
 from torchtitan.utils.typed_json import Object, WrongForm, decode
 from torchtitan.weight_sync.wire import runtime as wire
 
+if TYPE_CHECKING:
+    import aiohttp
+    import numpy as np
+
 TOKEN_VARIABLE = wire.ACTOR_TOKEN_VARIABLE
 # States of an actor's weights while a version is in progress; the registry has deadlines for them.
 UPDATING = ("PULLING", "APPLYING")
@@ -50,8 +52,6 @@ KEEP_ALIVE_S = 4.0
 UNUSABLE = 2
 PIECE_BYTES = 1 << 20
 MAX_REASON_CHARACTERS = 500
-# How aiohttp says that the server has closed a connection.
-CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError)
 MIN_TIMEOUT_S = 0.1
 # An answer to an order, or about an actor's state, is no longer.
 STATE_BYTES = 1 << 18
@@ -188,12 +188,14 @@ class JsonClient:
             RequestRefused: `refused(status, reason)` holds.
             ActorError: no answer in time, another status, or too long an answer.
         """
+        import aiohttp  # slow, and who only plans a run has no client
+
         deadline = time.monotonic() + timeout_s
         try:
             try:
                 connection = _Connection()
                 status, pieces = await self._exchange(method, path, timeout_s, body, most_bytes, connection)
-            except CLOSED:
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):  # it was closed
                 if not (repeatable and connection.is_reused and not connection.has_answered):
                     raise
                 left_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
@@ -228,6 +230,8 @@ class JsonClient:
         connection: _Connection,
     ) -> tuple[int, Pieces]:
         """Send a request once. Returns the answer's status and its body. Notes in `connection` what came of it."""
+        import aiohttp
+
         if self._session is None:
             tracing = aiohttp.TraceConfig()
             tracing.on_connection_reuseconn.append(_note_reuse)

@@ -17,13 +17,15 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
 from torchtitan.models.shape.mixture_args import MISSING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 Tag = Literal["weights", "kv_cache"]
@@ -46,6 +48,8 @@ class Routes:
 
     def to_json(self) -> dict[str, Any]:
         """Little-endian numbers as base64."""
+        import numpy as np  # as in the other functions: who only plans a run has no routes
+
         experts = np.ascontiguousarray(self.experts)
         data = base64.b64encode(experts.astype(experts.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
         return {"first": self.first, "shape": list(experts.shape), "bytes": experts.itemsize, "experts": data}
@@ -53,6 +57,8 @@ class Routes:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Routes:
         """Raises ValueError, KeyError or TypeError for anything else."""
+        import numpy as np
+
         dtype = {1: "<u1", 2: "<u2"}[data["bytes"]]
         experts = np.frombuffer(base64.b64decode(data["experts"], validate=True), dtype)
         return cls(int(data["first"]), experts.reshape(tuple(int(size) for size in data["shape"])))
@@ -62,7 +68,7 @@ def compact(experts: np.ndarray) -> np.ndarray:
     """In the smallest type that holds these numbers of experts. Raises ValueError where they are none."""
     if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < 1 << 16:
         raise ValueError(f"experts are numbered {int(experts.min())} to {int(experts.max())}")
-    return experts.astype(np.uint8 if not experts.size or int(experts.max()) < 1 << 8 else np.uint16)
+    return experts.astype("uint8" if not experts.size or int(experts.max()) < 1 << 8 else "uint16")
 
 
 def check_routes(routes: Routes, tokens: int) -> None:
@@ -365,6 +371,8 @@ def branch_routes(branch: Branch) -> np.ndarray | None:
     A completion tells of all that was read before it, too: of what is told twice the first counts, which is how the
     sampled tokens came about.
     """
+    import numpy as np
+
     rows: np.ndarray | None = None
     end = 0
     for segment in branch.segments:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.typed_json import IN_PLACE_BYTES, WrongForm
@@ -147,6 +146,8 @@ atexit.register(_reader.close)
 
 def _receive(source: socket.socket, size: int) -> memoryview:
     """Return the next bytes, received in pieces into fresh memory. Raises OSError at the end of the stream."""
+    import numpy as np  # here: most processes read no long answers
+
     # Not a bytearray: that is filled with zeros, under the interpreter's lock.
     data = np.empty(size, np.uint8).data
     filled = 0
