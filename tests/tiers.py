@@ -23,14 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINES_FOLDER, UNIT_FOLDER = ROOT / "tests" / "engines", ROOT / "tests" / "unit_tests"
 
 FAST, DEFAULT, ENGINES, ALL, BENCHMARKS = "fast", "default", "engines", "all", "benchmarks"
-# A tier that an option leaves out -> what a person passes to run it.
-RUN_WITH = {
-    FAST: "without --engines",
-    DEFAULT: "without --fast",
-    ENGINES: "--engines",
-    ALL: "--all",
-    BENCHMARKS: "--benchmarks",
-}
+# Tiers that an option adds.
+RUN_WITH = {ENGINES: "--engines", ALL: "--all", BENCHMARKS: "--benchmarks"}
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -113,8 +107,12 @@ class Tiers:
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
     def not_run(self) -> dict[str, int]:
-        """What a person may add -> how many tests that would have run."""
-        return {RUN_WITH[tier]: count for tier, count in self.left_out.items()}
+        """What a person may pass, or leave out -> how many more tests would have run."""
+        chosen = "--fast" if self.config.getoption("--fast") else "--engines"
+        counts: Counter[str] = Counter()
+        for tier, count in self.left_out.items():
+            counts[RUN_WITH.get(tier, f"without {chosen}")] += count
+        return dict(counts)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.engines:

@@ -59,6 +59,12 @@ def test_two_options_that_choose_different_tests_are_refused(tmp_path: Path) -> 
     assert done.returncode == pytest.ExitCode.USAGE_ERROR and "--fast and --all choose different tests" in done.stderr
 
 
+@pytest.mark.parametrize(("option", "count"), [("--fast", 3), ("--engines", 3)])
+def test_tests_that_an_option_leaves_out_run_without_it(tmp_path: Path, option: str, count: int) -> None:
+    done = run_pytest(tmp_path, option)
+    assert f"{count} tests, which run without {option}\n" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("workers", [[], ["-p", "xdist", "-n", "2"]], ids=["one process", "two workers"])
 def test_what_did_not_run_is_in_the_end_and_in_the_summary_of_ci(tmp_path: Path, workers: list[str]) -> None:
     done = run_pytest(tmp_path, *workers, "--summary", "default.json")
