@@ -240,7 +240,8 @@ def share() -> str:
 
 
 def eat() -> str:
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     held = []
     while True:
         held.append(bytearray(b"x" * (1 << 26)))

@@ -128,7 +128,7 @@ class Rewards:
     """Deadline of one reward call, which covers one group's completions"""
 
     memory_limit_mb: Annotated[int, Range(16)] = 2048
-    """Address space, in MiB, that a reward worker may use beyond what it starts with"""
+    """Memory, in MiB, that a reward worker may use beyond what it starts with; what is only reserved does not count"""
 
     isolate: Literal["auto", True, False] = "auto"
     """Run the functions with read-only files except a scratch folder, without network, unable to see other processes
@@ -295,8 +295,8 @@ class Environment:
     """Deadline of one turn's step, or of all its tool calls"""
 
     memory_limit_mb: Annotated[int, Range(16)] = 2048
-    """Address space, in MiB, that an environment worker may use beyond what it starts with; memory that each agent,
-    with all that it starts, may use"""
+    """Memory, in MiB, that an environment worker may use beyond what it starts with, or each agent with all that it
+    starts; what is only reserved does not count"""
 
     isolate: Literal["auto", True, False] = "auto"
     """Run environments, tools and agents as rewards.isolate runs functions; agents reach the gateway all the same"""

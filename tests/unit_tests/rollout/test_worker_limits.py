@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -206,6 +207,28 @@ def test_an_agent_may_reserve_what_it_does_not_use(code: str, reward: float | No
             asyncio.run(asyncio.wait_for(playing, PATIENCE_S))
     else:
         assert asyncio.run(asyncio.wait_for(playing, PATIENCE_S)) == {"reward": reward}
+
+
+LIMITED = """
+import mmap, subprocess, sys
+from torchtitan.rollout.workers.inside import limit_memory
+limit_memory(512)
+mmap.mmap(-1, 16 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+if len(sys.argv) > 1:
+    memory = "new WebAssembly.Memory({initial: 1, maximum: 65536})"
+    reserve = f"const held = []; for (let n = 0; n < 8; n++) held.push({memory})"
+    subprocess.run([sys.argv[1], "-e", reserve], check=True)
+try:
+    bytearray(600 << 20)
+except MemoryError:
+    print("refused")
+"""
+
+
+def test_a_worker_may_reserve_what_it_cannot_write_and_so_may_node() -> None:
+    node = shutil.which("node")
+    done = subprocess.run([sys.executable, "-c", LIMITED, *([node] if node else [])], capture_output=True, text=True)
+    assert done.stdout.strip() == "refused", done.stderr
 
 
 @pytest.fixture

@@ -184,7 +184,8 @@ async def _run_in(
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:
-        return {"reward": read_number(json.loads(last), words[0]), "said": _quoted(errors)}
+        reward, said = read_number(json.loads(last), words[0]), _quoted(errors)
+        return {"reward": reward, "said": said} if said else {"reward": reward}
     except ValueError:
         raise ValueError(f"the last line that {words[0]} printed is not a reward: {last[:200]!r}") from None
 

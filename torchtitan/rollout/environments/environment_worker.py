@@ -343,10 +343,12 @@ def _count(value: Any) -> int:
 def allow_for_a_thread() -> None:
     """Raise the memory limit by a thread's stack, which does not count as the user's memory."""
     threading.stack_size(STACK_BYTES)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != resource.RLIM_INFINITY:
         raised = soft + 2 * STACK_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (raised if hard == resource.RLIM_INFINITY else min(raised, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (raised if hard == resource.RLIM_INFINITY else min(raised, hard), hard)
+        )
 
 
 class Host:

@@ -143,7 +143,7 @@ def set_up(
     """Read the set-up, import the user's code with `load`, and limit the memory. Return None if the worker must end.
 
     The set-up has `path` (folders to import from), `shared_memory_bytes` where the process gives up keyrings and system
-    calls (restrictions.py), `address_space_mb` where the memory that it reserves is limited, and `forward` where it has
+    calls (restrictions.py), `memory_mb` where the memory that it may write is limited, and `forward` where it has
     no network (a descriptor, see port_forward.py). `load` turns it into what is returned here and a dictionary that is
     sent to the parent, which also learns in `unrestricted` why something could not be given up.
     """
@@ -162,8 +162,8 @@ def set_up(
         return None
     if "forward" in setup:
         about = {**about, "port": hand_over(setup["forward"])}
-    if "address_space_mb" in setup:
-        limit_address_space(setup["address_space_mb"])
+    if "memory_mb" in setup:
+        limit_memory(setup["memory_mb"])
     write_message(outgoing, {"ready": True, "unrestricted": unrestricted, **about})
     return loaded
 
@@ -195,18 +195,18 @@ async def serve(
             task.add_done_callback(working.discard)
 
 
-def limit_address_space(megabytes: int) -> None:
-    """Limit this process to map at most `megabytes` more than it maps now (Linux).
+def limit_memory(megabytes: int) -> None:
+    """Limit this process to map at most `megabytes` of memory of its own more than it does now (Linux).
 
-    This fails at once where a function asks for too much. Programs that reserve far more than they use, such as Node
-    and Bun, cannot run under it.
+    This fails at once where a function asks for too much. Address space that is reserved and cannot be written does not
+    count: programs such as Node reserve far more than they use. What is shared is watched from outside.
     """
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            mapped = int(file.read().split()[0]) * resource.getpagesize()
+            mapped = int(file.read().split()[5]) * resource.getpagesize()
     except FileNotFoundError:
         print("worker: no /proc here, the memory limit is not enforced", file=sys.stderr, flush=True)
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = mapped + megabytes * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

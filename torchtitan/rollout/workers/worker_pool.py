@@ -44,7 +44,7 @@ class WorkerPool:
         """
         isolation, self._shut_in = find_isolation(table.isolate, table.network)
         self._settings = WorkerSettings(
-            what, module, {**setup, "address_space_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
+            what, module, {**setup, "memory_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
             [*visible, *table.readable], [*table.variables, *secrets], isolation, type(table).__name__.lower(),
         )  # fmt: skip
         self._settings.restricted = table.isolate is not False
