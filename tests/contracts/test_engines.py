@@ -32,6 +32,7 @@ from torchtitan.inference.actor_client import (
     ActorClient,
     ActorError,
     ActorNotReady,
+    AnswerRefused,
     JsonClient,
     RequestRefused,
     TokenRefused,
@@ -41,6 +42,7 @@ from torchtitan.inference.engines.descriptor import EngineDescriptor
 from torchtitan.inference.engines.documentation import TITLES, engines_table
 from torchtitan.inference.engines.embedded.__main__ import parse_arguments as parse_embedded
 from torchtitan.inference.engines.registry import engine_of, load_engine
+from torchtitan.inference.engines.replicas import replica_pool
 from torchtitan.inference.engines.replicas.replica_pool import Answer
 from torchtitan.inference.engines.sidecar.__main__ import parse_arguments as parse_agent
 from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
@@ -67,6 +69,7 @@ SERVED = [name for name in SERVERS if isinstance(load_engine(name), ServedEngine
 TEACHERS = [name for name, spec in engine_specs().items() if spec.teaches]
 IN_RANKS = [name for name, spec in engine_specs().items() if spec.in_ranks]
 PROMPT, TOKEN = [5, 6, 7], "a-secret"
+VOCABULARY = 4096
 REQUEST = GenerateRequest("r", PROMPT, SamplingParameters(max_tokens=3, n=2, seed=7))
 SAMPLES = [
     Completion([9, 8, 1], [-1.5, -0.25, -3.0], "length", [VersionSpan("e1", 3, 0, 2), VersionSpan("e1", 4, 2, 3)]),
@@ -266,7 +269,7 @@ class Stage:
         """What `question` returns of a client that has found the engine."""
 
         async def work() -> Any:
-            client = self.engine.make_client(self.url, TOKEN)
+            client = self.engine.make_client(self.url, TOKEN, vocabulary=VOCABULARY)
             try:
                 await client.capabilities(PATIENCE_S)
                 return await question(client)
@@ -380,29 +383,70 @@ def broken(sample: Completion, how: str) -> Completion:
         broken.spans = [VersionSpan("e1", 3, 0, 2)]
     elif how == "no tokens":
         broken = Completion([], [], "length", [])
+    elif how == "shorter than its length":
+        broken = Completion([1], [-1.0], "length", [VersionSpan("e1", 3, 0, 1)])
+    elif how == "vLLM's floor":
+        broken.log_probs[1] = -9999.0
+    elif how == "a log-prob above 0":
+        broken.log_probs[0] = 0.01
+    elif how == "a token of another vocabulary":
+        broken.token_ids[0] = VOCABULARY
     elif how == "more tokens than were asked for":
         broken = Completion([1] * 4, [-1.0] * 4, "length", [VersionSpan("e1", 3, 0, 4)])
     return broken
 
 
-@servers
-@pytest.mark.parametrize(
-    "how",
-    [
-        "a log-prob that is no number",
-        "spans that leave a token out",
-        "no tokens",
-        "more tokens than were asked for",
-        "a sample too few",
-        "another form",
-    ],
+BROKEN = (
+    "a log-prob that is no number",
+    "spans that leave a token out",
+    "no tokens",
+    "more tokens than were asked for",
+    "shorter than its length",
+    "vLLM's floor",
+    "a log-prob above 0",
+    "a token of another vocabulary",
 )
+
+
+@servers
+@pytest.mark.parametrize("how", [*BROKEN, "a sample too few", "another form"])
 def test_an_answer_that_cannot_be_trained_on_is_the_actors_failure(stage: Stage, how: str) -> None:
     samples = [SAMPLES[1]] if how == "a sample too few" else [broken(SAMPLES[0], how), SAMPLES[1]]
     stage.reply = {"nonsense": [1]} if how == "another form" else stage.stand_in.sampled(PROMPT, samples)
     with pytest.raises(ActorError) as raised:
         stage.generate()
     assert not isinstance(raised.value, (ActorNotReady, RequestRefused))
+
+
+@servers
+@pytest.mark.parametrize("wrong", [-9999.0, 0.01])
+def test_scores_that_cannot_be_are_the_actors_failure(stage: Stage, wrong: float) -> None:
+    stage.reply = stage.stand_in.scored([5, 6, 7], [-0.5, wrong], VersionSpan("e1", 3, 0, 1))
+    with pytest.raises(AnswerRefused, match=f"token 2 is {wrong:g}"):
+        stage.ask(lambda client: client.score([5, 6, 7], PATIENCE_S))
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("name", IN_RANKS)
+def test_an_answer_in_the_ranks_that_cannot_be_trained_on_names_the_replica(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(name)
+    config.inference.max_retries = 0
+    monkeypatch.setattr(replica_pool, "vocabulary_of", lambda _: VOCABULARY)
+
+    async def work() -> None:
+        pool = load_engine(name).open_pool(config, "e1", 1)
+        assert pool is not None
+        asked = asyncio.ensure_future(pool.generate(REQUEST, 3))
+        await asyncio.sleep(0)
+        ((request,),) = pool.begin_round(3).requests
+        pool.finish_round([Answer(request.request_id, [broken(SAMPLES[0], how), SAMPLES[1]])])
+        with pytest.raises(UserError, match="replica-0: "):
+            await asked
+        await pool.close()
+
+    asyncio.run(work())
 
 
 # Steering its server
