@@ -332,7 +332,7 @@ class Inference:
     slurm:gpu[01-04,7]:8000 (a range of ports, 8000-8003, is several actors per node)"""
 
     tensor_parallel_size: Count = 1
-    """Devices that share the model of one vllm or sglang actor; with colocate, neighbouring ranks"""
+    """Devices that share the model of one actor; with colocate, neighbouring ranks"""
 
     engine_python: PathText = ""
     """Python interpreter that runs the engine; empty uses the environment that scripts/install_engine.sh made"""
@@ -342,7 +342,7 @@ class Inference:
     false omits it, a list passes several values, a table is passed as JSON"""
 
     engine_memory_gb: NotNegative = 0.0
-    """KV cache of one vllm or sglang actor, in GiB; 0 derives it from the available memory"""
+    """KV cache of one actor, in GiB; 0 derives it from the available memory"""
 
     sleep_level: Annotated[int, Range(0, 2)] = 0
     """With colocate, or with grpo.async_weight_update = false: while the trainer trains, the engines free their KV
@@ -365,9 +365,9 @@ class Inference:
     """Sequences that one actor generates at a time"""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Type in which the actors hold weights and compute; if not set, it is bfloat16 for vllm and sglang where the ranks
-    have GPUs. auto is bfloat16 also on a processor with AVX512_BF16 or AMX, for models of 50 million parameters or
-    more"""
+    """Type in which the actors hold weights and compute; if not set, it is bfloat16 for an engine that uses GPUs, where
+    the ranks have some. auto is bfloat16 also on a processor with AVX512_BF16 or AMX, for models of 50 million
+    parameters or more"""
 
     exact: bool = False
     """Rescore each completion with the trainer's own forward (slower): no mismatch if a single version sampled it"""
@@ -411,13 +411,13 @@ class WeightSync:
     transport: Annotated[str, Names(tuple(TRANSPORTS)), Field(description=MEANING)] = "tcp"
 
     route: Literal["auto", "direct", "agent"] = "auto"
-    """How a vllm or sglang server gets weights: from our code inside the engine (direct), or from an agent beside it
-    that hands over whole verified versions (agent); auto is direct for vllm and agent for sglang"""
+    """How an engine's own server gets weights: from our code inside the engine (direct), or from an agent beside it
+    that hands over whole verified versions (agent); auto is direct where the engine has that (docs/engines.md)"""
 
     verify: Literal["auto", "digest", "probe", "off"] = "auto"
     """How to prove that actors hold what the trainer sent: digest compares what the engine computes with against what
-    arrived (embedded, and vllm by the direct route, without adapters), probe compares log-probs of a fixed prompt with
-    the trainer's, off proves nothing; auto is digest for embedded without adapters, otherwise probe"""
+    arrived (where the engine can: docs/engines.md), probe compares log-probs of a fixed prompt with the trainer's, off
+    proves nothing; auto is digest for the embedded engine without adapters, otherwise probe"""
 
     verify_every: Count = 1
     """Versions from one such proof to the next"""

@@ -201,7 +201,7 @@ class Capabilities:
     """What an actor can do beyond sampling, as its /health says it."""
 
     engine: str
-    """embedded, vllm or sglang"""
+    """The name of its folder in inference/engines"""
     version: str = ""
     """Of the engine's package"""
     score: bool = False

@@ -23,8 +23,10 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.patience import PATIENCE_S, asynchronous
 from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.engines.sglang.serve import SGLangPrefixKeys
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions
 from torchtitan.inference.engines.vllm.engine import ENGINE as VLLM
+from torchtitan.inference.engines.vllm.serve import VLLMPrefixKeys
 from torchtitan.inference.serving import middleware as module
 from torchtitan.inference.serving.middleware import FOLDER_PREFIX, PREFIX_KEYS, PrefixKeyMiddleware, engine_folder
 
@@ -89,18 +91,18 @@ def asking(application: Any) -> Ask:
 
 
 @pytest.mark.parametrize(
-    ("generate", "label", "pause", "resume"),
+    ("middleware", "generate", "label", "pause", "resume"),
     [
-        ("/inference/v1/generate", "/weight_info", "/pause", "/resume"),
-        ("/generate", "/model_info", "/pause_generation", "/continue_generation"),
+        (VLLMPrefixKeys, "/inference/v1/generate", "/weight_info", "/pause", "/resume"),
+        (SGLangPrefixKeys, "/generate", "/model_info", "/pause_generation", "/continue_generation"),
     ],
 )
 @asynchronous
 async def test_requests_share_with_those_of_the_weights_that_answer_them(
-    generate: str, label: str, pause: str, resume: str
+    middleware: type[PrefixKeyMiddleware], generate: str, label: str, pause: str, resume: str
 ) -> None:
     engine = Engine(label)
-    ask = asking(PrefixKeyMiddleware(engine))
+    ask = asking(middleware(engine))
     body = json.dumps({"token_ids": list(range(100)), "cache_salt": "mine"}).encode()
     for _ in range(2):
         await ask("POST", generate, body)

@@ -21,7 +21,7 @@ import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import end_with_parent
@@ -30,11 +30,8 @@ from torchtitan.utils.json_lines import write_whole
 TOKEN_ENV_VARIABLE = "TORCHTITAN_ENGINE_TOKEN_ENV"
 """Names the environment variable that holds the token, to TokenMiddleware"""
 POLICY_VIOLATION = 1008
-PAUSES, RESUMES = ("/pause", "/pause_generation"), ("/resume", "/continue_generation")
 PREFIX_KEYS = "/prefix_keys"
 """Says that PrefixKeyMiddleware is there, of which an agent beside a server that it has not started cannot know"""
-LABELS = {"/inference/v1/generate": "/weight_info", "/generate": "/model_info"}
-"""Where tokens are asked for -> where the engine says `weight_version`, the label of what it holds"""
 # No pause is longer: weights come in, or memory is taken again.
 MAX_PAUSE_S = 600.0
 
@@ -156,7 +153,16 @@ class PrefixKeyMiddleware:
     weights are going to answer, so the name is put in here: one for the weights that the engine holds. From the
     order to stand still until it goes on no request gets in; those wait. What is under way by then goes on under its
     old name, as inference.in_flight_kv says: on keys of older weights, or computed again after everything was dropped.
+
+    An engine has a subclass in its serve.py, which names its routes.
     """
+
+    generate: ClassVar[str]
+    """The route where tokens are asked for"""
+    weights_label: ClassVar[str]
+    """The route where the engine says `weight_version`, the label of what it holds"""
+    pause: ClassVar[str]
+    resume: ClassVar[str]
 
     def __init__(self, app: Application):
         self._app = app
@@ -173,17 +179,17 @@ class PrefixKeyMiddleware:
             await _answer(send, 200, {"key": self._key})
         elif scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
-        elif path in LABELS:
+        elif path == self.generate:
             await self._generate(scope, receive, send)
         else:
             # An engine that lets its requests finish first (mode=wait) has new ones wait or sends them away by itself.
-            if path in PAUSES and b"mode=wait" not in scope.get("query_string", b""):
+            if path == self.pause and b"mode=wait" not in scope.get("query_string", b""):
                 self._open.clear()
             # Any other order may change what it holds.
             self._forget()
             await self._app(scope, receive, send)
             self._forget()
-            if path in RESUMES:
+            if path == self.resume:
                 self._open.set()
 
     def _forget(self) -> None:
@@ -197,7 +203,7 @@ class PrefixKeyMiddleware:
             if self._key is not None:
                 return self._key
             orders = self._orders
-            label = await self._ask_label(scope, LABELS[scope["path"]])
+            label = await self._ask_label(scope)
             if orders == self._orders:
                 # Not every character of a label may stand in a name there.
                 self._key = hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
@@ -223,7 +229,7 @@ class PrefixKeyMiddleware:
 
         await self._app({**scope, "headers": headers + length}, replay, send)
 
-    async def _ask_label(self, scope: Message, path: str) -> str:
+    async def _ask_label(self, scope: Message) -> str:
         answer = bytearray()
 
         async def nothing() -> Message:
@@ -232,6 +238,7 @@ class PrefixKeyMiddleware:
         async def collect(message: Message) -> None:
             answer.extend(message.get("body", b""))
 
+        path = self.weights_label
         asked = {**scope, "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
         await self._app(asked, nothing, collect)
         return str(json.loads(answer)["weight_version"])

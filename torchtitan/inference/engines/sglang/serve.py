@@ -39,6 +39,11 @@ IN_A_CHILD = "__mp_main__"
 EVERYTHING = 2**62
 
 
+class SGLangPrefixKeys(PrefixKeyMiddleware):
+    generate, weights_label = "/generate", "/model_info"
+    pause, resume = "/pause_generation", "/continue_generation"
+
+
 def forget_prefixes(result: Any, scheduler: Any, order: Any) -> Any:
     """After SGLang's scheduler has retracted its requests: drop what they had computed, which they would find again.
 
@@ -79,7 +84,7 @@ def main(argv: list[str]) -> None:
     arguments = prepare_server_args(["--host", own.host, "--port", str(port), *theirs])
     if getattr(arguments, "tokenizer_worker_num", 1) != 1:
         raise UserError("--tokenizer-worker-num: more than one would serve without asking for the token")
-    app.add_middleware(PrefixKeyMiddleware)
+    app.add_middleware(SGLangPrefixKeys)
     app.add_middleware(TokenMiddleware)  # the last one is asked first
     write_port_file(own.port_file, port)
     try:

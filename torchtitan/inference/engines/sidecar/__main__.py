@@ -28,7 +28,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; exits with code 2 and a message if it is wrong."""
     passing = "what follows -- goes to the engine's own command line"
     parser = actor_parser("torchtitan.inference.engines.sidecar", __doc__, passing)
-    parser.add_argument("--engine", required=True, help="vllm or sglang")
+    parser.add_argument("--engine", required=True, help="its folder in torchtitan/inference/engines")
     parser.add_argument("--python", default="", help="interpreter that has the engine; default: the installed one")
     routes = ("auto", "direct", "agent")
     parser.add_argument("--route", choices=routes, default="auto", help="how weights get into the engine")

@@ -17,6 +17,7 @@ import sys
 
 from torchtitan.errors import UserError
 from torchtitan.inference.serving.middleware import (
+    PrefixKeyMiddleware,
     parse_arguments,
     prepare,
     take_over_environment,
@@ -43,7 +44,7 @@ CLEARED_VARIABLES = (
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",  # experts that the router has not chosen
 )  # fmt: skip
 OWN_OPTIONS = (
-    "--middleware", "torchtitan.inference.serving.middleware.PrefixKeyMiddleware",
+    "--middleware", "torchtitan.inference.engines.vllm.serve.VLLMPrefixKeys",
     "--middleware", "torchtitan.inference.serving.middleware.TokenMiddleware",  # the last one is asked first
     "--enable-scale-out",  # tokens in, tokens and their weight versions out
     "--logprobs-mode", "processed_logprobs",  # those that the tokens were sampled with
@@ -53,6 +54,11 @@ OWN_OPTIONS = (
 PROGRAMS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 BACKEND = "torchtitan"
 SERVER_PID_VARIABLE = "TORCHTITAN_ENGINE_SERVER_PID"
+
+
+class VLLMPrefixKeys(PrefixKeyMiddleware):
+    generate, weights_label = "/inference/v1/generate", "/weight_info"
+    pause, resume = "/pause", "/resume"
 
 
 def register() -> None:
