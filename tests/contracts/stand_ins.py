@@ -69,7 +69,8 @@ class VLLMStandIn(StandIn):
     engine = "vllm"
 
     def sampled(self, prompt: list[int], samples: Sequence[Completion]) -> Any:
-        return {"choices": [self._choice(index, sample) for index, sample in enumerate(samples)]}
+        choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
+        return {"choices": choices[::-1]}  # they come as they are finished
 
     def _choice(self, index: int, sample: Completion) -> dict[str, Any]:
         rows = zip(sample.token_ids, sample.log_probs, strict=True)
