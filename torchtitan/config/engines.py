@@ -7,6 +7,7 @@ add an engine, see docs/adding_an_engine.md.
 
 from __future__ import annotations
 
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class EngineSpec:
     """Whether it receives versions in the memory of its GPU, where one device has the whole model"""
     digests: bool = False
     """Whether it proves by itself, unless told otherwise, that its weights are those that were sent"""
+    eager_options: list[str] = field(default_factory=list)
+    """Options of its own ([inference.engine_args]) with which it captures no graphs on a GPU, for the plan's memory"""
     teaches: bool = False
     """Whether a server of it can be a teacher (distill.teacher_backend)"""
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchtitan.config.derived import from_torchrun, is_colocated, shares_devices, spec_of, stages_on_device
+from torchtitan.config.derived import (
+    from_torchrun,
+    is_colocated,
+    option_name,
+    shares_devices,
+    spec_of,
+    stages_on_device,
+)
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -21,8 +28,6 @@ GIB = 2**30
 # What no formula gives, and no GPU has told us yet: the context of a process, the buffers of a communicator, the graphs
 # that an engine captures, and of the device what lies between blocks. NeMo-RL #2619 saw 4.1 GiB of it all beside a 7B.
 CONTEXT, COMMUNICATOR, GRAPHS, FRAGMENTS = int(0.6 * GIB), GIB // 2, int(1.5 * GIB), 0.02
-# Options with which engines capture no graphs.
-EAGER = ("enforce-eager", "enforce_eager", "disable-cuda-graph", "disable_cuda_graph")
 # What vLLM takes of a GPU that it has for itself, unless it is told.
 USUAL_SHARE = 0.92
 # Tokens that vLLM computes in one step at most, unless engine_args say it.
@@ -128,7 +133,8 @@ def engine_memory(
     work = step_tokens * per_step_token + logits
     if device_bytes is None:
         return EngineMemory(weights, wanted, work, wanted, per_token * longest)
-    graphs = 0 if any(inference.engine_args.get(option) for option in EAGER) else GRAPHS
+    chosen = {option_name(key) for key, value in inference.engine_args.items() if value}
+    graphs = 0 if chosen.intersection(spec_of(config).eager_options) else GRAPHS
     staging = version_bytes(config, args) if stages_on_device(config) else 0
     groups = (ranks > 1) * (1 + (config.parallelism.tensor_parallel_degree > 1)) + (size > 1)
     overhead = CONTEXT * (1 if is_colocated(config) else 2) + COMMUNICATOR * groups + int(FRAGMENTS * device_bytes)
