@@ -20,21 +20,18 @@ BLOCKING = (
 )  # fmt: skip
 
 
-def test_raw_log_probs_at_a_low_temperature_end_the_run_with_actor_figure_and_bound(
+def test_raw_log_probs_at_a_low_temperature_end_the_run_before_its_first_step_with_the_actors_name(
     engine_model: Callable[..., Path], processes: Processes, tmp_path: Path
 ) -> None:
-    """Its weights are right, and so are its scores of the probe."""
+    """Its weights are right. A server that does not report its mode is caught by what it samples (test_parity.py)."""
     run = Run(
         processes, "debug_cpu_vllm", engine_model(tied=False), tmp_path, *BLOCKING, "--training.steps", "6",
         "--inference.engine_args.logprobs-mode", "raw_logprobs",
     )  # fmt: skip
     run.end(1)
-    assert run.events("weights_probed") and not run.events("weights_differ") and not run.events("samples_probed")
-    for event in run.events("log_probs_differ"):
-        assert event["actor"] == "actor-0" and event["difference"] > event["bound"] and event["tokens"] > 0
-        assert "processed_logprobs" in event["reason"]
+    assert run.steps() == []
     (ended,) = run.events("run_ended")
-    assert "no inference actor is left (actor-0: " in ended["reason"] and "processed_logprobs" in ended["reason"]
+    assert "no inference actor is left (actor-0: " in ended["reason"] and "raw_logprobs" in ended["reason"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
