@@ -34,14 +34,22 @@ from tests.engines.models import FP32_TOLERANCE
 from tests.engines.two_ranks import check_two_ranks
 from tests.patience import PATIENCE_S
 from tests.processes import Processes, started_by
+from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient
+from torchtitan.inference.serving.joining import demands
 from torchtitan.inference.serving.middleware import FOLDER_PREFIX
 from torchtitan.inference.types import Completion
+from torchtitan.weight_sync.registry.state import differing
 
 # More than a block of the KV cache, so that its beginning may be found in the prefix cache.
 LONG_PROMPT = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
 UPDATE_SECONDS = 8.0
 BY_FILES = ("--route", "agent")
+# What a shell may have, with any of which vLLM would be another engine.
+SHELL = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_API_KEY": "another-token", "VLLM_SERVER_DEV_MODE": "0",
+    "VLLM_PLUGINS": "none", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1",
+}  # fmt: skip
 
 
 class Server:
@@ -59,7 +67,7 @@ class Server:
             self._processes, "vllm", self._python, self.model,
             "--update-timeout", str(UPDATE_SECONDS), *options,
             "--", "--worker-extension-cls", "tests.engines.vllm_holding.WorkerExtension",
-            name=f"agent-{self._starts}", TORCHTITAN_TEST_HOLD=str(self.hold), VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+            name=f"agent-{self._starts}", TORCHTITAN_TEST_HOLD=str(self.hold), **SHELL,
         )  # fmt: skip
         return self.actor
 
@@ -127,6 +135,26 @@ def test_the_engine_unpickles_nothing_whatever_the_environment_says(server: Serv
     agent = psutil.Process(server.actor.health()["pid"])
     engine = started_by(agent, "torchtitan.inference.engines.vllm.serve")[0]
     assert [of.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"] for of in (agent, engine)] == ["1", "0"]
+
+
+def test_the_engine_says_what_it_is_and_not_what_the_environment_says(server: Server) -> None:
+    """All tests here run with the environment of SHELL."""
+    config = JobConfig()
+    config.model.hf_assets_path, config.inference.backend = str(server.model), "vllm"
+    config.training.seq_len, config.inference.max_sequences = 256, 16
+    path, seconds = "/offers?weights=0", CALL_SECONDS
+    told = server.actor.agent.call("GET", path, seconds)
+    assert not differing(demands(config), told["offers"]) and not told["unverified"]
+    assert told["offers"]["version"].startswith("0.3")
+    config.training.seq_len, config.inference.dtype = 300, "bfloat16"
+    said = differing(demands(config), told["offers"])
+    assert [sentence.split(",")[0] for sentence in said] == ["its dtype is float32", "its max-length is 256"]
+    # An agent beside the same server knows it from the server alone, whatever its own command line says.
+    beside = start_actor(
+        server._processes, "vllm", server._python, server.model, *BY_FILES,
+        "--dtype", "bfloat16", "--max-length", "300", name="beside", beside=server.actor,
+    )  # fmt: skip
+    assert differing(demands(config), beside.agent.call("GET", path, seconds)["offers"]) == said
 
 
 def test_samples_are_seeded_and_have_their_own_log_probs(server: Server, trainer: Trainer) -> None:
