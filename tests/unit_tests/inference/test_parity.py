@@ -55,6 +55,9 @@ class Liar:
     async def health(self, timeout_s: float) -> ActorHealth:
         return ActorHealth("ok", "e", self.says)
 
+    async def offers(self, timeout_s: float, weights: bool) -> None:
+        """It does not say what it is."""
+
     async def capabilities(self, timeout_s: float) -> Capabilities:
         return self.able
 
