@@ -318,16 +318,18 @@ class ChatRenderer:
         if not self._tokenizer.has_chat_template:
             return list(messages)  # rendering says that there is none
         tools, checks = self._shield(list(tools)), self._checks
+        knows_developers = "developer" in self._tokenizer.template_source
         found: list[dict[str, Any]] = []
+        first: list[dict[str, Any]] = []
+        """The system's messages that the conversation begins with"""
         for message in messages:
             role = message["role"]
-            if role == "developer" and "developer" not in self._tokenizer.template_source:
+            if role == "developer" and not knows_developers:
                 role = "system"
-            instructs = begins and all(before["role"] in INSTRUCTING for before in found)
-            if role in INSTRUCTING and found and instructs and not checks.writes_role(role, tools, True):
-                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
+            if role in INSTRUCTING and begins and not found:
+                first.append({**message, "role": role})
                 continue
-            if role in INSTRUCTING and not instructs and not checks.writes_role(role, tools):
+            if role in INSTRUCTING and not checks.writes_role(role, tools):
                 role = "user"
             elif role not in (*INSTRUCTING, "user", ASSISTANT, TOOL) and not checks.writes_role(role, tools):
                 raise UserError(
@@ -335,6 +337,9 @@ class ChatRenderer:
                     "the policy would not read them: send them as a role that it writes, such as user"
                 )
             found.append({**message, "role": role})
+        if not all(checks.writes_role(message["role"], tools, True) for message in first[1:]):
+            first = [{**first[0], "content": "\n\n".join(message["content"] for message in first)}]
+        found = [*first, *found]
         several = any(len(message.get("tool_calls", ())) > 1 for message in found)
         return split_turns(found) if several and not checks.writes_several_calls(tools) else found
 

@@ -60,12 +60,14 @@ class ConversationReader:
         """The assistant's message that its next pieces belong to"""
         self._instructions: list[str] = []
         """The blocks of text before the first message that is not the system's"""
+        self._leading = True
+        """Whether all messages are the system's so far"""
 
     def add(self, role: str, pieces: Sequence[Piece]) -> None:
         """Add a message, or an item, of an API."""
         self._note_instructions(role, [piece.text for piece in pieces if isinstance(piece, Text)])
         message = self._turn if role == ASSISTANT else None
-        if message is not None and message["content"] and any(isinstance(piece, Text) for piece in pieces):
+        if message is not None and any(message["content"]) and any(isinstance(piece, Text) for piece in pieces):
             message = None  # two texts are two messages
         if message is None and not any(isinstance(piece, ToolResult) for piece in pieces):
             message = self._begin(role)
@@ -104,11 +106,12 @@ class ConversationReader:
         return line.end() if line else 0
 
     def _note_instructions(self, role: str, texts: Sequence[str]) -> None:
-        if role in INSTRUCTING and all(message.get("role") in INSTRUCTING for message in self._messages):
+        self._leading = self._leading and role in INSTRUCTING
+        if self._leading:
             self._instructions += texts
 
     def _begin(self, role: str) -> dict[str, Any]:
-        message = {"role": role, "content": ""}
+        message: dict[str, Any] = {"role": role, "content": []}
         self._messages.append(message)
         self._turn = message if role == ASSISTANT else None
         return message
@@ -120,7 +123,7 @@ def _add_piece(message: dict[str, Any], piece: Text | Thought | ToolUse) -> None
         message.setdefault("tool_calls", []).append({"id": piece.id, "type": "function", "function": function})
     else:
         key = "content" if isinstance(piece, Text) else "reasoning_content"
-        message[key] = message.get(key, "") + piece.text
+        message.setdefault(key, []).append(piece.text)
 
 
 def settle(messages: Messages, answers: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -131,18 +134,21 @@ def settle(messages: Messages, answers: Mapping[str, str]) -> list[dict[str, Any
     before the next call of the same answer.
     """
     joined: list[dict[str, Any]] = []
-    turn: int | None = None
-    """The place of the last message of the assistant, if nothing but results stands behind it"""
+    turn: dict[str, Any] | None = None
+    """The last message of the assistant, if nothing but results stands behind it"""
     for message in messages:
         if message["role"] == ASSISTANT:
-            if turn is not None and _continues(joined[turn], message, turn == len(joined) - 1, answers):
-                calls = [*joined[turn].get("tool_calls", ()), *message["tool_calls"]]
-                joined[turn] = {**joined[turn], "tool_calls": calls}
+            if turn is not None and _continues(turn, message, turn is joined[-1], answers):
+                turn["tool_calls"] += message["tool_calls"]
                 continue
-            turn = len(joined)
+            # Calls are added to it, and the caller's message stays as it is.
+            turn = message = {**message, "tool_calls": [*message.get("tool_calls", ())]}
         elif message["role"] != TOOL:
             turn = None
         joined.append(message)
+    for message in joined:
+        if message.get("tool_calls") == []:
+            del message["tool_calls"]
     return settle_results(joined)
 
 
@@ -151,9 +157,8 @@ def _continues(turn: dict[str, Any], message: dict[str, Any], adjacent: bool, an
     stands between them."""
     if not message.get("tool_calls") or message["content"].strip():
         return False
-    calls = [*turn.get("tool_calls", ()), *message["tool_calls"]]
-    names = {answers.get(str(call.get("id"))) for call in calls}
-    return adjacent or (len(names) == 1 and None not in names)
+    names = {answers.get(str(call.get("id"))) for call in [*turn["tool_calls"][:1], *message["tool_calls"]]}
+    return adjacent or (bool(turn["tool_calls"]) and len(names) == 1 and None not in names)
 
 
 def refuse_prefill(messages: Messages) -> None:
