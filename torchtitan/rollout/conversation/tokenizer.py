@@ -318,13 +318,12 @@ class ChatRenderer:
         if not self._tokenizer.has_chat_template:
             return list(messages)  # rendering says that there is none
         tools, checks = self._shield(list(tools)), self._checks
-        knows_developers = "developer" in self._tokenizer.template_source
         found: list[dict[str, Any]] = []
         first: list[dict[str, Any]] = []
         """The system's messages that the conversation begins with"""
         for message in messages:
             role = message["role"]
-            if role == "developer" and not knows_developers:
+            if role == "developer" and "developer" not in self._tokenizer.template_source:
                 role = "system"
             if role in INSTRUCTING and begins and not found:
                 first.append({**message, "role": role})
