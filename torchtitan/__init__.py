@@ -1,5 +1,7 @@
 """GRPO post-training of language models in the style of torchtitan, with asynchronous weight sync."""
 
+import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,12 @@ if TYPE_CHECKING:
     from torchtitan.api import train as train
 
 __version__ = "0.1.0"
+# Keys that a process of ours gets from the one that started it: this is the descriptor they are read from, since /proc
+# would show to others what is in the environment (utils/child_process.py).
+if _keys := os.environ.pop("TORCHTITAN_KEYS", ""):
+    with open(int(_keys), encoding="utf-8") as _file:
+        os.environ.update(json.load(_file))
+
 # By this, programs tell this package from PyPI's (errors.py).
 DISTRIBUTION = "torchtitan-grpo"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ import subprocess
 import threading
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -55,6 +56,10 @@ LAUNCHER_VARIABLE = "TORCHTITAN_LAUNCHER"
 LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"
 # The descriptor of the socket on which rank 0 of a run on one machine serves the ranks' store.
 STORE_VARIABLE = "TORCHTITAN_STORE"
+# The descriptor from which a process of ours reads its keys of the run (torchtitan/__init__.py).
+KEYS_VARIABLE = "TORCHTITAN_KEYS"
+# How the names of our programs begin.
+OURS = "torchtitan."
 # Environment variables that hold keys, by their names or as an address with a password.
 SECRET_NAME = re.compile(
     r"(KEY|TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL)S?(_|$)"
@@ -102,6 +107,28 @@ def is_secret(name: str, value: str) -> bool:
 def is_run_key(name: str, value: str) -> bool:
     """Return whether an environment variable is a key of the run, and not one of the user."""
     return name.startswith("TORCHTITAN_") and is_secret(name, value)
+
+
+@contextlib.contextmanager
+def handed_over(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """Yield the environment of a process without the run's keys, and the descriptors that it inherits: one of our
+    programs (python -m torchtitan…) reads its keys from there, when it imports this package. Others get all keys in
+    their environment.
+
+    What a process began with is shown in /proc as long as it runs, to whatever else runs as this user.
+    """
+    keys = {name: value for name, value in environment.items() if is_run_key(name, value)}
+    if not keys or command[1] != "-m" or not command[2].startswith(OURS):
+        yield dict(environment), []
+        return
+    reading, writing = os.pipe()
+    try:
+        with open(writing, "w", encoding="utf-8") as file:  # far less than a pipe holds
+            json.dump(keys, file)
+        plain = {name: value for name, value in environment.items() if name not in keys}
+        yield {**plain, KEYS_VARIABLE: str(reading)}, [reading]
+    finally:
+        os.close(reading)
 
 
 def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] = (), **extra: str) -> dict[str, str]:
@@ -206,10 +233,11 @@ class ChildProcess:
                 )
         # It leads a session of its own: Ctrl-C reaches us alone, and whatever it starts can be ended with it.
         output = PIPE if pipes else log
-        return await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE if pipes else DEVNULL, stdout=output, stderr=output,
-            env=dict(environment), start_new_session=True, pass_fds=tuple(files),
-        )  # fmt: skip
+        with handed_over(command, environment) as (plain, keys):
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE if pipes else DEVNULL, stdout=output, stderr=output,
+                env=plain, start_new_session=True, pass_fds=(*files, *keys),
+            )  # fmt: skip
 
     async def read_port(self, port_file: Path, deadline: float, limit: str = "in time") -> int:
         """The port that it writes to `port_file` once it listens; the file is removed.
@@ -350,9 +378,9 @@ def start_beside(
 ) -> subprocess.Popen[bytes]:
     """Start a process without an asyncio loop; end_process() ends it. It leads a session of its own, as signals to our
     process group are ours alone. What it prints is appended to `log_file`; it inherits the descriptors `files`."""
-    with log_file.open("ab") as log:
+    with log_file.open("ab") as log, handed_over(command, environment) as (plain, keys):
         return subprocess.Popen(
-            command, stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True, pass_fds=files
+            command, stdin=DEVNULL, stdout=log, stderr=log, env=plain, start_new_session=True, pass_fds=[*files, *keys]
         )
 
 

@@ -15,7 +15,8 @@ import pytest
 from tests.patience import PATIENCE_S, until
 from tests.processes import has_ended
 from torchtitan.errors import UserError
-from torchtitan.utils.child_process import ChildProcess, child_environment, end_process
+from torchtitan.utils import child_process
+from torchtitan.utils.child_process import ChildProcess, child_environment, end_process, start_beside
 
 # Ignores SIGTERM and has two children, one of them in a session of its own; writes their numbers to a file.
 STUBBORN = """
@@ -138,6 +139,33 @@ def test_children_do_not_see_torchruns_rendezvous(monkeypatch: pytest.MonkeyPatc
     environment = child_environment(2, TOKEN="secret")
     assert environment["OMP_NUM_THREADS"] == "2" and environment["TOKEN"] == "secret"
     assert "MASTER_ADDR" not in environment and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def test_the_keys_of_the_run_stand_in_no_environment_that_others_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of a process that belongs to a loop nor of one that does not; and what they start gets none."""
+    program = tmp_path / "torchtitan_program.py"
+    program.write_text(
+        "import os, time, torchtitan\n"
+        "shown = open('/proc/self/environ').read()\n"
+        "print(os.environ['TORCHTITAN_TEST_TOKEN'], 'sesame' in shown, 'TORCHTITAN_KEYS' in os.environ, flush=True)\n"
+    )
+    environment = child_environment(1, TORCHTITAN_TEST_TOKEN="sesame")
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    # A program of ours by its name, for the time of this test.
+    command = [sys.executable, "-m", "torchtitan_program"]
+    monkeypatch.setattr(child_process, "OURS", "torchtitan_")
+    child = ChildProcess("it", tmp_path / "log")
+
+    async def work() -> None:
+        await child.launch(command, environment)
+        await asyncio.wait_for(child.wait(), PATIENCE_S)
+
+    asyncio.run(work())
+    beside = start_beside(command, environment, tmp_path / "log", [])
+    assert beside.wait(PATIENCE_S) == 0
+    assert (tmp_path / "log").read_text() == "sesame False False\n" * 2
 
 
 def test_children_get_the_keys_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
