@@ -118,7 +118,8 @@ def handed_over(command: Sequence[str], environment: Mapping[str, str]) -> Itera
     What a process began with is shown in /proc as long as it runs, to whatever else runs as this user.
     """
     keys = {name: value for name, value in environment.items() if is_run_key(name, value)}
-    if not keys or command[1] != "-m" or not command[2].startswith(OURS):
+    is_ours = len(command) > 2 and command[1] == "-m" and command[2].startswith(OURS)
+    if not keys or not is_ours:
         yield dict(environment), []
         return
     reading, writing = os.pipe()
