@@ -224,7 +224,7 @@ async def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
 @asynchronous
 async def test_what_ails_an_actor_for_a_while_costs_no_restart(tmp_path: Path) -> None:
     dead, lost, hang = (tmp_path / name for name in ("dead", "lost", "hang"))
-    async with running(make_config(num_actors=1, max_retries=2), tmp_path) as pool:
+    async with running(make_config(num_actors=1, max_retries=1), tmp_path) as pool:
         # No request is wasted on an engine whose death is not known yet.
         dead.touch()
         redone = asyncio.create_task(pool.generate(request(0)))
@@ -242,12 +242,12 @@ async def test_what_ails_an_actor_for_a_while_costs_no_restart(tmp_path: Path) -
         (event,) = events(tmp_path, "actor_weights_lost")
         assert event["reason"] == "no registry for 60 s"
         assert await pool.generate(request(0))
-        # Refused requests and malformed answers do it no harm.
+        # Refused requests and a malformed answer or two do it no harm.
         with pytest.raises(UserError, match="refused request r0.*400"):
             await pool.generate(request(0, token=13))
-        with pytest.raises(UserError, match=r"failed 3 times .*413"):
+        with pytest.raises(UserError, match=r"failed 2 times .*413"):
             await pool.generate(request(0, token=14))
-        with pytest.raises(UserError, match=r"failed 3 times .inference.max_retries = 2.*malformed"):
+        with pytest.raises(UserError, match=r"failed 2 times .inference.max_retries = 1.*malformed"):
             await pool.generate(request(1, token=17))
         assert await pool.generate(request(2))
         assert pool.statistics["evictions"] == 0
