@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiohttp import web
+
 from torchtitan.inference.types import SamplingParameters
 from torchtitan.rollout.gateway.exchange import Exchange, Ledger
 from torchtitan.rollout.gateway.main_conversation import main_conversation
@@ -65,3 +67,10 @@ class Access:
             "refusals": [*self.ledger.reasons(), *strangers.reasons()],
             "ended_by": "" if ending is None else f"{ending.path}: {ending.reason}",
         }
+
+
+def keys_of(request: web.Request) -> list[str]:
+    """Return the keys that a request brings: programs send a stale one beside the right one in another header."""
+    given = [value.strip().partition(" ") for value in request.headers.getall("Authorization", [])]
+    bearers = [key.strip() for scheme, _, key in given if scheme.lower() == "bearer"]
+    return [*bearers, *(key.strip() for key in request.headers.getall("X-Api-Key", []))]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from torchtitan.rollout.gateway.calls import Answer, Call
+from torchtitan.rollout.gateway.calls import Answer, Call, WrongCall
 from torchtitan.rollout.gateway.dialects.dialect import Dialect
 
 # Programs and proxies give up on a connection that says nothing, the most impatient ones after half a minute.
@@ -75,3 +75,11 @@ class AnswerStream:
         if self._dialect.last_frame:
             await self._write(self._dialect.last_frame)
         await self.response.write_eof()
+
+
+class RefusedInStream(Exception):
+    """A call is refused in the stream that it asked for."""
+
+    def __init__(self, refusal: WrongCall, stream: AnswerStream):
+        super().__init__(str(refusal))
+        self.refusal, self.stream = refusal, stream

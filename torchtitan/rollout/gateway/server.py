@@ -21,15 +21,13 @@ from typing import Any
 
 from aiohttp import web
 
-from torchtitan.errors import UserError, load_object
+from torchtitan.errors import UserError
 from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
-from torchtitan.rollout.conversation.tool_detection import detect_format
-from torchtitan.rollout.conversation.tool_formats.own import OwnFormat
-from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS
-from torchtitan.rollout.gateway.access import Access
-from torchtitan.rollout.gateway.answer_stream import AnswerStream
+from torchtitan.rollout.conversation.tool_detection import detect_format, load_own_format
+from torchtitan.rollout.gateway.access import Access, keys_of
+from torchtitan.rollout.gateway.answer_stream import AnswerStream, RefusedInStream
 from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut, make_choice, stop_ids
 from torchtitan.rollout.gateway.conversation_reader import refuse_prefill
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
@@ -58,14 +56,6 @@ SESSION_HEADER = "X-Session-ID"
 # The libraries of OpenAI and Anthropic count there how often they have repeated a call.
 RETRY_HEADER = "x-stainless-retry-count"
 SESSION_ENDED = "session_ended"
-
-
-class RefusedInStream(Exception):
-    """A call is refused in the stream that it asked for."""
-
-    def __init__(self, refusal: WrongCall, stream: AnswerStream):
-        super().__init__(str(refusal))
-        self.refusal, self.stream = refusal, stream
 
 
 @dataclass(frozen=True)
@@ -160,8 +150,7 @@ class GatewayServer:
         self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
         parser = self._settings.tool_parser
-        if parser not in (AUTO, *FORMATS):
-            FORMATS[parser] = OwnFormat(parser, load_object(parser, "environment.tool_parser"))
+        load_own_format(parser)
         self._tool_format = detect_format(parser, self._tokenizer)
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
@@ -257,7 +246,7 @@ class GatewayServer:
 
         Raises WrongCall if the key is unknown or its episode has ended; the run is told once of a late call.
         """
-        found = [self._accesses[key] for key in _keys(request) if key in self._accesses]
+        found = [self._accesses[key] for key in keys_of(request) if key in self._accesses]
         if not found:
             raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
         access = next((one for one in found if not one.ended), found[0])
@@ -279,7 +268,7 @@ class GatewayServer:
         if request.method != "HEAD":  # which only asks whether somebody is here
             exchange = Exchange(request.path, asks_policy=False)
             exchange.fail(error, error.status, error.code)
-            found = [self._accesses[key] for key in _keys(request) if key in self._accesses]
+            found = [self._accesses[key] for key in keys_of(request) if key in self._accesses]
             ledgers = [one.ledger for one in found if not one.ended]
             (ledgers[0] if ledgers else self._strangers).settle(exchange)
         return _refused(dialect, error)
@@ -449,13 +438,6 @@ class GatewayServer:
             session.record(prompt_ids, completion, call)
             exchange.answers.append((session, completion))
         return completions
-
-
-def _keys(request: web.Request) -> list[str]:
-    """Return the keys that a request brings: programs send a stale one beside the right one in another header."""
-    given = [value.strip().partition(" ") for value in request.headers.getall("Authorization", [])]
-    bearers = [key.strip() for scheme, _, key in given if scheme.lower() == "bearer"]
-    return [*bearers, *(key.strip() for key in request.headers.getall("X-Api-Key", []))]
 
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:
