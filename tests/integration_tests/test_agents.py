@@ -11,7 +11,7 @@ import pytest
 
 from tests.chat_models import END, make_chat_model
 from tests.gateways import Behind, make_config, playing
-from tests.patience import asynchronous, eventually
+from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.types import GenerateRequest, sampled_segments
@@ -51,7 +51,7 @@ async def play(behind: Behind, agent: str, episodes: int) -> tuple[AgentPlayer, 
 async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
     config = make_config(model)
     config.environment.max_retries = 1
-    config.environment.episode_timeout_s = 20.0
+    config.environment.episode_timeout_s = PATIENCE_S
     config.environment.num_workers = 1
     async with playing(config, tmp_path / "run", END) as behind:
         player, played = await play(behind, f"{HERE}:play", 6)
@@ -89,7 +89,7 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
             ) == 2, name
 
         # What goes on after its end is refused and told once.
-        config.environment.episode_timeout_s = 20.0
+        config.environment.episode_timeout_s = PATIENCE_S
         config.environment.agent = f"{HERE}:goes_on"
         pool = AgentPool(config, EventLog(tmp_path / "other.jsonl"))
         await pool.start()

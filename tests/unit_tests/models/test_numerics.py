@@ -182,6 +182,7 @@ def test_a_step_of_the_policy(where: str, mixture: bool, monkeypatch: pytest.Mon
 two_gpus = pytest.param("cuda", marks=[*needs_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="2 GPUs")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", two_gpus])
 def test_a_step_of_two_ranks(where: str) -> None:
     for of_rank in run_distributed("tests.unit_tests.models.test_numerics:deviations", 2, where=where, mixture=False):
