@@ -68,7 +68,7 @@ def blocks_of_page() -> dict[str, str]:
 @pytest.mark.slow
 def test_the_engine_of_the_page_passes_the_contract_and_samples(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("torchtitan", "tests", "docs"):
+    for name in ("torchtitan", "tests", "docs", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
