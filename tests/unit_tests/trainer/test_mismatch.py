@@ -81,3 +81,19 @@ def test_the_limit_grows_with_staleness_from_what_was_set(drift: float | None) -
     limits = [mismatch.limit_with_staleness(0.1, staleness, drift) for staleness in (0.0, 1.0, 2.0)]
     assert limits[0] == pytest.approx(0.1) and limits == sorted(limits)
     assert all(limit < 10.0 for limit in limits)
+
+
+def test_actors_are_judged_by_requests_that_were_sent_when_they_held_the_trained_version(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """What was sent before may have computed its prompt with the version before."""
+    trainer = SpiedTrainer(run_config(tiny_checkpoint()))
+    batch = sampled_by(trainer, trainer.policy, 0, 0, trained_at=0)
+    for number, completion in enumerate(batch.completions):
+        completion.actor, completion.asked_at = f"actor-{number % 3}", (0, -1, None)[number % 3]
+    judged = sum(len(completion.token_ids) for completion in batch.completions if completion.actor == "actor-0")
+    figures = trainer.train_batch(batch).actors
+    assert figures.keys() == {"actor-0"} and figures["actor-0"].tokens == judged
+    assert figures["actor-0"].difference == pytest.approx(0.0, abs=1e-5)
+    batch.forget_actors()
+    assert trainer.train_batch(batch).actors == {}
