@@ -357,6 +357,12 @@ async def serving(folder: Path) -> AsyncIterator[tuple[GatewayServer, Policy, Ga
         await server.site.close()
 
 
+def agent_of(
+    row: Row, http: aiohttp.ClientSession, policy: Policy, api: str, stream: bool
+) -> Callable[[SessionAccess], Awaitable[float]]:
+    return lambda access: row.agent(Agent(http, access, policy, api, stream))
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.agent.__name__)
 @asynchronous
 async def test_an_episode_is_what_its_main_conversation_received(tmp_path: Path, row: Row) -> None:
@@ -369,7 +375,7 @@ async def test_an_episode_is_what_its_main_conversation_received(tmp_path: Path,
         for api in APIS:
             for stream in (False, True):
                 policy.says, policy.asked = [], 0
-                play = lambda access, api=api, stream=stream: row.agent(Agent(http, access, policy, api, stream))  # noqa: E731
+                play = agent_of(row, http, policy, api, stream)
                 player = AgentPlayer(config, gateway, Agents(play), server._tokenizer)  # type: ignore[arg-type]
                 events = EventLog(tmp_path / f"{api}-{stream}.jsonl")
                 player.failures = FailureLog(events)
