@@ -29,6 +29,7 @@ RANK, ACTOR, WORKER = (
     "torchtitan.inference.engines.embedded",
     "torchtitan.rollout.rewards.reward_worker",
 )
+FORK_SERVER = "torchtitan.utils.fork_server"
 REGISTRY, SERVER = '"part": "registry"', '"part": "shard server"'
 
 
@@ -67,9 +68,12 @@ def test_what_is_killed_is_replaced_and_nothing_outlives_the_launcher(
     for kind in (REGISTRY, SERVER, ACTOR, WORKER):
         kill(run, kind)
     trains_on(run)
+    fork_server = only(run, FORK_SERVER)
     for kind in (REGISTRY, SERVER, ACTOR, WORKER):
         kill(run, kind)
         trains_on(run)
+    # Libraries have changed the rank's environment meanwhile, and all actors still come from one process.
+    assert only(run, FORK_SERVER).pid == only(run, ACTOR).ppid() == fork_server.pid
     run.wait(lambda: bool(whole_steps(run.folder / "checkpoint")))
     kill(run, RANK)
     trains_on(run)

@@ -232,3 +232,22 @@ def test_the_engine_is_loaded_without_tensors_devices_and_threads() -> None:
         env={**child_environment(threads=2), "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
     assert told.stdout.split("\n")[-2] == "[] False 1"
+
+
+def test_a_run_has_one_fork_server_whatever_libraries_add_to_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "MODULES", ("wave",))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    forking.close()
+    try:
+        forking.prepare(child_environment(threads=1))
+        of_run = forking.starter(child_environment(threads=1))
+        later = child_environment(threads=1, TORCHINDUCTOR_CACHE_DIR="/somewhere", CUDA_MODULE_LOADING="LAZY")
+        assert of_run is not None and forking.starter(later) is of_run and of_run.alive
+        forking.close()
+        # Without a run, the environment of each actor decides.
+        before = forking.starter(child_environment(threads=1))
+        after = forking.starter(later)
+        assert before is not None and after is not None and after is not before
+        assert (before.alive, after.alive) == (False, True)
+    finally:
+        forking.close()

@@ -35,6 +35,7 @@ from torchtitan.weight_sync.registry.state import differing
 FAST_PROBE_S = 0.02
 JOINING_PROBE_S = 0.1
 PROBE_S = 1.0
+# The first restart is at once, the second after this time, and each further one after twice the time of the one before.
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 # The probe has 64 tokens; a later version's answer is worth more than one that takes longer.
@@ -332,7 +333,8 @@ class Actor:
             if self.restarts >= self._config.max_restarts:
                 self._give_up(f"restarted {self.restarts} times (inference.max_restarts); last: {self.last_reason}")
                 return
-            await asyncio.sleep(min(BACKOFF_S * 2**self.restarts, MAX_BACKOFF_S))
+            if self.restarts:
+                await asyncio.sleep(min(BACKOFF_S * 2 ** (self.restarts - 1), MAX_BACKOFF_S))
             self.restarts += 1
         self.state = ActorState.STARTING
         if self.restarts:
@@ -464,6 +466,7 @@ class Actor:
             await _first_of([process.wait()], timeout=REAP_S)
             if not process.alive:
                 self._evict("exit", process.describe_end())
+                self.probe_now()  # the next look restarts it
                 return
         self._evict(error.phase, str(error))
         if error.phase in ("sleep", "wake"):

@@ -70,7 +70,7 @@ class Embedded(EngineDescriptor):
 
     def prepare(self, config: JobConfig) -> None:
         if started_actors(config):
-            forking.starter(child_environment(threads_per_actor(config.inference), secrets=True))
+            forking.prepare(child_environment(threads_per_actor(config.inference), secrets=True))
 
     def starter(self, command: Sequence[str], environment: Mapping[str, str]) -> Starter | None:
         # Tests start other programs in its place.

@@ -24,6 +24,17 @@ MODULES = (
 _lock = threading.Lock()
 _server: ForkServer | None = None
 _lost = False
+_is_of_run = False
+
+
+def prepare(environment: Mapping[str, str]) -> None:
+    """Start the process from which all embedded actors of a run come, until close(): also those that are started after
+    libraries have changed this process's environment (torch sets TORCHINDUCTOR_CACHE_DIR and CUDA_MODULE_LOADING when
+    they are first needed)."""
+    global _is_of_run
+    if starter(environment) is not None:
+        with _lock:
+            _is_of_run = True
 
 
 def starter(environment: Mapping[str, str]) -> ForkServer | None:
@@ -37,7 +48,7 @@ def starter(environment: Mapping[str, str]) -> ForkServer | None:
             logger.warning("the fork server has ended: from now on each actor loads the engine by itself")
             _server, _lost = None, True
             return None
-        if _server is not None and not _server.fits(environment):
+        if _server is not None and not _is_of_run and not _server.fits(environment):
             _server.close()
             _server = None
         if _server is None:
@@ -51,11 +62,11 @@ def starter(environment: Mapping[str, str]) -> ForkServer | None:
 
 def close() -> None:
     """End the fork server; its children live on. The next actor starts another one."""
-    global _server, _lost
+    global _server, _lost, _is_of_run
     with _lock:
         if _server is not None:
             _server.close()
-        _server, _lost = None, False
+        _server, _lost, _is_of_run = None, False, False
 
 
 atexit.register(close)
