@@ -4,10 +4,12 @@ trained on, a single such value would spoil the whole batch, and nobody would kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torchtitan.inference.actor_client import ActorError, AnswerRefused
-from torchtitan.inference.types import Completion, SamplingParameters
+from torchtitan.inference.types import Completion, SamplingParameters, check_routes
 
 # A probability of 1 that is computed in fp32 from logits of some hundreds may come out as much too large.
 ROUNDING_ABOVE_ZERO = 1e-4
@@ -16,6 +18,17 @@ ROUNDING_ABOVE_ZERO = 1e-4
 LEAST_LOG_PROB = -745.0
 # The number of a version has to fit a tensor, and that of a token where the vocabulary is not known.
 LARGEST = 1 << 63
+
+
+@dataclass(frozen=True)
+class MixtureShape:
+    """What the experts of a token are chosen from."""
+
+    layers: int
+    per_token: int
+    """Experts of a token in each layer"""
+    experts: int
+    """Experts of a layer"""
 
 
 def check_completions(
@@ -32,6 +45,9 @@ def check_completions(
     for completion in completions:
         _check_length(completion, sampling.max_tokens)
         _check_values(completion, vocabulary)
+        if sampling.truncated and completion.kept_token_ids is None:
+            text = "the tokens that top-p, top-k or min-p kept are missing, without which log-probs mean nothing"
+            raise AnswerRefused("generate", text)
         _check_spans(completion)
     return completions
 
@@ -56,6 +72,27 @@ def check_token_ids(token_ids: Sequence[int], vocabulary: int | None, phase: str
         wrong = least if least < 0 else largest
         text = f"token {wrong} is not of the run's vocabulary (0 to {size - 1}): the actor serves another model"
         raise AnswerRefused(phase, text)
+
+
+def check_experts(completion: Completion, tokens: int, shape: MixtureShape) -> None:
+    """Check the experts that an engine was asked to name for a prompt and completion of so many tokens. Raises
+    AnswerRefused unless they are experts of the run's model."""
+    if completion.routes is None:
+        raise AnswerRefused("generate", "it does not name the experts of its tokens, which grpo.routing_replay needs")
+    experts = completion.routes.experts
+    try:
+        check_routes(completion.routes, tokens)
+    except ValueError as error:
+        raise AnswerRefused("generate", str(error)) from error
+    # Some engines give flat numbers, which the reader divides into layers.
+    size, needed = math.prod(experts.shape[1:]), shape.layers * shape.per_token
+    if size != needed:
+        text = f"{size} experts are named for each token, and this model has {shape.layers} layers x {shape.per_token}"
+        raise AnswerRefused("generate", f"{text}: the actor serves another model")
+    largest = int(experts.max(initial=0))
+    if largest >= shape.experts:
+        text = f"expert {largest} is named, and this model has {shape.experts} (from 0 on)"
+        raise AnswerRefused("generate", f"{text}: the actor serves another model")
 
 
 def _cause(value: float) -> str:

@@ -255,8 +255,8 @@ def pack(
         same += [of_version] * len(places)
         for completion in branch.sampled:
             known = of_version and completion.asked_at is not None and completion.asked_at >= version
-            number = number_of.get(completion.actor, len(actors)) if known else len(actors)
-            sampled_by += [number] * len(completion.token_ids)
+            judged = number_of.get(completion.actor, len(actors)) if known else len(actors)
+            sampled_by += [judged] * len(completion.token_ids)
     inputs = [len(branch) - 1 for _, branch in rows]
     occurrences = np.zeros(max(sum(runs.lengths), 1), np.int64)
     for path in runs.places:

@@ -419,9 +419,10 @@ IMPOSSIBLE: dict[str, tuple[Completion, str]] = {
 }
 
 
-def read_samples(engine: str, sent_samples: list[Completion]) -> list[Completion]:
+def read_samples(engine: str, sent_samples: list[Completion], top_k: int | None = None) -> list[Completion]:
     """What the run gets of an engine's answer; `colocated` hands over completions in the process."""
-    top_k = 40 if any(one.kept_token_ids for one in sent_samples) else 0
+    if top_k is None:
+        top_k = 40 if any(one.kept_token_ids for one in sent_samples) else 0
     asked = GenerateRequest("r", [5, 6, 7], SamplingParameters(4, len(sent_samples), top_k=top_k))
     if engine == "colocated":
         (answer,) = decode_answers(encode_answers([Answer("r", sent_samples)]))
@@ -437,6 +438,12 @@ def test_an_answer_that_cannot_be_is_refused_whichever_engine_sends_it(engine: s
     assert read_samples(engine, [whole])[0].log_probs == WHOLE.log_probs
     with pytest.raises(AnswerRefused, match=reason):
         read_samples(engine, [whole, completion])
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "colocated"])
+def test_log_probs_of_a_truncated_distribution_without_the_tokens_that_it_kept_are_refused(engine: str) -> None:
+    with pytest.raises(ActorError, match="kept"):
+        read_samples(engine, [WHOLE], top_k=40)
 
 
 SCORES: dict[str, Callable[[list[float]], Any]] = {

@@ -238,6 +238,18 @@ def test_a_server_of_several_engines_is_refused_by_name(checkpoint: Path, size: 
         described(VLLMControl, vllm_answers(checkpoint, **{size: 2}))
 
 
+def test_a_server_that_speculates_is_refused_whoever_has_started_it(checkpoint: Path) -> None:
+    answers = vllm_answers(checkpoint)
+    answers["/server_info"]["vllm_config"]["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(EngineUnfit, match="it runs with --speculative-config: .*draft"):
+        described(VLLMControl, answers)
+    answers = {"/server_info": {"version": "0.5.20", "disable_radix_cache": True, "disable_overlap_schedule": True}}
+    described(SGLangControl, answers)
+    answers["/server_info"]["speculative_algorithm"] = "EAGLE"
+    with pytest.raises(EngineUnfit, match="it runs with --speculative-algorithm EAGLE: .*draft"):
+        described(SGLangControl, answers)
+
+
 def test_a_version_that_says_it_in_another_form_is_not_refused(checkpoint: Path) -> None:
     answers = vllm_answers(checkpoint) | {"/server_info": {"vllm_config": "model='a', dtype=float32"}}
     assert described(VLLMControl, answers).reported == {"version": "0.32.0"}

@@ -16,12 +16,14 @@ from tests.patience import eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorError, ActorHealth, AnswerRefused
+from torchtitan.inference.answer_checks import MixtureShape
 from torchtitan.inference.pool import weight_probe as parity
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import (
     Capabilities,
     Completion,
     GenerateRequest,
+    Routes,
     SamplingParameters,
     ScoredTokens,
     Tag,
@@ -282,6 +284,19 @@ def test_a_text_that_is_unlikely_to_the_model_may_differ_by_more_in_bfloat16_alo
     assert parity.probe_tolerance_of(config, [-6.0, -10.0]) == 0.2
 
 
+def test_samples_of_the_probe_may_have_other_experts_also_where_those_of_a_batch_are_replayed(tmp_path: Path) -> None:
+    """Without replay a correct mixture of eight layers was 0.12 nats away in bfloat16."""
+    config = JobConfig()
+    config.model.name, config.model.flavor, config.inference.dtype = "qwen3_moe", "30B-A3B", "bfloat16"
+    config.grpo.routing_replay = True
+    replayed, probed = parity.sampling_tolerance(config), parity.sampling_tolerance(config, replays=False)
+    config.grpo.routing_replay = False
+    assert probed == parity.sampling_tolerance(config) > replayed
+    config.grpo.routing_replay = True
+    guard = parity.ParityGuard(config, "e", EventLog(tmp_path / "events.jsonl"), parity.ProbeAnswers())
+    assert guard._samples_tolerance == parity.FEW_SAMPLES * probed
+
+
 @pytest.mark.parametrize("kept", [None, [3, 5]])
 def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
     tmp_path: Path, kept: list[int] | None
@@ -319,6 +334,41 @@ def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
     assert {(len(one.prompt_ids), one.sampling.temperature, one.sampling.max_tokens) for one in asked} == {
         (length, 0.5, 1) for length in (1, 2, 3, 4)
     }
+
+
+EXPERTS: dict[str, tuple[list[list[list[int]]] | None, str]] = {
+    "none": (None, "does not name the experts"),
+    "an expert too high": ([[[0, 4], [1, 2]]] * 4, "expert 4 is named, and this model has 4"),
+    "a layer too few": ([[[0, 3]]] * 4, "2 experts are named for each token, and this model has 2 layers x 2"),
+    "a token too few": ([[[0, 3], [1, 2]]] * 3, "one row is needed for each but the last"),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_that_the_model_does_not_have_are_refused_with_the_actors_name(tmp_path: Path, case: str) -> None:
+    wrong, reason = EXPERTS[case]
+
+    class Mixture(Liar):
+        experts: list[list[list[int]]] | None = [[[0, 3], [1, 2]]] * 4
+
+        async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+            routes = None if self.experts is None else Routes(0, np.array(self.experts, np.uint8))
+            return [Completion([1], [-0.1], "stop", [VersionSpan("e", self.says, 0, 1)], routes=routes)]
+
+    async def scenario(pool: InferencePool, honest: Mixture, other: Mixture) -> None:
+        pool.answers.expect(0, IDS, truth(0))
+        await eventually(lambda: pool.statistics["probes"] == 2)
+        for actor in pool._actors:
+            actor._mixture = MixtureShape(layers=2, per_token=2, experts=4)
+        other.experts = wrong
+        request = GenerateRequest("r", IDS, SamplingParameters(4, routes=True))
+        # Both actors are given one.
+        for (completion,) in await asyncio.gather(pool.generate(request), pool.generate(request)):
+            assert completion.actor == "actor-0"
+
+    events = run(tmp_path, make_config(), scenario, Mixture)
+    assert {event["actor"] for event in of(events, "answer_refused")} == {"actor-1"}
+    assert reason in of(events, "answer_refused")[0]["reason"]
 
 
 def test_a_malformed_answer_to_the_probe_is_reported_at_once_and_the_second_evicts(tmp_path: Path) -> None:

@@ -83,6 +83,21 @@ def test_sglangs_speculative_decoding_is_refused_by_name(option: str) -> None:
     assert wrong.startswith(f"--{option} 1 is not allowed with sglang: ") and "draft" in wrong
 
 
+def test_options_in_a_file_are_refused_as_nobody_looks_at_them() -> None:
+    for engine in (VLLM(), SGLang()):
+        (wrong,) = engine.wrong_options(["--config", "options.yaml"])
+        assert wrong.startswith(f"--config options.yaml is not allowed with {engine.name}: ")
+
+
+def test_an_engine_that_says_nothing_of_its_options_may_have_any() -> None:
+    class Plain(ForeignEngine):
+        name, routes = "plain", ("agent",)
+
+    config = JobConfig()
+    config.inference.engine_args, config.rollout.temperature = {"max-length": 8}, 0.001
+    assert not list(Plain().problems(config))
+
+
 @pytest.mark.parametrize(("engine", "option"), [(VLLM(), "max_model_len"), (SGLang(), "context-length")])
 def test_an_engine_is_started_for_no_less_than_the_sequences_of_the_run(engine: ForeignEngine, option: str) -> None:
     config = JobConfig()
@@ -157,6 +172,7 @@ def test_the_environment_of_an_engine_is_what_the_run_relies_on() -> None:
     given = {
         "VLLM_API_KEY": "x", "VLLM_SERVER_DEV_MODE": "0", "VLLM_PLUGINS": "", "VLLM_DP_SIZE": "2",
         "VLLM_LOGGING_LEVEL": "DEBUG", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "SGLANG_RUST_SERVER": "1",
+        "VLLM_FLOAT32_MATMUL_PRECISION": "medium", "SGLANG_MAX_BATCH_REQS_PER_HTTP_REQ": "1",
         "SGLANG_SIMULATE_ACC_LEN": "3", "SGLANG_CPU_OMP_THREADS_BIND": "0-1",
     }  # fmt: skip
     left = {}

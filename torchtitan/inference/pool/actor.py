@@ -24,6 +24,7 @@ from torchtitan.inference.actor_client import (
     Facts,
     TokenRefused,
 )
+from torchtitan.inference.answer_checks import MixtureShape, check_experts
 from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, StartRefused, WeightConnection
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
@@ -101,10 +102,13 @@ class Actor:
         process: ActorProcess | None = None,
         url: str = "",
         demands: Facts | None = None,
+        mixture: MixtureShape | None = None,
     ):
-        """demands: what the actor has to be (joining.demands); None: anything."""
+        """demands: what the actor has to be (joining.demands); None: anything. mixture: whose experts it names where a
+        request asks for them."""
         self.name = name
         self._demands = demands or {}
+        self._mixture = mixture
         self.state = ActorState.STARTING
         self.version: int | None = None
         """Newest version that the actor is known to serve"""
@@ -187,7 +191,7 @@ class Actor:
         try:
             asked = self._client.generate(request, self._config.request_timeout_s)
             completions = await self._unless_lost("generate", asked)
-            self._check(completions)
+            self._check(request, completions)
         except ActorNotReady:
             if self.state is ActorState.READY:
                 self._set_state(ActorState.JOINING)
@@ -574,8 +578,10 @@ class Actor:
         lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
         lost.set_result(reason)
 
-    def _check(self, completions: list[Completion]) -> None:
+    def _check(self, request: GenerateRequest, completions: list[Completion]) -> None:
         for completion in completions:
+            if request.sampling.routes and self._mixture is not None:
+                check_experts(completion, len(request.prompt_ids) + len(completion.token_ids), self._mixture)
             for span in completion.spans:
                 if span.epoch != self._epoch:
                     raise ActorError("generate", f"sampled under epoch {span.epoch!r}, but this one is {self._epoch!r}")

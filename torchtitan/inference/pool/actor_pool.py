@@ -25,6 +25,7 @@ from torchtitan.inference.actor_client import (
     RequestRefused,
     gave_up,
 )
+from torchtitan.inference.answer_checks import MixtureShape
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor import Actor, ActorState
 from torchtitan.inference.pool.actor_parts import ActorProcess
@@ -76,7 +77,12 @@ class InferencePool:
         self._config, self._epoch, self._token = config, epoch, token
         self._run_dir, self._events = run_dir, events
         args = read_shape(config) if config.grpo.routing_replay else None
-        experts = 0 if args is None or args.experts is None else args.num_hidden_layers * args.experts.per_token
+        self._mixture: MixtureShape | None = None
+        """Of the run's model, where engines name the experts of their tokens"""
+        experts = 0
+        if args is not None and args.experts is not None:
+            self._mixture = MixtureShape(args.num_hidden_layers, args.experts.per_token, args.experts.count)
+            experts = self._mixture.layers * self._mixture.per_token
         self._make_client = make_client or partial(
             engine_of(config).make_client, experts=experts, vocabulary=vocabulary_of(config)
         )
@@ -175,6 +181,7 @@ class InferencePool:
             process=None if url else ActorProcess(name, self._config, key, self._run_dir, number),
             url=url,
             demands=self._demands if url else self._demands_of_started,
+            mixture=self._mixture,
         )
         self._actors.append(actor)
         return actor

@@ -67,14 +67,17 @@ def probe_tolerance_of(config: JobConfig, expected: Sequence[float]) -> float:
     return tolerance * max(1.0, mean / LIKELY_TEXT)
 
 
-def sampling_tolerance(config: JobConfig) -> float:
+def sampling_tolerance(config: JobConfig, replays: bool = True) -> float:
     """The mean difference of log-probs, in nats, that rounding explains in tokens that were sampled at the run's
     temperature: the same error of a logit counts for more where the temperature is low. weight_sync.probe_tolerance
-    takes the place of what is known of types and layers."""
+    takes the place of what is known of types and layers.
+
+    replays: whether the trainer computes these tokens with the engine's experts where grpo.routing_replay has it do so.
+    """
     temperature = min(config.rollout.temperature or 1.0, 1.0)
     if config.weight_sync.probe_tolerance > 0:
         return config.weight_sync.probe_tolerance / temperature
-    others = 0.0 if config.grpo.routing_replay else _other_experts(config)
+    others = 0.0 if replays and config.grpo.routing_replay else _other_experts(config)
     if not _rounds_to_bfloat16(config):
         return max(FLOAT32, FLOAT32_ERROR / temperature) + others
     return (SAMPLED * _rounding(config) + others) / temperature
@@ -171,7 +174,8 @@ class ParityGuard:
         self._epoch, self._events, self._answers = epoch, events, answers
         self._how = verification(config)
         self._config = config
-        self._samples_tolerance = FEW_SAMPLES * sampling_tolerance(config)
+        # The trainer chooses the experts of the probe's tokens by itself.
+        self._samples_tolerance = FEW_SAMPLES * sampling_tolerance(config, replays=False)
         rollout = config.rollout
         self._sampling = SamplingParameters(
             1, SAMPLES, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
@@ -303,7 +307,7 @@ class ParityGuard:
                 differences.append(abs(completion.log_probs[0] - (float(log_probs[completion.token_ids[0]]) - rest)))
         difference = sum(differences) / len(differences)
         if difference <= self._samples_tolerance:
-            seen.samples_right = True
+            seen.samples_right, seen.doubted = True, False
             self._events.write("samples_probed", actor=actor.name, version=version, difference=difference)
             return
         reason = (

@@ -22,7 +22,9 @@ from torchtitan.inference.engines.sglang.serve import FIXED_VARIABLES
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     BY_PORT,
     FINISHED,
+    IN_A_FILE,
     SEVERAL_ENGINES,
+    SPECULATION,
     STAGES,
     EngineControl,
     EngineError,
@@ -114,6 +116,8 @@ class SGLangControl(EngineControl):
         for size, reason in (("dp_size", SEVERAL_ENGINES), ("pp_size", STAGES)):
             if (data.get(size) or 1) != 1:
                 raise EngineUnfit(f"it runs with --{size.replace('_', '-')} {data[size]}: {reason}")
+        if data.get("speculative_algorithm"):
+            raise EngineUnfit(f"it runs with --speculative-algorithm {data['speculative_algorithm']}: {SPECULATION}")
         model = data.get("model_path")
         facts = EngineFacts(capabilities, self._workers, can_wait=False, reported=_reported(data))
         return facts if model is None else replace(facts, model=str(model))
@@ -221,7 +225,7 @@ def _reported(data: Mapping[str, Any]) -> Facts:
 
 
 class SGLang(ForeignEngine):
-    """See agent.engine.ForeignEngine. Of versions 0.5.20 to 0.5.23."""
+    """See foreign_engine.ForeignEngine. Of versions 0.5.20 to 0.5.23."""
 
     name = "sglang"
     routes = ("agent",)
@@ -229,6 +233,7 @@ class SGLang(ForeignEngine):
     refused_options = {
         **dict.fromkeys(("dp-size", "data-parallel-size", "dp", "enable-dp-attention"), SEVERAL_ENGINES),
         **dict.fromkeys(("pp-size", "pipeline-parallel-size"), STAGES),
+        "config": IN_A_FILE,
         "nnodes": "an actor's engine is on one machine: start more actors",
         "tokenizer-worker-num": "each of several servers would ask for no token",
         **dict.fromkeys(("ssl-keyfile", "ssl-certfile"), BY_PORT),

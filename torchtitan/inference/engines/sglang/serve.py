@@ -1,6 +1,6 @@
 """python -m torchtitan.inference.engines.sglang.serve --port-file F --token-env V -- ARGUMENTS: SGLang's own server.
 
-Run with the Python of SGLang's environment. ARGUMENTS go to SGLang as they are. What this adds: see engine_server.py.
+Run with the Python of SGLang's environment. ARGUMENTS go to SGLang as they are. What this adds: see middleware.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torchtitan.inference.serving.middleware import (
     write_port_file,
 )
 
-# What Python calls this module in the processes that SGLang starts.
 # Its server in Rust would not ask for our token.
 FIXED_VARIABLES = {"SGLANG_RUST_SERVER": "0"}
 # With these it would be another engine than the one that the run asks for.
@@ -30,11 +29,15 @@ CLEARED_VARIABLES = (
     "SGLANG_GRPC_PORT",  # a second server, which asks for no token
     "SGLANG_TIMEOUT_KEEP_ALIVE",
     "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT",  # shorter completions
+    "SGLANG_MAX_BATCH_REQS_PER_HTTP_REQ",  # the samples of one request
+    "SGLANG_CPU_QUANTIZATION", "SGLANG_INT4_WEIGHT", "SGLANG_HUMMING_*",  # weights of another type
+    "SGLANG_MAX_THINK_TOKENS",  # ends thoughts by tokens that were not sampled
     "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES",
     "SGLANG_SANITIZE_NAN_LOGITS",  # tokens are sampled from what is no number
     "SGLANG_SIMULATE_*", "SGLANG_TEST_*", "SGLANG_KV_CANARY_*", "SGLANG_DEBUG_REVERT_PR",
     "SGLANG_USE_MODELSCOPE", "SGLANG_EXTERNAL_MODEL_PACKAGE",
 )  # fmt: skip
+# What Python calls this module in the processes that SGLang starts.
 IN_A_CHILD = "__mp_main__"
 EVERYTHING = 2**62
 

@@ -356,7 +356,7 @@ class EngineOptions:
 
     @property
     def folder(self) -> Path:
-        """Folder for the engine's sockets: see engine_server.engine_folder"""
+        """Folder for the engine's sockets: see middleware.engine_folder"""
         return self.port_file.parent
 
 
@@ -367,11 +367,12 @@ SEVERAL_ENGINES = (
 )
 STAGES = "a version is loaded by the workers of one tensor-parallel group: use inference.tensor_parallel_size"
 SPECULATION = "log-probs of tokens that a draft has proposed are not those that the policy samples with"
+IN_A_FILE = "options in a file are not looked at before the engine has started: give them one by one"
 BY_PORT = "the agent and the run reach the engine's server by HTTP at a port of inference.host"
 
 
 class ForeignEngine:
-    """An engine's entry: `ENGINE` in torchtitan.inference.<name>.engine. Imports neither the engine nor torch."""
+    """An engine's entry: `ENGINE` in torchtitan.inference.engines.NAME.engine. Imports neither the engine nor torch."""
 
     name: ClassVar[str]
     routes: ClassVar[tuple[Route, ...]]
@@ -379,11 +380,11 @@ class ForeignEngine:
     control: ClassVar[type[EngineControl]]
     refused_options: ClassVar[Mapping[str, str]] = {}
     """Options of the engine's own command line that no actor can have, unless their value is 1 -> why not"""
-    speculates: ClassVar[re.Pattern[str]]
+    speculates: ClassVar[re.Pattern[str]] = re.compile("specul")
     """Matches the names of options that turn on speculative decoding, in short and cut forms too"""
-    length_option: ClassVar[str]
-    """The option for the tokens of a prompt and its completion, which a run sets from training.seq_len"""
-    least_temperature: ClassVar[float]
+    length_option: ClassVar[str] = ""
+    """The option for the tokens of a prompt and its completion, which a run sets from training.seq_len; empty: none"""
+    least_temperature: ClassVar[float] = 0.0
     """Anything less, but for 0, the engine replaces by another temperature"""
 
     def wrong_options(self, words: Sequence[str]) -> list[str]:
@@ -405,9 +406,10 @@ class ForeignEngine:
         words = engine_words(config.inference.engine_args)
         for problem in self.wrong_options(words):
             yield "inference.engine_args", problem
-        for option in read_options(words):
+        limits = [option for option in read_options(words) if self.length_option and option.name == self.length_option]
+        for option in limits:
             limit, needed = option.value or "", config.training.seq_len
-            if option.name == self.length_option and limit.isascii() and limit.isdigit() and int(limit) < needed:
+            if limit.isascii() and limit.isdigit() and int(limit) < needed:
                 text = f"--{option.name} {limit} would cut completions: training.seq_len = {needed} needs {needed}"
                 yield "inference.engine_args", f"{text}, which the run sets where nothing is said"
         for key, value in (

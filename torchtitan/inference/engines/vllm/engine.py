@@ -20,7 +20,9 @@ from torchtitan.inference.engines.options import read_options
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     BY_PORT,
     FINISHED,
+    IN_A_FILE,
     SEVERAL_ENGINES,
+    SPECULATION,
     STAGES,
     EngineControl,
     EngineError,
@@ -101,6 +103,8 @@ class _Config(msgspec.Struct):
     model_config: _ModelConfig
     scheduler_config: _SchedulerConfig
     parallel_config: _ParallelConfig
+    speculative_config: Any = None
+    """Whatever form it has; None without speculation"""
 
 
 class _ServerInfo(msgspec.Struct):
@@ -142,6 +146,8 @@ class VLLMControl(EngineControl):
             raise EngineUnfit(f"it runs with --data-parallel-size {parallel.data_parallel_size}: {SEVERAL_ENGINES}")
         if parallel.pipeline_parallel_size > 1:
             raise EngineUnfit(f"it runs with --pipeline-parallel-size {parallel.pipeline_parallel_size}: {STAGES}")
+        if config.speculative_config is not None:
+            raise EngineUnfit(f"it runs with --speculative-config: {SPECULATION}")
         reported: Facts = {
             "dtype": model.dtype.removeprefix("torch."),
             "log-probs": PROCESSED if model.logprobs_mode == "processed_logprobs" else model.logprobs_mode,
@@ -200,7 +206,7 @@ class VLLMControl(EngineControl):
 
 
 class VLLM(ForeignEngine):
-    """See agent.engine.ForeignEngine. Of versions 0.32.0 and 0.33.0.
+    """See foreign_engine.ForeignEngine. Of versions 0.32.0 and 0.33.0.
 
     The server runs with --enable-scale-out, which has GENERATE, and --logprobs-mode processed_logprobs: those that
     tokens were sampled with.
@@ -215,6 +221,7 @@ class VLLM(ForeignEngine):
         **dict.fromkeys(("nnodes", "n"), "an actor's engine is on one machine: start more actors"),
         **dict.fromkeys(("api-server-count", "asc"), "each of several servers would pause for itself"),
         **dict.fromkeys(("uds", "ssl-keyfile", "ssl-certfile"), BY_PORT),
+        "config": IN_A_FILE,
         "headless": BY_PORT,
         "disable-fastapi-docs": "the agent reads in /openapi.json which routes there are",
         "api-key": "it would be a second token beside the actor's",

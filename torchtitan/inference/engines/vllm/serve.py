@@ -41,6 +41,7 @@ CLEARED_VARIABLES = (
     "VLLM_MAX_N_SEQUENCES", "VLLM_MAX_COMPLETION_PROMPTS",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING",  # weights that are not the run's
     "VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH", "VLLM_TEST_*",
+    "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_HUMMING_*",  # arithmetic of another type than inference.dtype
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",  # experts that the router has not chosen
 )  # fmt: skip
 OWN_OPTIONS = (
