@@ -26,6 +26,7 @@ from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.gateway import answer_stream
 from torchtitan.rollout.gateway.calls import Call, cut, make_choice
+from torchtitan.rollout.gateway.dialects.registry import DIALECTS
 from torchtitan.rollout.gateway.peer import PeerFailed
 
 APIS = API[:3]
@@ -517,3 +518,82 @@ async def test_a_parser_of_the_users_own_reads_calls_for_agents(tmp_path: Path) 
             assert not (await program.ask()).calls
             ended = await server._end(api)
             assert ended is not None and ended["counts"]["calls_unreadable"] == 1 and len(ended["branches"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", APIS)
+@asynchronous
+async def test_an_answer_that_the_gateway_cannot_write_is_none_and_not_the_policy_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api: str, stream: bool
+) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        engine.says = ["first", "second"]
+        program = program_of(api, http, url, await opened(server, api, stop), False)
+        await program.ask()
+        program.user("go on")
+        dialect = next(one for one in DIALECTS if one.path == program.body()[0])
+        for error in (RuntimeError("broken"), RecursionError()):
+            engine.says = ["second"]
+
+            def fail(*_: Any, why: Exception = error) -> Any:
+                raise why
+
+            monkeypatch.setattr(type(dialect), "events" if stream else "write", fail)
+            path, body = program.body()
+            headers = {"X-Api-Key": program.key}
+            async with http.post(f"{url}{path}", json={**body, "stream": stream}, headers=headers) as response:
+                assert response.status == (200 if stream else 500)
+                assert "an error of the gateway" in await response.text()
+        record = await server._end(api)
+        assert record is not None and record["calls"] == 1 and record["counts"]["calls_refused/internal_error"] == 2
+        (branch,) = branches_of(record["branches"])
+        assert [server._tokenizer.decode(one.token_ids) for one in branch.sampled] == ["first"]
+        # So the episode is begun again, like one whose engine gave no answer.
+        assert record["failed"] == 1 and not record["ended_by"]
+
+
+@pytest.mark.parametrize("levels", [90, 110, 450, 900])
+@asynchronous
+async def test_arguments_of_very_many_levels_are_an_unreadable_call_on_every_api(tmp_path: Path, levels: int) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            for stream in (False, True):
+                name = f"{api}-{stream}"
+                program = program_of(api, http, url, await opened(server, name, stop), stream)
+                program.tools = [("look", "Look", {"type": "object"})]
+                arguments = '{"at": ' + "[" * levels + "]" * levels + "}"
+                engine.says = [f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>']
+                assert len((await program.ask()).calls) == (levels < 100)
+                record = await server._end(name)
+                assert record is not None and record["counts"]["calls_unreadable"] == (levels > 100)
+                assert record["counts"]["calls_answered"] == len(record["branches"]) == 1
+
+
+@pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
+@asynchronous
+async def test_a_refused_result_ends_a_conversation_whatever_items_say_that_there_is_one(
+    tmp_path: Path, kind: str
+) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    tools: dict[str, Any] = {
+        "function_call": {"type": "function", "name": "look", "parameters": {"type": "object"}},
+        "custom_tool_call": {"type": "custom", "name": "look"},
+    }
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        engine.says = ['<tool_call>{"name": "look", "arguments": {"input": "up"}}</tool_call>']
+        headers = {"Authorization": f"Bearer {await opened(server, kind, stop)}"}
+        question: dict[str, Any] = {"role": "user", "content": "?"}
+        body: dict[str, Any] = {"input": [question], "tools": [tools[kind]]}
+        async with http.post(f"{url}/v1/responses", json=body, headers=headers) as response:
+            (call,) = (await response.json())["output"]
+        assert call["type"] == kind
+        image = [{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]
+        result = {"type": f"{kind}_output", "call_id": call["call_id"], "output": image}
+        async with http.post(
+            f"{url}/v1/responses", json={**body, "input": [question, call, result]}, headers=headers
+        ) as response:
+            assert response.status == 400
+        record = await server._end(kind)
+        assert record is not None and "/v1/responses" in record["ended_by"]

@@ -235,6 +235,13 @@ async def compacts_twice(agent: Agent) -> float:
     return 1.0
 
 
+async def calls_what_cannot_be_read(agent: Agent) -> float:
+    said = await agent.ask(["look"])
+    agent.policy.says = [(UNREADABLE, "stop")]
+    assert "look" in await agent.ask(["look", said, "more"])
+    return 1.0
+
+
 async def uses_up_its_turns(agent: Agent) -> float:
     turns = ["look"]
     while not (said := await agent.ask(turns)).startswith("status"):
@@ -262,6 +269,7 @@ class Row:
     events: list[str] = field(default_factory=list)
 
 
+UNREADABLE = '<tool_call>{"name": "look", "arguments": 1}</tool_call>'
 ALSO_REFUSED = {"calls_answered": 2, "calls_refused": 1, "calls_refused/invalid_request": 1}
 TABLE = [
     Row(never_calls, failure=Failure.NOT_BEGUN, reward=None, episodes={"unasked": 1, "episodes_lost": 1},
@@ -287,6 +295,8 @@ TABLE = [
         calls={"calls_answered": 4}),
     Row(compacts_twice, [["answer 0", "answer 1"], ["answer 2", "answer 3"], ["answer 4"]],
         calls={"calls_answered": 5}),
+    # The policy's calls of tools are not the program's calls of the policy.
+    Row(calls_what_cannot_be_read, [["answer 0", UNREADABLE]], calls={"calls_answered": 2, "calls_unreadable": 1}),
     Row(uses_up_its_turns, [[f"answer {number}" for number in range(MAX_TURNS)]], finish="length", reward=0.5,
         calls={"calls_answered": MAX_TURNS, "calls_refused": 1, "calls_refused/max_turns_reached": 1},
         events=["calls_without_answer"]),

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from torchtitan.rollout.gateway.exchange import without_answer
 from torchtitan.utils.json_lines import EventLog
 
 # A failure's kind -> what counts it. Together they are `failures`.
@@ -66,11 +67,7 @@ class FailureLog:
 
         counts, refusals: see SessionRecord.
         """
-        wrong = {
-            name: count
-            for name, count in counts.items()
-            if count and name.startswith("calls_") and name not in ("calls_answered", "calls_refused")
-        }
+        wrong = without_answer(counts)
         if wrong:
             reasons = [f"{one['path']}: {one['reason']}" for one in refusals]
             about = {"episode": episode, "calls": wrong, "reasons": reasons, "stderr": said[-QUOTED_CHARACTERS:]}

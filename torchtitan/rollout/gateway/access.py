@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan.inference.types import SamplingParameters
-from torchtitan.rollout.gateway.exchange import Exchange, Ledger
+from torchtitan.rollout.gateway.exchange import INTERNAL, Exchange, Ledger
 from torchtitan.rollout.gateway.main_conversation import main_conversation
 from torchtitan.rollout.gateway.record import branches_to_json
 from torchtitan.rollout.gateway.session import Session
@@ -57,15 +57,17 @@ class Access:
         counts = sum((one.counts for one in sessions), Counter(self.ledger.counts))
         counts["calls_without_key"] = strangers.counts["calls"]
         ending = self.ledger.ending_refusal(main)
+        # An error of the gateway itself says no more about the policy than an engine that gives no answer.
+        breaks = ending is not None and ending.kind == INTERNAL
         return {
             "branches": branches_to_json([*side, *of_main]),
             "calls": sum(one.calls for one in sessions),
-            "failed": sum(len(one.failed) for one in sessions),
+            "failed": sum(len(session.failed) for session in sessions) + breaks,
             "cut": main is not None and main.cut,
             "counts": counts,
             "side": len(side),
             "refusals": [*self.ledger.reasons(), *strangers.reasons()],
-            "ended_by": "" if ending is None else f"{ending.path}: {ending.reason}",
+            "ended_by": "" if ending is None or breaks else f"{ending.path}: {ending.reason}",
         }
 
 

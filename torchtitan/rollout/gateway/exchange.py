@@ -23,12 +23,26 @@ OUTCOMES = ("answered", "refused", "failed", "hung_up", "unseen", "ended")
 TURNS_USED_UP = "max_turns_reached"
 LIMITS = (CONTEXT_FULL, TURNS_USED_UP)
 # What a refusal without a code of its own is called, by its status.
+INTERNAL = "internal_error"
 KINDS = {
     400: "invalid_request", 404: "unknown_url", 408: "slow_body", 413: "request_too_large", 415: "unknown_encoding",
-    500: "internal_error",
+    500: INTERNAL,
 }  # fmt: skip
+# Items of /v1/responses that come from an answer, or say what its calls returned.
+ITEMS_OF_ANSWERS = (
+    "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
+)  # fmt: skip
 # The reasons that a record has, at most, and their characters.
 MAX_REASONS, MAX_REASON_CHARACTERS = 5, 500
+
+
+def without_answer(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return those counts of an episode that are of requests without an answer, refused ones by their kinds."""
+    names = {f"calls_{outcome}" for outcome in OUTCOMES if outcome not in ("answered", "refused")}
+    names.add("calls_without_key")
+    return {
+        name: count for name, count in counts.items() if count and (name in names or name.startswith("calls_refused/"))
+    }
 
 
 class NoAnswer(Exception):
@@ -80,7 +94,8 @@ class Exchange:
         self.outcome = self.outcome or "answered"
 
     def fail(self, error: Exception, status: int, code: str | None) -> None:
-        """It gets an error."""
+        """It gets an error, and what was sampled for it is not an answer."""
+        self.withdraw()
         if isinstance(error, NoAnswer):
             self.outcome = "failed"
             return
@@ -147,6 +162,6 @@ def _has_history(body: Mapping[str, Any]) -> bool:
     if not isinstance(messages, list):
         return "token_ids" in body
     return any(
-        isinstance(one, dict) and (one.get("role") == "assistant" or one.get("type") == "function_call")
-        for one in messages
+        isinstance(message, dict) and (message.get("role") == "assistant" or message.get("type") in ITEMS_OF_ANSWERS)
+        for message in messages
     )

@@ -210,7 +210,7 @@ class GatewayServer:
                     await error.stream.fail(*_error_of(error.refusal))
                 return error.stream.response
             except Exception as error:
-                message, status, code = _error_of(error)
+                message, status, code = _error_of(error, bool(exchange.answers))
                 exchange.fail(error, status, code)
                 return _refused(dialect, WrongCall(message, code, status))
             finally:
@@ -321,7 +321,7 @@ class GatewayServer:
             except (ConnectionError, asyncio.TimeoutError):
                 raise  # the same, or it takes nothing
             except Exception as error:
-                message, status, code = _error_of(error)
+                message, status, code = _error_of(error, bool(exchange.answers))
                 exchange.fail(error, status, code)
                 await stream.fail(message, status, code)
             return stream.response
@@ -444,13 +444,14 @@ def _json(data: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=compact_json(data), status=status, content_type="application/json")
 
 
-def _error_of(error: Exception) -> tuple[str, int, str | None]:
-    """Return (message, status, code) of what ended a call."""
+def _error_of(error: Exception, sampled: bool = False) -> tuple[str, int, str | None]:
+    """Return (message, status, code) of what ended a call. sampled: its answer was there already, so that whatever went
+    wrong is not the program's fault."""
     if isinstance(error, WrongCall):
         return str(error), error.status, error.code
     if isinstance(error, NoAnswer):
         return f"the policy could not answer: {error}", 503, None
-    if isinstance(error, RecursionError):
+    if isinstance(error, RecursionError) and not sampled:
         return "the body is nested too deeply", 400, None
     if isinstance(error, web.HTTPException):
         return error.text or error.reason, error.status, None

@@ -16,6 +16,8 @@ from torchtitan.rollout.conversation.thoughts import Turn, read_turn
 Schemas = Sequence[dict[str, Any]]
 """JSON schemas of functions, as OpenAI's API and chat templates have them"""
 
+# Arguments with more levels of objects and lists are no call: what reads them further on would fail of them.
+DEEPEST_ARGUMENTS = 100
 WRONG = 'a tool call must be {"name": …, "arguments": {…}} in JSON'
 
 
@@ -106,12 +108,23 @@ def make_call(name: Any, arguments: Any) -> Call:
     """Return a call, if its name is text and its arguments are an object that JSON can represent."""
     if not name or not isinstance(name, str) or not isinstance(arguments, dict):
         return UnreadableCall(WRONG)
+    if _is_deeper(arguments, DEEPEST_ARGUMENTS):
+        return UnreadableCall(f"the arguments of a tool call must not have more than {DEEPEST_ARGUMENTS} levels")
     try:
         # JSON can express lone surrogates, which cannot be encoded as UTF-8, and numbers that become infinite.
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return UnreadableCall(WRONG)
     return ToolCall(name, arguments)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether a value consists of more levels of objects and lists."""
+    level = [value]
+    for _ in range(levels):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        level = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
+    return any(isinstance(item, dict | list) for item in level)
 
 
 def call_of_object(value: Any) -> Call:
