@@ -27,6 +27,7 @@ from torchtitan.config.derived import (
     started_actors,
     stop_tokens,
     trains_on_gpu,
+    verification,
     without_masters,
 )
 from torchtitan.config.job_config import JobConfig, Profiling
@@ -242,7 +243,8 @@ class Job:
         self._recorder.add("commit" if published else "skip", begun)
         if published and self._probe and self.version % self.config.weight_sync.verify_every == 0:
             begun = time.time()
-            log_probs = self.trainer.score(self._probe)
+            # Actors that prove their weights by themselves only sample.
+            log_probs = self.trainer.score(self._probe) if verification(self.config) == "probe" else []
             following = self.trainer.next_log_probs(self._probe, sampled_behind(self._probe))
             self._recorder.add("probe", begun)
             self._probe_s += time.time() - begun

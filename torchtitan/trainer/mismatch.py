@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchtitan.config.derived import has_engines, is_colocated, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.pool.weight_probe import sampling_tolerance
+from torchtitan.inference.pool.weight_probe import probes_samples, sampling_tolerance
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
 WHAT_TO_LOOK_AT = (
@@ -47,8 +47,8 @@ class ActorFigures:
 
 def probe_tokens(config: JobConfig, vocabulary: int) -> list[int]:
     """Token ids of the text that the trainer and all actors have to agree on (inference/pool/weight_probe.py), the same
-    on every rank; empty where nothing is probed."""
-    if verification(config) != "probe" or not has_engines(config):
+    on every rank; empty where nothing is probed, neither scores nor samples."""
+    if not has_engines(config) or not probes_samples(config):
         return []
     limit = max(2, min(MAX_TOKENS, config.training.seq_len - 1))
     tokens = Tokenizer(config.model.hf_assets_path).encode(TEXT)[:limit]

@@ -297,12 +297,26 @@ def test_samples_of_the_probe_may_have_other_experts_also_where_those_of_a_batch
     assert guard._samples_tolerance == parity.FEW_SAMPLES * probed
 
 
+def test_samples_are_probed_wherever_an_engine_may_compute_otherwise_with_the_right_weights() -> None:
+    config = JobConfig()
+    assert not parity.probes_samples(config)  # embedded, started by the run, verified by digest
+    config.inference.servers = ["http://10.0.0.7:8000"]
+    assert parity.probes_samples(config)
+    config.inference.servers, config.inference.discover = [], True
+    assert parity.probes_samples(config)
+    config.inference.discover, config.inference.backend, config.weight_sync.verify = False, "vllm", "digest"
+    assert parity.probes_samples(config)
+    config.weight_sync.verify = "off"
+    assert not parity.probes_samples(config)
+
+
+@pytest.mark.parametrize("verify", ["probe", "digest"])
 @pytest.mark.parametrize("kept", [None, [3, 5]])
 def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
-    tmp_path: Path, kept: list[int] | None
+    tmp_path: Path, kept: list[int] | None, verify: str
 ) -> None:
     logits = np.linspace(-2.0, 2.0, 8)
-    config = make_config()
+    config = make_config(verify=verify)
     config.rollout.temperature, config.rollout.top_k = 0.5, 2 if kept else 0
     asked: list[GenerateRequest] = []
 
@@ -310,6 +324,10 @@ def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
         """Reports log-probs at this temperature."""
 
         reports_at = 0.5
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.able = replace(self.able, digest=True)
 
         async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
             asked.append(request)
@@ -322,12 +340,14 @@ def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
         raw.reports_at = 1.0
         log_probs = logits / 0.5 - np.logaddexp.reduce(logits / 0.5)
         following = np.tile(log_probs, (len(parity.sampled_behind(IDS)), 1))
-        pool.answers.expect(0, IDS, truth(0), following)
+        pool.answers.expect(0, IDS, truth(0) if verify == "probe" else [], following)
         # No newer version comes, and none would help.
         await eventually(lambda: pool.actors == {"actor-0": "ready", "actor-1": "gave up"})
+        assert bool(honest.scored) == (verify == "probe")
 
     events = run(tmp_path, config, scenario, Sampler)
-    assert {event["actor"] for event in of(events, "samples_probed")} == {"actor-0"}
+    assert [event["actor"] for event in of(events, "samples_probed")] == ["actor-0"]
+    assert not of(events, "weights_not_verified")
     differ = of(events, "log_probs_differ")[0]
     assert differ["actor"] == "actor-1" and differ["difference"] > differ["bound"] > 0
     assert "processed_logprobs" in of(events, "actor_evicted")[0]["reason"]

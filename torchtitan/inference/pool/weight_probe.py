@@ -22,6 +22,7 @@ import numpy as np
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorError, AnswerRefused
+from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, ScoredTokens
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -83,6 +84,21 @@ def sampling_tolerance(config: JobConfig, replays: bool = True) -> float:
     return (SAMPLED * _rounding(config) + others) / temperature
 
 
+def probes_samples(config: JobConfig) -> bool:
+    """Whether actors sample behind the probe, and the trainer says what their log-probs have to be.
+
+    Digests prove weights, and not what is computed with them. In a run that is a version ahead of its samples, no batch
+    but the first shows that. The actors that the run starts itself with the trainer's own layers are spared."""
+    how = verification(config)
+    if how != "digest":
+        return how == "probe"
+    return _has_actors_of_others(config) or not engine_of(config).features.trainers_layers
+
+
+def _has_actors_of_others(config: JobConfig) -> bool:
+    return bool(config.inference.servers) or config.inference.discover
+
+
 def _rounds_to_bfloat16(config: JobConfig) -> bool:
     return "bfloat16" in (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
 
@@ -98,8 +114,7 @@ def _rounding(config: JobConfig) -> float:
         return FLOAT32
     layers = read_shape(config).num_hidden_layers
     # See EXACT_HEAD in the engines' modules; servers that run already were started by others.
-    others = bool(config.inference.servers) or config.inference.discover
-    rounds_logits = config.inference.dtype == "bfloat16" and (others or not has_gpu())
+    rounds_logits = config.inference.dtype == "bfloat16" and (_has_actors_of_others(config) or not has_gpu())
     return 0.01 * math.sqrt(layers) + (0.03 if rounds_logits else 0.0)
 
 
@@ -130,7 +145,8 @@ class ProbeAnswers:
     def expect(
         self, version: int, token_ids: list[int], log_probs: list[float], following: np.ndarray | None = None
     ) -> None:
-        """The log-probs of these tokens but the first, each given those before it, with the weights of `version`.
+        """The log-probs of these tokens but the first, each given those before it, with the weights of `version`; empty
+        where actors are not asked for them.
         following [places, vocabulary]: those of every token behind sampled_behind(token_ids), at the run's
         temperature."""
         self.token_ids = token_ids
@@ -157,7 +173,9 @@ class _Seen:
     version: int = -1
     """Newest that was found equal"""
     settled: bool = False
-    """There is nothing to ask it"""
+    """There is nothing to ask it, or nothing any more"""
+    is_known: bool = False
+    """It has said what it is able to do"""
     asks_score: bool = False
     doubted: bool = False
     """The last answer was wrong"""
@@ -172,7 +190,7 @@ class ParityGuard:
 
     def __init__(self, config: JobConfig, epoch: str, events: EventLog, answers: ProbeAnswers):
         self._epoch, self._events, self._answers = epoch, events, answers
-        self._how = verification(config)
+        self._how, self._probes_samples = verification(config), probes_samples(config)
         self._config = config
         # The trainer chooses the experts of the probe's tokens by itself.
         self._samples_tolerance = FEW_SAMPLES * sampling_tolerance(config, replays=False)
@@ -238,11 +256,17 @@ class ParityGuard:
         if seen.settled or not actor.serves(0):
             return
         try:
-            if not seen.asks_score:
+            if not seen.is_known:
                 await self._learn(actor, seen)
-            elif actor.version is not None and actor.version > seen.version and self._answers.under(actor.version):
+            elif (
+                seen.asks_score
+                and actor.version is not None
+                and actor.version > seen.version
+                and self._answers.under(actor.version)
+            ):
                 await self._compare(actor, seen, await actor.score(self._answers.token_ids))
-            if seen.version >= 0 and not seen.samples_right:
+            may_sample = seen.version >= 0 or (self._how == "digest" and not seen.settled)
+            if may_sample and not seen.samples_right:
                 await self._compare_samples(actor, seen)
             seen.silent_since = None
         except AnswerRefused as error:
@@ -255,8 +279,9 @@ class ParityGuard:
 
     async def _learn(self, actor: Actor, seen: _Seen) -> None:
         able = await actor.capabilities()
+        seen.is_known = True
         if self._how == "digest":
-            seen.settled = True
+            seen.settled = not self._probes_samples
             if not able.digest:
                 self._not_verified(actor, "it does not verify its own weights, as weight_sync.verify = digest asks")
         elif able.score:
@@ -308,14 +333,19 @@ class ParityGuard:
         difference = sum(differences) / len(differences)
         if difference <= self._samples_tolerance:
             seen.samples_right, seen.doubted = True, False
+            seen.settled = not seen.asks_score
+            self._failures[actor.name] = 0
             self._events.write("samples_probed", actor=actor.name, version=version, difference=difference)
             return
+        right, other_cause = "its scores of the probe do not", ""
+        if self._how == "digest":
+            right = "it proves that its weights are those that were sent"
+            other_cause = ", or its rope_theta or another part of its config.json is not the run's"
         reason = (
             f"its log-probs of {len(differences)} tokens that it sampled behind the probe differ from the trainer's by "
-            f"{difference:.3g} nats on average, by more than {self._samples_tolerance:.3g}, though its scores of the "
-            "probe do not: it reports other log-probs than those that it sampled with (vLLM needs --logprobs-mode "
-            f"processed_logprobs), or it changes rollout.temperature = {self._sampling.temperature:g} or another "
-            "sampling option"
+            f"{difference:.3g} nats on average, by more than {self._samples_tolerance:.3g}, though {right}: it reports "
+            "other log-probs than those that it sampled with (vLLM needs --logprobs-mode processed_logprobs), or it "
+            f"changes rollout.temperature = {self._sampling.temperature:g} or another sampling option{other_cause}"
         )
         fields = {"difference": difference, "bound": self._samples_tolerance, "tokens": len(differences)}
         await self._doubt(actor, seen, version, reason, {**fields, "reason": reason}, "log_probs_differ")
