@@ -40,10 +40,12 @@ source "$root/scripts/setup_env.sh"
 setup_env "${EXTRAS:-}"
 
 # Python takes a folder torchtitan of the working directory before this checkout.
-found="$("$PYTHON" -c 'import importlib.util; print(importlib.util.find_spec("torchtitan").origin)')"
-if [[ ! "$found" -ef "$root/torchtitan/__init__.py" ]]; then
-    echo "error: here torchtitan is another package ($found): start $root/run_grpo.sh from another folder" >&2
-    exit 2
+if [[ -e torchtitan || -e torchtitan.py ]] && [[ ! . -ef "$root" ]]; then
+    found="$("$PYTHON" -c 'import importlib.util; print(importlib.util.find_spec("torchtitan").origin)')"
+    if [[ ! "$found" -ef "$root/torchtitan/__init__.py" ]]; then
+        echo "error: here torchtitan is another package ($found): start $root/run_grpo.sh from another folder" >&2
+        exit 2
+    fi
 fi
 
 # A single rank keeps the terminal, for the live display; --tee would put a file in between.

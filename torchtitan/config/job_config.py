@@ -180,7 +180,7 @@ def table_types() -> dict[str, Any]:
 
 @cache
 def known_keys() -> dict[str, FieldInfo]:
-    """`table.key` -> its type (`annotation`), rules (`metadata`), default and documentation (`description`)."""
+    """`table.key` -> its type (`annotation`), rules (`metadata`) and default."""
     tables = table_types().items()
     return {f"{table}.{key}": info for table, kind in tables for key, info in kind.__pydantic_fields__.items()}
 

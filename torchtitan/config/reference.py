@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+import ast
+import inspect
+import sys
+from functools import cache
+from itertools import groupby, pairwise
 from types import GenericAlias
 from typing import Any, Literal, get_args, get_origin
 
@@ -10,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from torchtitan.config.evaluations import EvalSet
-from torchtitan.config.job_config import known_keys
+from torchtitan.config.job_config import known_keys, table_types
 from torchtitan.config.sources import Source, fields_of
 from torchtitan.config.values import Names, Range, show, spelled, without_none
 
@@ -32,23 +36,61 @@ def markdown() -> str:
     parts = [HEAD]
     several = {"source": Source, "eval.set": EvalSet}
     inner = [(f"{table}.{key}", info) for table, kind in several.items() for key, info in fields_of(kind).items()]
+    texts = documentation()
     for table, keys in groupby([*known_keys().items(), *inner], lambda item: item[0].rpartition(".")[0]):
         title = f"[[{table}]]" if table in several else f"[{table}]"
         parts.append(f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
         for name, info in keys:
             kind = " \\| ".join(f"`{choice}`" for choice in _choices(info)) or _short_type(info.annotation)
-            meaning = _meaning(info).replace("|", "\\|")
+            meaning = _meaning(texts[name], info).replace("|", "\\|")
             parts.append(f"| `{name.rpartition('.')[2]}` | {kind} | `{_default(info)}` | {meaning} |\n")
     return "".join(parts)
 
 
 def help_text(program: str) -> str:
     """Every option of the command line of `program`."""
+    texts = documentation()
     lines = [f"usage: {program} [--dry-run] [--table.key value …]", ""]
     for name, info in known_keys().items():
         kind = "|".join(_choices(info)) or _short_type(info.annotation).upper()
-        lines += [f"--{name} {kind}", f"    {_meaning(info)} (default: {_default(info)})"]
+        lines += [f"--{name} {kind}", f"    {_meaning(texts[name], info)} (default: {_default(info)})"]
     return "\n".join(lines)
+
+
+def documentation() -> dict[str, str]:
+    """Each key that the reference has (`table.key`) -> its field's description, or else the string under it in the
+    tables' source."""
+    kinds = {**table_types(), "source": Source, "eval.set": EvalSet}
+    return {
+        f"{table}.{key}": info.description or _text_under(kind, key)
+        for table, kind in kinds.items()
+        for key, info in fields_of(kind).items()
+    }
+
+
+def _text_under(kind: type, key: str) -> str:
+    """The string under a field of a class, or of the class from which that is derived; empty without one."""
+    for owner in kind.__mro__:
+        if text := _texts_in(owner.__module__).get((owner.__name__, key)):
+            return text
+    return ""
+
+
+@cache
+def _texts_in(module: str) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string under it, in a module's source."""
+    if not module.startswith("torchtitan."):
+        return {}
+    found: dict[tuple[str, str], str] = {}
+    for kind in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        for field, under in pairwise(kind.body):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant):
+                found[kind.name, field.target.id] = inspect.cleandoc(str(under.value.value))
+    return found
 
 
 def _choices(info: FieldInfo) -> tuple[str, ...]:
@@ -69,9 +111,9 @@ def _default(info: FieldInfo) -> str:
     return "none" if default is None else "required" if default is PydanticUndefined else show(default)
 
 
-def _meaning(info: FieldInfo) -> str:
+def _meaning(text: str, info: FieldInfo) -> str:
     rules = "".join(f" ({rule})" for rule in info.metadata if isinstance(rule, (Range, Names)))
-    return " ".join(f"{info.description}{rules}".split())
+    return " ".join(f"{text}{rules}".split())
 
 
 if __name__ == "__main__":

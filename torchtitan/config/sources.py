@@ -124,10 +124,6 @@ IN_TABLE = {
 
 
 def fields_of(kind: type) -> dict[str, Any]:
-    """Key of [[source]] or [[eval.set]], as `kind` has them -> its type, rules, default and documentation, as
-    known_keys() has those of the tables."""
+    """Key of a table, [[source]] or [[eval.set]], as its class has them -> its type, rules and default."""
     fields: dict[str, Any] = getattr(kind, "__pydantic_fields__")  # noqa: B009
-    # A key that both have is documented in Task, whose text pydantic does not hand down.
-    for key, shared in getattr(Task, "__pydantic_fields__").items():  # noqa: B009
-        fields[key].description = fields[key].description or shared.description
     return fields

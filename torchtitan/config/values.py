@@ -29,8 +29,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Nothing but an integer where a number is asked for is converted; the string under a field documents it.
-TABLE = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+# Nothing but an integer where a number is asked for is converted; the string under a field documents it (reference.py,
+# as pydantic would read every table's source in every process). A table's checks are made when it is first filled.
+TABLE = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 RULE = "rule"
 """The type of the errors that rules raise"""

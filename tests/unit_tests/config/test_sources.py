@@ -12,6 +12,7 @@ import pytest
 from torchtitan.config.derived import sources_of, teacher_of, weights_of
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.reading import Draft
+from torchtitan.config.reference import documentation
 from torchtitan.config.sources import IN_TABLE, Source, fields_of
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.plan import describe_plan
@@ -105,7 +106,7 @@ def test_every_key_of_a_table_that_a_source_has_is_checked_as_there() -> None:
         assert not problems and getattr(config.source[0], key) == values[key]
         _, problems = draft({"source": [values | {key: {1, 2}}]}).build()
         assert problems and key in problems[0].text
-    assert all(info.description for info in fields_of(Source).values())
+    assert all(documentation()[f"source.{key}"] for key in fields_of(Source))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.transports import TRANSPORTS
-from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 
 if TYPE_CHECKING:
     import torch
 
     from torchtitan.config.job_config import JobConfig, WeightSync
+    from torchtitan.weight_sync.memory.manifest import Layout  # imports numpy
 
 
 class Transport:
