@@ -17,12 +17,13 @@ from tests.policies import make_debug_checkpoint
 from tests.unit_tests.inference.json_server import Answer, serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import TOKEN_VARIABLE, Facts
+from torchtitan.inference.actor_client import TOKEN_VARIABLE, ActorHealth, Facts, Offers
 from torchtitan.inference.engines.embedded.__main__ import parse_arguments
 from torchtitan.inference.engines.sglang.engine import SGLangControl
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineControl, EngineOptions, EngineUnfit
 from torchtitan.inference.engines.vllm.engine import NEEDED, VLLMControl
 from torchtitan.inference.pool.actor_pool import InferencePool
+from torchtitan.inference.serving import joining
 from torchtitan.inference.serving.joining import demands, offers, shape_facts
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.registry.state import differing
@@ -148,6 +149,41 @@ async def test_a_server_of_another_kind_ends_the_run_at_its_start(checkpoint: Pa
     said = str(caught.value)
     assert said.startswith(f"inference.servers: {url} cannot sample for this run: its dtype is bfloat16, and")
     assert "its log-probs is raw_logprobs, and this job needs processed" in said and "0.32.0" in said
+
+
+@asynchronous
+async def test_a_server_may_read_its_checkpoint_for_as_long_as_a_start_takes_and_started_actors_do_not(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a checkpoint is read where adapters are merged into it: minutes for a large one on a slow disk."""
+    read: list[str] = []
+    joining._weights_of.cache_clear()
+    monkeypatch.setattr(joining, "fingerprint", lambda path: read.append(str(path)) or "digest")
+    for _ in range(3):
+        assert offered(checkpoint)["weights"] == "digest"
+    assert read == [str(checkpoint)]
+    asked: list[tuple[float, bool]] = []
+
+    class Client:
+        async def health(self, timeout_s: float) -> ActorHealth:
+            return ActorHealth("ok", "e", 0)
+
+        async def offers(self, timeout_s: float, weights: bool) -> Offers:
+            asked.append((timeout_s, weights))
+            return Offers(offered(checkpoint))
+
+        async def close(self) -> None: ...
+
+    config = make_config(checkpoint, "http://127.0.0.1:1")
+    config.lora.rank = 2
+    client: Any = Client()
+    pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events"), lambda url, key: client)
+    await pool.start()
+    await pool.close()
+    assert set(asked) == {(config.inference.startup_timeout_s, True)}
+    assert "weights" in pool._demands and "weights" not in pool._demands_of_started
+    config.inference.servers = []
+    assert "weights" not in demands(config)
 
 
 @asynchronous

@@ -364,7 +364,9 @@ class Actor:
         answer."""
         if self._checked or not self._demands:
             return
-        found = await self._client.offers(self._config.health_timeout_s, "weights" in self._demands)
+        reads_weights = "weights" in self._demands
+        timeout_s = self._config.startup_timeout_s if reads_weights else self._config.health_timeout_s
+        found = await self._client.offers(timeout_s, reads_weights)
         if found is not None and (wrong := differing(self._demands, found.offers)):
             version = found.offers.get("version", "")
             raise Unfit(

@@ -114,8 +114,9 @@ class InferencePool:
 
     @property
     def _demands_of_started(self) -> Facts:
-        # inference.engine_args may have an engine compute fewer sequences at a time: the others wait inside of it.
-        return {name: fact for name, fact in self._demands.items() if name != "max-sequences"}
+        # inference.engine_args may have an engine compute fewer sequences at a time: the others wait inside of it. Its
+        # checkpoint is the run's.
+        return {name: fact for name, fact in self._demands.items() if name not in ("max-sequences", "weights")}
 
     @property
     def statistics(self) -> Counter[str]:
@@ -151,7 +152,8 @@ class InferencePool:
 
         Raises:
             UserError: a server refuses our token, or is not what the run needs (each is asked once, within
-                inference.health_timeout_s).
+                inference.health_timeout_s; with adapters it also reads its checkpoint, within
+                inference.startup_timeout_s).
         """
         servers = self._config.inference.servers
         if self._config.model.hf_assets_path:

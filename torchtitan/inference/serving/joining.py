@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -106,8 +107,11 @@ def demands(config: JobConfig) -> Facts:
         "exact": int(inference.exact),
         "verify-every": int(verification(config) == "digest"),
     }
-    # Adapters are merged into the actor's own weights.
-    return wanted | ({"weights": fingerprint(model)} if config.lora.rank else {})
+    # Adapters are merged into the actor's own weights. The actors that a run starts read the very files of the run, and
+    # for others all of them are read.
+    if config.lora.rank and (inference.servers or inference.discover):
+        wanted["weights"] = fingerprint(model)
+    return wanted
 
 
 def offers(arguments: argparse.Namespace, engine: str, with_weights: bool = True) -> Facts:
@@ -126,7 +130,14 @@ def offers(arguments: argparse.Namespace, engine: str, with_weights: bool = True
         "exact": int(getattr(arguments, "exact", False)),
         "verify-every": int(arguments.verify_every > 0),
     }
-    return facts | ({"weights": fingerprint(arguments.model)} if with_weights else {})
+    return facts | ({"weights": _weights_of(arguments.model)} if with_weights else {})
+
+
+@functools.lru_cache(maxsize=1)
+def _weights_of(directory: str) -> str:
+    """The fingerprint of the checkpoint that an actor has begun with. Each run and each return asks for it, and a large
+    one takes minutes to read."""
+    return fingerprint(directory)
 
 
 class GuestClient(RegistryClient):
