@@ -362,6 +362,16 @@ def test_a_teacher_gives_the_log_probs_and_the_likeliest_tokens_in_order(stage: 
         asyncio.run(ask_as_teacher(stage, 0))
 
 
+@pytest.mark.parametrize("stage", TEACHERS, indirect=True)
+def test_a_teachers_likeliest_tokens_have_no_more_than_all_probability(stage: Stage) -> None:
+    """vLLM's --logprobs-mode raw_logits gives logits, which may all be below 0."""
+    if not stage.stand_in.gives_likeliest:
+        pytest.skip("it gives none")
+    stage.reply = stage.stand_in.taught(PROMPT, [-2.0, -0.2], [[(-1.0, 4), (-0.75, 9)], [(-0.2, 7), (-0.1, 2)]])
+    with pytest.raises(WrongForm, match="likeliest tokens of place 2 are 1.72 in sum"):
+        asyncio.run(ask_as_teacher(stage, 2))
+
+
 @servers
 @pytest.mark.parametrize(
     ("status", "failure"), [(503, ActorNotReady), (401, TokenRefused), (400, RequestRefused), (500, ActorError)]

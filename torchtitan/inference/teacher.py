@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torchtitan.inference.actor_client import JsonClient
@@ -11,6 +12,9 @@ from torchtitan.inference.engines.descriptor import TeacherScores
 from torchtitan.inference.engines.registry import server_of
 from torchtitan.utils.reader_process import Pieces
 from torchtitan.utils.typed_json import WrongForm, without_collection
+
+# Of all tokens it is 1; log-probs that are rounded to bfloat16 may give a little more.
+MOST_PROBABILITY = 1.02
 
 
 def read_taught(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
@@ -30,6 +34,7 @@ def read_taught(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
         check_log_probs(scores.log_probs, "score")  # type: ignore[arg-type] # _check() has refused None
         check_log_probs(log_probs, "score", "of one of the likeliest tokens, the log-prob")
         check_token_ids(ids, about["vocabulary"], "score")
+        _check_probabilities(likeliest)
         return Outcome(log_probs=array(scores.log_probs, "<f8"), top=(array(ids, "<i8"), array(log_probs, "<f8")))
 
     return outcome_of(read)
@@ -40,6 +45,17 @@ def _check(scores: TeacherScores, token_ids: list[int]) -> None:
         raise WrongForm(f"{len(scores.log_probs)} log-probs were returned for {len(token_ids)} tokens")
     if any(None in entry for row in scores.likeliest for entry in row):
         raise WrongForm("one of the likeliest tokens has no number or no log-prob")
+
+
+def _check_probabilities(likeliest: list[list[tuple[Any, Any]]]) -> None:
+    """Raise WrongForm unless the tokens of each place are different ones, whose probabilities are no more than 1."""
+    for place, row in enumerate(likeliest, start=1):
+        if len({token for _, token in row}) < len(row):
+            raise WrongForm(f"the likeliest tokens of place {place} have one twice")
+        total = sum(math.exp(log_prob) for log_prob, _ in row)
+        if total > MOST_PROBABILITY:
+            text = f"the probabilities of the likeliest tokens of place {place} are {total:.3g} in sum"
+            raise WrongForm(f"{text}: these are no log-probs (vLLM's --logprobs-mode raw_logits has others)")
 
 
 def _likeliest(scores: TeacherScores, top: int) -> list[list[tuple[Any, Any]]]:
