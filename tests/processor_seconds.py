@@ -26,14 +26,16 @@ WARNING_S, LIMIT_S = 3.0, 6.0
 PHASES = {"setup": "fixtures", "call": "tests", "teardown": "fixtures"}
 COLUMNS = ("tests", "fixtures", "imports")
 TICKS = os.sysconf("SC_CLK_TCK")
+# What is used between tests and at their ends is looked up now: a test may have replaced it.
+_list_folder, _own_number, _read_text = os.listdir, os.getpid, Path.read_text
 
 
 def _children(pid: int) -> list[int]:
     """Processes that the threads of this one have started and that nobody has waited for yet."""
     found: list[int] = []
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+        for thread in _list_folder(f"/proc/{pid}/task"):
+            found += map(int, _read_text(Path(f"/proc/{pid}/task/{thread}/children")).split())
     except OSError:
         # It has ended meanwhile, or this system has no such files.
         return found
@@ -43,11 +45,11 @@ def _children(pid: int) -> list[int]:
 def _running() -> float:
     """What descendants of this process that still run have taken, with what they have waited for."""
     total = 0.0
-    waiting = _children(os.getpid())
+    waiting = _children(_own_number())
     while waiting:
         pid = waiting.pop()
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = _read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
         except OSError:
             continue
         total += sum(map(int, fields[11:15])) / TICKS
