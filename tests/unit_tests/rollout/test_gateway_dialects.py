@@ -81,7 +81,7 @@ async def serving(directory: Path, stop: int, **settings: Any) -> AsyncIterator[
     try:
         yield server, server._peer, f"http://127.0.0.1:{port}"  # type: ignore[misc]
     finally:
-        await server.site.close()
+        await server.close()
 
 
 async def opened(server: GatewayServer, name: str, stop: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,21 @@ import pytest
 
 from tests.chat_families import FAMILIES
 from tests.chat_models import write_chat_tokenizer
-from tests.patience import PATIENCE_S, asynchronous
+from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.programs import API, Program
 from tests.unit_tests.rollout.data.test_tool_formats import OTHERS
 from tests.unit_tests.rollout.data.test_tool_formats import TOOLS as TOOL_SCHEMAS
 from tests.unit_tests.rollout.test_gateway_dialects import branches_of, opened, serving, told
+from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
-from torchtitan.rollout.gateway import answer_stream
+from torchtitan.rollout.gateway import answer_stream, parser_process
 from torchtitan.rollout.gateway.calls import Call, cut, make_choice
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS
 from torchtitan.rollout.gateway.peer import PeerFailed
 
 APIS = API[:3]
+BRACKETED = "tests.call_parsers:bracketed"
 
 
 class WaitingEngine:
@@ -495,19 +496,10 @@ def test_an_answer_of_gpt_oss_that_is_cut_shows_its_final_channel_as_far_as_it_g
         assert choice.stopped_by == (None if expected == "Hello world" else stop)
 
 
-def bracketed(text: str) -> list[tuple[str, dict[str, str]]]:
-    """A parser as a user may write one: `[look here]`."""
-    found = re.findall(r"\[(\w+) (\w+)\]", text)
-    if "[oops" in text:
-        raise ValueError("a call must be [name where]")
-    return [(name, {"at": where}) for name, where in found]
-
-
 @asynchronous
 async def test_a_parser_of_the_users_own_reads_calls_for_agents(tmp_path: Path) -> None:
     stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
-    own = f"{__name__}:bracketed"
-    async with serving(tmp_path, stop, tool_parser=own) as (server, engine, url), aiohttp.ClientSession() as http:
+    async with serving(tmp_path, stop, tool_parser=BRACKETED) as (server, engine, url), aiohttp.ClientSession() as http:
         for api in APIS:
             program = Program(api, http, url, await opened(server, api, stop), False, TOOLS)
             program.user("?")
@@ -518,6 +510,58 @@ async def test_a_parser_of_the_users_own_reads_calls_for_agents(tmp_path: Path) 
             assert not (await program.ask()).calls
             ended = await server._end(api)
             assert ended is not None and ended["counts"]["calls_unreadable"] == 1 and len(ended["branches"]) == 1
+
+
+@asynchronous
+async def test_a_parser_that_never_returns_or_ends_its_process_holds_up_no_other_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop, tool_parser=BRACKETED) as (server, engine, url), aiohttp.ClientSession() as http:
+        program = Program("chat", http, url, await opened(server, "until", stop), False, TOOLS)
+        program.user("?")
+        engine.says = [f"[until {tmp_path / 'goes_on'}]"]
+        asking = asyncio.ensure_future(program.ask())
+        await eventually(lambda: bool(engine.log))
+        async with http.get(f"{url}/v1/models", headers={"X-Api-Key": program.key}) as response:
+            assert response.status == 200 and not asking.done()
+        (tmp_path / "goes_on").touch()
+        assert not (await asking).calls
+        for said, limit_s, reason in (
+            ("[forever", 0.2, "no answer within 0.2 s"),
+            ("[exit", 60.0, "exit code 3"),
+            ("[object", 60.0, "not JSON serializable"),
+        ):
+            program = Program("chat", http, url, await opened(server, said, stop), False, TOOLS)
+            program.user("?")
+            engine.says = [said]
+            monkeypatch.setattr(parser_process, "ALTOGETHER_S", limit_s)
+            assert (await program.ask()).calls == []
+            monkeypatch.setattr(parser_process, "ALTOGETHER_S", 60.0)
+            program.user("go on")
+            engine.says = ["[look here]"]
+            assert [call[1:] for call in (await program.ask()).calls] == [("look", {"at": "here"})]
+            assert reason in server._tokenizer.decode(engine.log[-1][0])
+            record = await server._end(said)
+            assert record is not None and record["counts"]["calls_unreadable"] == 1
+
+
+@pytest.mark.slow
+def test_a_parser_that_calculates_for_ever_ends_with_its_processor_time() -> None:
+    parser = parser_process.ParserProcess(BRACKETED)
+    with pytest.raises(ValueError, match="took more than 5 s of processor time"):
+        parser.parse("[forever")
+    assert parser.parse("[look here]") == [["look", {"at": "here"}]]
+    parser.close()
+
+
+@pytest.mark.parametrize("name, problem", [("no_such_module:parse", "cannot be imported"), (f"{BRACKETED}s", "has no")])
+@asynchronous
+async def test_a_parser_that_cannot_be_loaded_is_refused_at_the_start(tmp_path: Path, name: str, problem: str) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    with pytest.raises(UserError, match=problem):
+        async with serving(tmp_path, stop, tool_parser=name):
+            pass
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -364,7 +364,7 @@ async def serving(folder: Path) -> AsyncIterator[tuple[GatewayServer, Policy, Ga
     try:
         yield server, policy, Gateway(server, f"http://127.0.0.1:{port}", server._tokenizer.eos_token_ids[0])
     finally:
-        await server.site.close()
+        await server.close()
 
 
 def agent_of(

@@ -6,11 +6,10 @@ import itertools
 import secrets
 from typing import Any, NamedTuple
 
-from torchtitan.errors import UserError, load_object
+from torchtitan.errors import UserError
 from torchtitan.rollout.conversation.template_checks import CALL_ID
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.tool_formats.format import ToolCall
-from torchtitan.rollout.conversation.tool_formats.own import OwnFormat
 from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS, find_format
 from torchtitan.rollout.conversation.turns import TurnReader
 
@@ -49,12 +48,6 @@ def refuse_unread_calls(parser: str, tokenizer: Tokenizer) -> None:
             f"the formats {', '.join(FORMATS)} reads: set environment.tool_parser to a function of your own that does, "
             "or to one of these if the policy writes calls so or no tools are called"
         )
-
-
-def load_own_format(parser: str) -> None:
-    """Make a parser of the user's own a format of this process. Raises UserError if it cannot be loaded."""
-    if parser not in (AUTO, *FORMATS):
-        FORMATS[parser] = OwnFormat(parser, load_object(parser, "environment.tool_parser"))
 
 
 class _Written(NamedTuple):

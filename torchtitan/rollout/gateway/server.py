@@ -25,10 +25,10 @@ from torchtitan.errors import UserError
 from torchtitan.inference.serving.middleware import write_port_file
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
-from torchtitan.rollout.conversation.tool_detection import detect_format, load_own_format
 from torchtitan.rollout.gateway.access import Access, keys_of
+from torchtitan.rollout.gateway.answer_reader import AnswerReader
 from torchtitan.rollout.gateway.answer_stream import AnswerStream, RefusedInStream
-from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, cut, make_choice, stop_ids
+from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, stop_ids
 from torchtitan.rollout.gateway.conversation_reader import refuse_prefill
 from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
@@ -100,8 +100,14 @@ class GatewayServer:
         self._differences_told = 0
         # Sampling is cancelled when a program disconnects.
         self.site = HttpSite(self._application(), decompress=False)
+        self._cleanup = contextlib.AsyncExitStack()
         self.gone = asyncio.Event()
         """The run has disconnected"""
+
+    async def close(self) -> None:
+        """Stop listening, and end all that was started here."""
+        await self.site.close()
+        await self._cleanup.aclose()
 
     def _application(self) -> web.Application:
         """Return all routes. Errors have the format of their dialect; of no dialect, OpenAI's."""
@@ -149,9 +155,9 @@ class GatewayServer:
         self._settings = Settings(**values)
         self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
-        parser = self._settings.tool_parser
-        load_own_format(parser)
-        self._tool_format = detect_format(parser, self._tokenizer)
+        self._reader = AnswerReader(self._tokenizer, self._settings.tool_parser)
+        self._cleanup.push_async_callback(self._reader.close)
+        await self._reader.start()
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """Open a new access and return its key."""
@@ -335,7 +341,7 @@ class GatewayServer:
         choices = []
         for index, completion in enumerate(await self._sample(session, prompt_ids, call, exchange)):
             named = f"{started.name}-{index}" if index else started.name
-            choice = make_choice(completion, call, self._tokenizer, named, self._tool_format, prompt_ids)
+            choice = await self._reader.choice(completion, call, named, prompt_ids)
             difference = session.remember(started.name, call, choice)
             if difference and self._differences_told < MAX_DIFFERENCES:
                 self._differences_told += 1
@@ -423,6 +429,7 @@ class GatewayServer:
         try:
             body = await asyncio.wait_for(answers, self._settings.timeout_s)
             sampled = [Completion.from_json(one) for one in decode(list[Object], body, len(body))]
+            ended = [await self._reader.cut(completion, call, prompt_ids) for completion in sampled]
         except (PeerFailed, ConnectionError, asyncio.TimeoutError, WrongForm) as error:
             session.failed.add(hash(tuple(prompt_ids)))
             raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
@@ -431,8 +438,7 @@ class GatewayServer:
         if exchange.discards is not None:
             session.discard(exchange.discards)
         completions = []
-        for whole in sampled:
-            completion, calls_cut = cut(whole, call, self._tokenizer, self._tool_format, prompt_ids)
+        for completion, calls_cut in ended:
             completions.append(completion)
             session.counts["calls_cut"] += calls_cut
             session.record(prompt_ids, completion, call)
@@ -478,7 +484,7 @@ async def serve(host: str, port_file: Path, token: str, port: int = 0) -> None:
     try:
         await server.gone.wait()
     finally:
-        await server.site.close()
+        await server.close()
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,6 @@
 """A parser of the user's own, from the text of a turn outside of its thoughts to `[(name, arguments)]`, as a format.
 
-It runs in the process that loads it. That of an environment is isolated; the gateway, which reads for agents, is not.
+It runs in a process of its own: that of its environment, or one that the gateway has for it (parser_process.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from typing import Any
 
 from torchtitan.rollout.conversation.thoughts import Part, Turn, read_turn
 from torchtitan.rollout.conversation.tool_formats.format import Call, Schemas, ToolFormat, UnreadableCall, make_call
+
+
+class ParserUnavailable(Exception):
+    """There is no process in which the parser could run, whatever the text is."""
 
 
 class OwnFormat(ToolFormat):
@@ -32,5 +36,7 @@ class OwnFormat(ToolFormat):
     def _calls(self, text: str) -> list[Call]:
         try:
             return [make_call(name, arguments) for name, arguments in self._parse(text)]
+        except ParserUnavailable:
+            raise
         except Exception as error:  # raised by user code; an environment tells the policy of it in the same way
             return [UnreadableCall(str(error) or type(error).__name__)]
