@@ -417,14 +417,15 @@ class WeightSync:
     verify: Literal["auto", "digest", "probe", "off"] = "auto"
     """How to prove that actors hold what the trainer sent: digest compares what the engine computes with against what
     arrived (where the engine can: docs/engines.md), probe compares log-probs of a fixed prompt with the trainer's, off
-    proves nothing; auto is digest for the embedded engine without adapters, otherwise probe"""
+    proves nothing, and does not hold sampled log-probs against the trainer's either; auto is digest for the embedded
+    engine without adapters, otherwise probe"""
 
     verify_every: Count = 1
     """Versions from one such proof to the next"""
 
     probe_tolerance: NotNegative = 0.0
-    """probe: largest mean difference of log-probs, in nats; 0 allows for rounding: 0.001, or 0.01 · sqrt(layers) with
-    bfloat16, plus 0.03 for an engine whose logits are bfloat16"""
+    """Largest mean difference of log-probs, in nats, of the probe and (divided by a temperature below 1) of what actors
+    sample; 0 allows for rounding, types and mixtures as docs/engines.md says"""
 
     disk_path: str = ""
     """disk: what trainer and actors share, a folder or a URL that fsspec knows (s3://bucket/prefix, with the extra

@@ -340,3 +340,14 @@ def test_a_python_without_vllm_says_how_to_get_one(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"has none: start the run with PYTHON=\"\$\(scripts/install_engine.sh vllm"),
     ):
         VllmEngine({}, tmp_path / "vllm.log")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this Python has vLLM")
+def test_the_environment_of_an_engine_in_the_ranks_is_what_the_run_relies_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_DP_SIZE": "2", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    environment = os.environ | given
+    monkeypatch.setattr(os, "environ", environment)
+    with pytest.raises(UserError, match="needs vLLM in the trainer's own Python"):
+        vllm_engine._import_vllm("config")
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "VLLM_DP_SIZE" not in environment
+    assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"

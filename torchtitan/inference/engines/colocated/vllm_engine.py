@@ -36,8 +36,9 @@ from torchtitan.inference.types import Completion, SamplingParameters, Tag
 logger = logging.getLogger(__name__)
 
 # vLLM reads these when it is imported.
+FIXED_VARIABLES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine lives in this process
+# Where a variable is set already, that counts.
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
     "VLLM_CONFIGURE_LOGGING": "0",  # its lines go to the run folder
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
@@ -199,7 +200,7 @@ def _import_vllm(name: str) -> Any:
     """Import a module of vLLM. Raises UserError if this Python has no vLLM."""
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    take_over_environment({}, CLEARED_VARIABLES)
+    take_over_environment(FIXED_VARIABLES, CLEARED_VARIABLES)
     # vLLM reads its rank from these variables, even if there is only one.
     for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(variable, value)
