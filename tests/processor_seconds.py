@@ -27,7 +27,12 @@ PHASES = {"setup": "fixtures", "call": "tests", "teardown": "fixtures"}
 COLUMNS = ("tests", "fixtures", "imports")
 TICKS = os.sysconf("SC_CLK_TCK")
 # What is used between tests and at their ends is looked up now: a test may have replaced it.
-_list_folder, _own_number, _read_text = os.listdir, os.getpid, Path.read_text
+_list_folder, _own_number, _open = os.listdir, os.getpid, open
+
+
+def _read(path: str) -> str:
+    with _open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
 
 
 def _children(pid: int) -> list[int]:
@@ -35,7 +40,7 @@ def _children(pid: int) -> list[int]:
     found: list[int] = []
     try:
         for thread in _list_folder(f"/proc/{pid}/task"):
-            found += map(int, _read_text(Path(f"/proc/{pid}/task/{thread}/children")).split())
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
     except OSError:
         # It has ended meanwhile, or this system has no such files.
         return found
@@ -49,7 +54,7 @@ def _running() -> float:
     while waiting:
         pid = waiting.pop()
         try:
-            fields = _read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+            fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
         except OSError:
             continue
         total += sum(map(int, fields[11:15])) / TICKS
