@@ -52,7 +52,7 @@ def complaint(requirement: str) -> str | None:
         raise SystemExit(f"unreadable requirement {requirement!r} in {ROOT / 'pyproject.toml'}")
     name, bounds = match.group(1), match.group(2)
     try:
-        installed = metadata.version(name)
+        installed = installed_version(name)
     except metadata.PackageNotFoundError:
         return f"{name} is missing"
     if name == "torch" and installed.endswith("+cpu") and gpu_is_wanted():
@@ -63,6 +63,13 @@ def complaint(requirement: str) -> str | None:
         if (numbers >= wanted) != (operator == ">="):
             return f"{name} {installed} is installed, {bounds.strip()} is needed"
     return None
+
+
+def installed_version(name: str) -> str:
+    """As metadata.version(), which would also parse the description that follows. Raises PackageNotFoundError."""
+    head = (metadata.distribution(name).read_text("METADATA") or "").partition("\n\n")[0]
+    line = re.search(r"^Version: *(.+?) *$", head, re.MULTILINE)
+    return metadata.version(name) if line is None else line.group(1)
 
 
 def gpu_is_wanted() -> bool:

@@ -35,7 +35,7 @@ from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.utils.machine import leave, sleep_between_regions
+from torchtitan.utils.machine import leave, sleep_between_regions, without_collector
 
 if TYPE_CHECKING:
     from torchtitan.trainer.controller import Command
@@ -78,7 +78,10 @@ def _run(config: JobConfig) -> Run:
     if from_torchrun("RANK", "0") == 0:
         engine.prepare(config)  # it loads the engine while this process loads the trainer
     try:
-        from torchtitan.trainer.job import Job
+        with without_collector():
+            import torch._dynamo  # noqa: F401 — every optimizer of torch imports it when it is made
+
+            from torchtitan.trainer.job import Job
 
         with Job(config) as job:
             job.start()

@@ -43,7 +43,7 @@ from torchtitan.utils.child_process import (
     StarterLost,
     is_run_key,
 )
-from torchtitan.utils.machine import leave, sleep_between_regions
+from torchtitan.utils.machine import leave, sleep_between_regions, without_collector
 
 # Of a new child, which also waits for the fork server to have loaded everything.
 START_TIMEOUT_S = 120.0
@@ -340,8 +340,9 @@ def main(descriptor: int) -> int:
     sleep_between_regions()
     control = socket.socket(fileno=descriptor)
     modules = json.loads(_read(control, *LENGTH.unpack(_read(control, LENGTH.size))))
-    for module in modules:
-        importlib.import_module(module)
+    with without_collector():
+        for module in modules:
+            importlib.import_module(module)
     threads = threading.active_count()
     if Path("/proc/self/task").is_dir():
         threads = len(os.listdir("/proc/self/task"))

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import gc
 import ipaddress
 import logging
 import math
@@ -106,6 +107,18 @@ def count_cores() -> int:
         if len(numbers) == 2 and numbers[0] > 0 < numbers[1]:
             cores = min(cores, numbers[0] / numbers[1])
     return max(1, math.ceil(cores))
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Import large libraries inside: that leaves next to no garbage, and looking for it takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def sleep_between_regions() -> None:

@@ -6,6 +6,7 @@ Only reading tensors needs torch; their names and shapes do not.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ INDEX_FILE = "model.safetensors.index.json"
 GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Elements that are read, widened and hashed at a time.
 CHUNK = 1 << 20
+# The most that the library reads as a header.
+MAX_HEADER = 100_000_000
+ELEMENT_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
 # Types whose values float32 represents exactly.
 WIDENED = ("BF16", "F16", "F32")
 
@@ -74,11 +83,47 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             raise UserError(f"{directory}: no *.safetensors files there (other weight formats are not supported)")
     files: dict[str, Path] = {}
     for path in paths:
-        with open_tensors(path, framework="numpy") as handle:
-            for name in handle.keys():  # noqa: SIM118
-                if files.setdefault(name, path) != path:
-                    raise UserError(f"{path}: has {name}, as {files[name].name} has: remove what is not the model's")
+        for name in _names_in(path):
+            if files.setdefault(name, path) != path:
+                raise UserError(f"{path}: has {name}, as {files[name].name} has: remove what is not the model's")
     return files
+
+
+def _names_in(path: Path) -> list[str]:
+    """The names of a safetensors file's tensors. Raises UserError.
+
+    The library imports numpy to open a file, so it is asked only where the file is not plainly whole.
+    """
+    refuse_pointer(path)
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(size)) if size <= MAX_HEADER else None
+            data_bytes = path.stat().st_size - 8 - size
+    except (OSError, ValueError):
+        entries = None
+    if isinstance(entries, dict):
+        entries.pop("__metadata__", None)
+        if _fill(entries, data_bytes):
+            return [*entries]
+    with open_tensors(path, framework="numpy") as handle:
+        return list(handle.keys())
+
+
+def _fill(entries: dict[str, Any], data_bytes: int) -> bool:
+    """Whether the tensors of a safetensors header lie one after another, and are all that follows it."""
+    try:
+        places = sorted(
+            (*entry["data_offsets"], math.prod(entry["shape"]), entry["dtype"]) for entry in entries.values()
+        )
+        position = 0
+        for begin, end, count, kind in places:
+            if begin != position or end - begin != count * ELEMENT_BYTES[kind]:
+                return False
+            position = end
+    except (TypeError, ValueError, KeyError):
+        return False
+    return position == data_bytes
 
 
 def open_tensors(path: Path, framework: str = "pt") -> Any:
