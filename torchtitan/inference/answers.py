@@ -7,10 +7,9 @@ for a long one is another process, and comes as arrays in one buffer. This modul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from torchtitan.inference.actor_client import (
     ActorError,
@@ -28,6 +27,9 @@ from torchtitan.inference.types import (
 )
 from torchtitan.utils.reader_process import Pieces, read_answer
 from torchtitan.utils.typed_json import Natural, WrongForm, without_collection
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # No answer is longer, whatever was asked.
 MAX_ANSWER_BYTES = 1 << 30
@@ -133,11 +135,15 @@ REFUSALS: dict[str, type[ActorError]] = {
 
 def array(numbers: Sequence[int | float | None], dtype: str) -> memoryview:
     """Return numbers as bytes."""
+    import numpy as np  # as in the other functions: who only plans a run has no answers
+
     return np.asarray(numbers, dtype).data.cast("B") if numbers else memoryview(b"")
 
 
 def values(data: memoryview, dtype: str) -> np.ndarray:
     """Return the numbers in bytes that `array` has made."""
+    import numpy as np
+
     return np.frombuffer(data, dtype)
 
 
@@ -145,6 +151,8 @@ def pack(completion: Completion) -> Packed:
     """Return a completion as arrays."""
     kept, routes = completion.kept_token_ids, None
     if (told := completion.routes) is not None:
+        import numpy as np
+
         experts = np.ascontiguousarray(told.experts, told.experts.dtype.newbyteorder("<"))
         routes = told.first, experts.shape, experts.itemsize, memoryview(experts.tobytes())
     return Packed(
@@ -163,7 +171,7 @@ def unpack(packed: Packed) -> Completion:
     """Return the completion that `pack` has made arrays of."""
     kept: list[list[int]] | None = None
     if packed.kept is not None:
-        ids, ends = values(packed.kept[0], "<i8"), np.cumsum(values(packed.kept[1], "<i4"))
+        ids, ends = values(packed.kept[0], "<i8"), values(packed.kept[1], "<i4").cumsum()
         # One by one, so that other threads get their turns.
         with without_collection():
             kept = [ids[begin:end].tolist() for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]

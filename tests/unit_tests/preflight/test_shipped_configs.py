@@ -103,3 +103,15 @@ def test_entry_points_answer_without_traceback_and_without_torch(write_config: W
         assert message.startswith("2 configuration problems:\n")
         assert "Traceback" not in done.stderr
         assert "| torch\n" not in imported
+
+
+def test_help_and_the_plan_import_only_what_they_need(write_config: WriteConfig) -> None:
+    heavy = {"torch", "numpy", "aiohttp"}
+    for option, barred in (("--help", heavy | {"asyncio", "jinja2", "msgspec", "tokenizers"}), ("--dry-run", heavy)):
+        launch = ["torchtitan.start", "--standalone", "--nproc-per-node", "1", "--", *write_config(), option]
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", *launch], capture_output=True, text=True, timeout=PATIENCE_S,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
+        )  # fmt: skip
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "torchtitan.config.reading" in imported and not imported & barred

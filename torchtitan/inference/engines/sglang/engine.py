@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from torchtitan.inference.actor_client import Facts, read_routes
 from torchtitan.inference.engines.sglang.serve import FIXED_VARIABLES
@@ -54,6 +53,9 @@ from torchtitan.inference.types import (
 )
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 from torchtitan.utils.typed_json import Natural, decode
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -406,9 +408,15 @@ def _completion(sample: Sample, request: GenerateRequest) -> Completion:
     # int32, flat; how many layers there are the model says.
     routes = read_routes(
         request, len(token_ids), about.routed_experts,
-        lambda data: np.frombuffer(data, "<i4").reshape(known, 1, -1), WITHOUT_ROUTES,
+        lambda data: _numbers(data).reshape(known, 1, -1), WITHOUT_ROUTES,
     )  # fmt: skip
     return make_completion(token_ids, [row.token_id for row in rows], log_probs, finished, spans, kept, routes)
+
+
+def _numbers(data: bytes) -> np.ndarray:
+    import numpy as np  # here: who only plans a run has no routes
+
+    return np.frombuffer(data, "<i4")
 
 
 def _spans(about: _About, tokens: int) -> list[VersionSpan]:

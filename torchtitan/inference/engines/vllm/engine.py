@@ -10,10 +10,9 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from torchtitan.inference.actor_client import Facts, RequestRefused, read_routes
 from torchtitan.inference.engines.options import read_options
@@ -43,6 +42,9 @@ from torchtitan.inference.serving.joining import PROCESSED, overridden_facts
 from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
 from torchtitan.utils.machine import has_gpu, host_memory
 from torchtitan.utils.typed_json import Natural, decode
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -417,6 +419,8 @@ def read_npy(data: bytes) -> np.ndarray:
     """Return the array in a file of numpy's format. np.load would read other formats too, and allocate whatever shape
     the header names. Raises ValueError: the shape is not that of the bytes behind the header; or any other error that
     numpy has for a broken header."""
+    import numpy as np  # here: who only plans a run has no routes
+
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
