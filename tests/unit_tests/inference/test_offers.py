@@ -264,7 +264,8 @@ def test_vllm_says_how_it_was_started(checkpoint: Path) -> None:
     reported = described(VLLMControl, vllm_answers(checkpoint, **changes)).reported
     wrong = differing(demands(make_config(checkpoint)), offered(checkpoint) | reported)
     assert [sentence.split(",")[0] for sentence in wrong] == [
-        "its rope-theta is 5", "its log-probs is raw_logprobs", "its max-length is 8",
+        "its rope-theta is 5", "its log-probs is raw_logprobs (start it with --logprobs-mode processed_logprobs)",
+        "its max-length is 8",
     ]  # fmt: skip
 
 

@@ -150,9 +150,14 @@ class VLLMControl(EngineControl):
             raise EngineUnfit(f"it runs with --pipeline-parallel-size {parallel.pipeline_parallel_size}: {STAGES}")
         if config.speculative_config is not None:
             raise EngineUnfit(f"it runs with --speculative-config: {SPECULATION}")
+        log_probs = model.logprobs_mode
+        if log_probs == "processed_logprobs":
+            log_probs = PROCESSED
+        else:
+            log_probs += " (start it with --logprobs-mode processed_logprobs)"
         reported: Facts = {
             "dtype": model.dtype.removeprefix("torch."),
-            "log-probs": PROCESSED if model.logprobs_mode == "processed_logprobs" else model.logprobs_mode,
+            "log-probs": log_probs,
             "max-length": model.max_model_len,
             "max-sequences": config.scheduler_config.max_num_seqs,
         }
