@@ -641,3 +641,29 @@ async def test_a_refused_result_ends_a_conversation_whatever_items_say_that_ther
             assert response.status == 400
         record = await server._end(kind)
         assert record is not None and "/v1/responses" in record["ended_by"]
+
+
+@asynchronous
+async def test_a_rewritten_history_whose_calls_a_template_leaves_out_is_refused_by_name(tmp_path: Path) -> None:
+    """The policy would read the result of a call that it has never seen. What only goes on is not rendered anew."""
+    lfm2 = next(family for family in FAMILIES if family.name == "lfm2")
+    tokenizer = Tokenizer(lfm2.write(tmp_path))
+    stop = tokenizer.eos_token_ids[0]
+    async with serving(tmp_path, stop, tool_parser="lfm2") as (server, engine, url), aiohttp.ClientSession() as http:
+        for api in APIS:
+            for text in ("", "I look. "):
+                name = f"{api}-{text}"
+                program = Program(api, http, url, await opened(server, name, stop), False, TOOLS)
+                program.user("?")
+                engine.says = [f"{text}<|tool_call_start|>[look(at='up')]<|tool_call_end|>", "a star"]
+                ((call_id, _, _),) = (await program.ask()).calls
+                program.results([(call_id, "bright")])
+                assert (await program.ask()).text == "a star"
+                program.history[0]["content"] = "What is there?"
+                program.user("And now?")
+                path, body = program.body()
+                async with http.post(f"{url}{path}", json=body, headers={"X-Api-Key": program.key}) as response:
+                    assert response.status == 400
+                    assert "does not write the calls of an earlier answer" in await response.text()
+                record = await server._end(name)
+                assert record is not None and len(record["branches"]) == 1 and path in record["ended_by"]

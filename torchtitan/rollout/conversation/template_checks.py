@@ -43,6 +43,14 @@ class TemplateChecks:
         nameless = self._render("nameless", [USER, self._turn("look"), _result(f"{self._mark}: 1")], tools)
         return str(named) != str(nameless)
 
+    def leaves_out_calls(self, tools: Messages, beside_text: bool = False) -> bool:
+        """Whether the template writes a turn of the assistant without its calls, as the first one of LFM2 does.
+        beside_text: where the turn has a text, too."""
+        turn = {**self._turn(f"{self._mark}_called"), "content": "!" if beside_text else ""}
+        # No result stands behind it, which would repeat the name.
+        text = self._render(f"call {beside_text}", [USER, turn], tools)
+        return isinstance(text, str) and f"{self._mark}_called" not in text
+
     def writes_several_calls(self, tools: Messages) -> bool:
         """Whether the template writes all calls of a turn: that of gpt-oss writes the first, Llama 3's refuses more."""
         turn = self._turn("look", f"{self._mark}_again")

@@ -343,7 +343,7 @@ class ChatRenderer:
         return split_turns(found) if several and not checks.writes_several_calls(tools) else found
 
     def refuse_unseen(self, messages: Messages, tools: Messages) -> None:
-        """Raise UserError if the template does not write the tools, or the results of tools among the messages."""
+        """Raise UserError if the template does not write the tools, or calls and results of tools in the messages."""
         directory, tools = self._tokenizer.directory, self._shield(list(tools))
         if not self._tokenizer.has_chat_template:
             return  # rendering says that
@@ -363,6 +363,13 @@ class ChatRenderer:
                 f"the chat template of {directory} writes the function's name beside the result of a tool, and there "
                 "is a result whose call is not among the messages before it, by the call's id"
             )
+        for message in messages:
+            if message.get("tool_calls") and self._checks.leaves_out_calls(tools, bool(message["content"])):
+                raise UserError(
+                    f"the chat template of {directory} does not write the calls of an earlier answer, so the policy "
+                    "would read results of calls that it has never seen: take a template that writes `tool_calls` "
+                    "(chat_template.jinja in the checkpoint directory)"
+                )
 
     def refuse_environment(self, tools: Messages) -> None:
         """Raise UserError if a conversation with an environment that has these tools, or none, cannot continue.
