@@ -667,3 +667,20 @@ async def test_a_rewritten_history_whose_calls_a_template_leaves_out_is_refused_
                     assert "does not write the calls of an earlier answer" in await response.text()
                 record = await server._end(name)
                 assert record is not None and len(record["branches"]) == 1 and path in record["ended_by"]
+
+
+@pytest.mark.parametrize("api", APIS[:2])
+@asynchronous
+async def test_very_many_stop_texts_are_refused(tmp_path: Path, api: str) -> None:
+    """Each of them is encoded and looked for while no other call goes on."""
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        program = program_of(api, http, url, await opened(server, api, stop), False)
+        path, body = program.body()
+        for count, status in ((1024, 200), (1025, 400)):
+            engine.says = ["yes"]
+            stops = {"stop" if api == "chat" else "stop_sequences": [f"stop {number}" for number in range(count)]}
+            async with http.post(
+                f"{url}{path}", json={**body, **stops}, headers={"X-Api-Key": program.key}
+            ) as response:
+                assert response.status == status, await response.text()
