@@ -684,3 +684,35 @@ async def test_very_many_stop_texts_are_refused(tmp_path: Path, api: str) -> Non
                 f"{url}{path}", json={**body, **stops}, headers={"X-Api-Key": program.key}
             ) as response:
                 assert response.status == status, await response.text()
+
+
+class DeafEngine:
+    """Takes the place of a run that samples, but takes no events."""
+
+    def __init__(self, engine: Any):
+        self.events: list[str] = []
+        self._engine = engine
+
+    async def call(self, name: str, **more: Any) -> bytes:
+        if name != "sample":
+            self.events.append(name)
+            raise PeerFailed("no room on the disk")
+        found: bytes = await self._engine.call(name, **more)
+        return found
+
+
+@asynchronous
+async def test_an_event_that_the_run_does_not_take_changes_no_answer(tmp_path: Path) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        server._peer = deaf = DeafEngine(engine)  # type: ignore[assignment]
+        for api in APIS:
+            program = program_of(api, http, url, await opened(server, api, stop), False)
+            engine.says = ["first", "second"]
+            await program.ask()
+            program.history[0]["content"] = "Another question"
+            program.user("?")
+            assert (await program.ask()).text == "second"
+            record = await server._end(api)
+            assert record is not None and record["calls"] == record["counts"]["calls_answered"] == 2
+        assert deaf.events == ["history_rewritten"] * 3

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # The most calls of one key at a time, and the time that a program has to send its call, or to take its answer.
 MAX_UNDER_WAY = 1024
 TRANSFER_S = 60.0
+# The time that the run has to take note of an event.
+REPORT_S = 10.0
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
 # Rewritten histories of which the run gets an event; all are counted.
@@ -260,9 +262,16 @@ class GatewayServer:
         if access.ended:
             if not access.reported:
                 access.reported = True
-                await self._peer.call("late_call", session=access.name, path=request.path)
+                await self._report("late_call", session=access.name, path=request.path)
             raise _ended()
         return access
+
+    async def _report(self, event: str, **about: str) -> None:
+        """Tell the run of an event. That it cannot be told changes no answer."""
+        try:
+            await asyncio.wait_for(self._peer.call(event, **about), REPORT_S)
+        except (PeerFailed, ConnectionError, asyncio.TimeoutError) as error:
+            logger.warning("the run did not hear of %s %s: %r", event, about, error)
 
     async def _no_route(self, request: web.Request) -> web.Response:
         """Refuse a request to no route, in the form of the dialect whose path it begins with."""
@@ -345,7 +354,7 @@ class GatewayServer:
             difference = session.remember(started.name, call, choice)
             if difference and self._differences_told < MAX_DIFFERENCES:
                 self._differences_told += 1
-                await self._peer.call("history_rewritten", session=session.name, difference=difference)
+                await self._report("history_rewritten", session=session.name, difference=difference)
             choices.append(choice)
         return replace(started, choices=choices)
 
