@@ -716,3 +716,15 @@ async def test_an_event_that_the_run_does_not_take_changes_no_answer(tmp_path: P
             record = await server._end(api)
             assert record is not None and record["calls"] == record["counts"]["calls_answered"] == 2
         assert deaf.events == ["history_rewritten"] * 3
+
+
+@asynchronous
+async def test_a_program_may_bring_long_headers(tmp_path: Path) -> None:
+    stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
+    async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
+        engine.says = ["yes"]
+        program = program_of("chat", http, url, await opened(server, "long", stop), False)
+        path, body = program.body()
+        headers = {"X-Api-Key": program.key, "Cookie": "c" * 60_000}
+        async with http.post(f"{url}{path}", json=body, headers=headers) as response:
+            assert response.status == 200
