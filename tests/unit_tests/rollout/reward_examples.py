@@ -66,7 +66,8 @@ interrupt = bad(lambda: throw(KeyboardInterrupt()))  # what `except Exception` d
 segfault = bad(lambda: ctypes.string_at(0))  # as a broken native library does
 endless_recursion = bad(recurse)
 bomb = bad(lambda: [bytearray(64 * 2**20) for _ in range(10_000)])
-mapped_bomb = bad(lambda: [mmap.mmap(-1, 256 * 2**20) for _ in range(1000)])  # past Python's allocator
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared mappings count only once they are written
+mapped_bomb = bad(lambda: [mmap.mmap(-1, 256 * 2**20, PRIVATE) for _ in range(1000)])  # past Python's allocator
 
 
 def hang_with_child(completions: list[str], **kwargs: Any) -> list[float]:
