@@ -167,9 +167,6 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if arguments.against:
             trees["before_"] = stack.enter_context(checkout(arguments.against))
-        for tree in trees.values():
-            # Also where this environment has no bytecode written: a run of a checkout that is used has it.
-            subprocess.run([sys.executable, "-m", "compileall", "-q", str(tree / "torchtitan")], check=True)
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         for turn in range(turns):
             for name, tree in trees.items():

@@ -30,8 +30,8 @@ else:
     import tomli as tomllib
 
 # Nothing but an integer where a number is asked for is converted; the string under a field documents it (reference.py,
-# as pydantic would read every table's source in every process).
-TABLE = ConfigDict(strict=True, extra="forbid")
+# as pydantic would read every table's source in every process). A table's checks are made when it is first filled.
+TABLE = ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 RULE = "rule"
 """The type of the errors that rules raise"""

@@ -26,9 +26,6 @@ MAX_STRANGERS, SHARE = 1024, 4
 TURN_SHARE = 8
 STRANGER_SECONDS = 10.0
 BACKLOG = 1024
-# Of one header. What is longer is refused in plain text before the application sees it, so this is more than aiohttp's
-# own 8 KiB: programs behind proxies bring long cookies and traces.
-MAX_HEADER_BYTES = 1 << 16
 # Of what aiohttp logs, so many lines pass per so many seconds, with so many characters of a stranger's request.
 MAX_LINES, LINES_SECONDS, MAX_SHOWN = 10, 60.0, 100
 # The state of a connection, which is closed once the other side has refused what it was sent, and how many segments it
@@ -89,7 +86,6 @@ class HttpSite:
             access_log=None,
             shutdown_timeout=shutdown_s,
             auto_decompress=decompress,
-            max_field_size=MAX_HEADER_BYTES,
         )
         self._server: asyncio.Server | None = None
         self._most = min(MAX_STRANGERS, max(TURN_SHARE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE))

@@ -356,26 +356,6 @@ def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
     }
 
 
-def test_a_guest_is_not_judged_by_what_another_of_its_name_has_sampled(tmp_path: Path) -> None:
-    config = JobConfig()
-    config.inference.launch, config.inference.discover = False, True
-
-    async def work() -> None:
-        pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events.jsonl"), lambda *_: Liar())
-        await pool.start()
-        await pool.meet({"guest": "http://127.0.0.1:1"})
-        await eventually(lambda: pool.actors == {"guest": "ready"})
-        for version in (0, 1):
-            await pool.judge_samples("guest", version, "wrong")
-        await pool.meet({"guest": "http://127.0.0.1:2"})
-        await eventually(lambda: pool.actors == {"guest": "ready"})
-        await pool.judge_samples("guest", 0, "wrong")
-        assert pool.actors != {"guest": "gave up"}
-        await pool.close()
-
-    asyncio.run(work())
-
-
 EXPERTS: dict[str, tuple[list[list[list[int]]] | None, str]] = {
     "none": (None, "does not name the experts"),
     "an expert too high": ([[[0, 4], [1, 2]]] * 4, "expert 4 is named, and this model has 4"),

@@ -202,7 +202,6 @@ class InferencePool:
             del self._guests[name]
             self._actors.remove(actor)
             self._past["evictions"] += actor.evictions
-            self._wrong_samples.pop(name, None)
             self._tasks.pop(name).cancel()
             try:
                 self._events.write("actor_left", actor=name, url=actor.url)

@@ -215,7 +215,6 @@ class ParityGuard:
                 for actor in set(watches) - set(actors):
                     watches.pop(actor).cancel()
                     self._seen.pop(actor.name, None)
-                    self._failures.pop(actor.name, None)
                 for actor in actors:
                     if actor not in watches:
                         watches[actor] = asyncio.create_task(self._watch(actor))

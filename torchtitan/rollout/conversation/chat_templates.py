@@ -1,25 +1,58 @@
 """The chat templates of a checkpoint directory: which there are, which renders a conversation, and what each reads.
 
-template_language.py runs them, and is imported for the first: many checkpoints have none. No torch here.
+Templates run in jinja2's sandbox. No torch here.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import refuse_pointer
 from torchtitan.models.shape.exports import TEMPLATES_FOLDER
 from torchtitan.rollout.conversation.messages import Messages, thoughts_as_keys, thoughts_as_parts
 
-if TYPE_CHECKING:
-    import jinja2
-
 # transformers' names, see its `get_chat_template`.
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`, which marks the assistant's part for training masks; here it only renders its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
+    # jinja2's own filter escapes HTML, which would change the prompt. The options are those of transformers.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
 class ChatTemplate:
@@ -39,26 +72,23 @@ class ChatTemplate:
     @functools.cached_property
     def variables(self) -> set[str]:
         """Names of the variables that the template reads. Raises UserError if it is not a template."""
-        return self._read[0]
+        return meta.find_undeclared_variables(self._tree)
 
     @functools.cached_property
     def names(self) -> set[str]:
         """All words by which the template may ask a message for a key. Raises UserError if it is not a template."""
-        return self._read[1]
+        found = {str(one.value) for one in self._tree.find_all(nodes.Const) if isinstance(one.value, str)}
+        return found | {one.attr for one in self._tree.find_all(nodes.Getattr)}
 
     @functools.cached_property
     def _compiled(self) -> jinja2.Template:
-        from torchtitan.rollout.conversation.template_language import environment
-
-        return environment().from_string(self.source)
+        return _environment().from_string(self.source)
 
     @functools.cached_property
-    def _read(self) -> tuple[set[str], set[str]]:
-        from torchtitan.rollout.conversation.template_language import TemplateError, variables_and_words
-
+    def _tree(self) -> nodes.Template:
         try:
-            return variables_and_words(self.source)
-        except TemplateError as error:
+            return _environment().parse(self.source)
+        except jinja2.exceptions.TemplateError as error:
             raise UserError(f"the chat template of {self._directory} cannot be read: {error}") from error
 
     @functools.cached_property

@@ -7,7 +7,7 @@ are trained, but one conversation alone decides how the episode ended and what r
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,15 +52,13 @@ class Conversation:
         """Whether a limit truncated its last answer, or left no room for a further one."""
         return self.out_of_room or (bool(self.answers) and self.answers[-1].finish_reason == "length")
 
-    def is_continued_by(self, opening: Opening, said_before: Collection[int]) -> bool:
-        """Whether a call belongs to it whose tokens do not begin with those of one of its branches.
-
-        opening: that of the call; said_before: hashes of what its history says, as in `said`.
-        """
-        if opening.tools != self.opening.tools:
+    def is_continued_by(self, call: Call) -> bool:
+        """Whether a call belongs to it whose tokens do not begin with those of one of its branches."""
+        opening = opening_of(call)
+        if not call.messages or opening.tools != self.opening.tools:
             return False
         same_system = opening.system == self.opening.system
-        if (opening.tools or same_system) and not self.said.isdisjoint(said_before):
+        if (opening.tools or same_system) and any(one in self.said for one in _said_before(call.messages)):
             return True  # its history was shortened or changed
         if not same_system:
             return False
@@ -81,10 +79,7 @@ class Conversations:
         for conversation in self.all:
             if any(one is branch for one in conversation.branches):
                 return conversation
-        if not call.messages:
-            return None
-        opening, said_before = opening_of(call), _said_before(call.messages)
-        return next((one for one in self.all if one.is_continued_by(opening, said_before)), None)
+        return next((one for one in self.all if one.is_continued_by(call)), None)
 
     def add(self, branch: Branch, completion: Completion, call: Call) -> None:
         """Add an answer, with which `branch` ends now."""

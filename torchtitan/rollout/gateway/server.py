@@ -12,6 +12,7 @@ import os
 import secrets
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -29,12 +30,11 @@ from torchtitan.rollout.gateway.answer_reader import AnswerReader
 from torchtitan.rollout.gateway.answer_stream import AnswerStream, RefusedInStream
 from torchtitan.rollout.gateway.calls import CONTEXT_FULL, Answer, Call, WrongCall, stop_ids
 from torchtitan.rollout.gateway.conversation_reader import refuse_prefill
-from torchtitan.rollout.gateway.dialects.dialect import Dialect
+from torchtitan.rollout.gateway.dialects.dialect import Dialect, compact_json
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS, OPENAI
 from torchtitan.rollout.gateway.dialects.token_ids import parse_tokens, tokens_answer
 from torchtitan.rollout.gateway.exchange import TURNS_USED_UP, Exchange, Ledger, NoAnswer
 from torchtitan.rollout.gateway.peer import LOOPBACK, MAX_MESSAGE_BYTES, Peer, PeerFailed
-from torchtitan.rollout.gateway.replies import SESSION_ENDED, ended, error_of, json_reply, refused
 from torchtitan.rollout.gateway.request_body import MAX_BODY_BYTES, read_body
 from torchtitan.rollout.gateway.session import Session
 from torchtitan.utils.child_process import end_with_parent
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 # The most calls of one key at a time, and the time that a program has to send its call, or to take its answer.
 MAX_UNDER_WAY = 1024
 TRANSFER_S = 60.0
-# The time that the run has to take note of an event.
-REPORT_S = 10.0
 # The number of ended episodes whose keys are remembered, so that late calls learn that their episode has ended.
 MAX_ENDED = 65536
 # Rewritten histories of which the run gets an event; all are counted.
@@ -57,6 +55,7 @@ MAX_DIFFERENCES = 20
 SESSION_HEADER = "X-Session-ID"
 # The libraries of OpenAI and Anthropic count there how often they have repeated a call.
 RETRY_HEADER = "x-stainless-retry-count"
+SESSION_ENDED = "session_ended"
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class GatewayServer:
                 if error.code != SESSION_ENDED:  # of which the run has heard
                     exchange.fail(error, error.status, error.code)
                     self._strangers.settle(exchange)
-                return refused(dialect, error)
+                return _refused(dialect, error)
             task = asyncio.ensure_future(self._respond(handler, request, access, exchange))
             access.under_way[task] = exchange
             try:
@@ -202,7 +201,7 @@ class GatewayServer:
             except asyncio.CancelledError:
                 task.cancel()
                 if access.ended:
-                    return refused(dialect, ended())
+                    return _refused(dialect, _ended())
                 exchange.break_off()
                 raise  # the program has disconnected
             except (ConnectionError, asyncio.TimeoutError):
@@ -214,12 +213,12 @@ class GatewayServer:
                 exchange.fail(error.refusal, error.refusal.status, error.refusal.code)
                 with contextlib.suppress(ConnectionError):  # Codex goes as soon as it has read why
                     await error.stream.begin(request)
-                    await error.stream.fail(*error_of(error.refusal))
+                    await error.stream.fail(*_error_of(error.refusal))
                 return error.stream.response
             except Exception as error:
-                message, status, code = error_of(error, bool(exchange.answers))
+                message, status, code = _error_of(error, bool(exchange.answers))
                 exchange.fail(error, status, code)
-                return refused(dialect, WrongCall(message, code, status))
+                return _refused(dialect, WrongCall(message, code, status))
             finally:
                 del access.under_way[task]
                 if not access.ended:
@@ -261,16 +260,9 @@ class GatewayServer:
         if access.ended:
             if not access.reported:
                 access.reported = True
-                await self._report("late_call", session=access.name, path=request.path)
-            raise ended()
+                await self._peer.call("late_call", session=access.name, path=request.path)
+            raise _ended()
         return access
-
-    async def _report(self, event: str, **about: str) -> None:
-        """Tell the run of an event. That it cannot be told changes no answer."""
-        try:
-            await asyncio.wait_for(self._peer.call(event, **about), REPORT_S)
-        except (PeerFailed, ConnectionError, asyncio.TimeoutError) as error:
-            logger.warning("the run did not hear of %s %s: %r", event, about, error)
 
     async def _no_route(self, request: web.Request) -> web.Response:
         """Refuse a request to no route, in the form of the dialect whose path it begins with."""
@@ -285,7 +277,7 @@ class GatewayServer:
             found = [self._accesses[key] for key in keys_of(request) if key in self._accesses]
             ledgers = [one.ledger for one in found if not one.ended]
             (ledgers[0] if ledgers else self._strangers).settle(exchange)
-        return refused(dialect, error)
+        return _refused(dialect, error)
 
     def _session(self, request: web.Request, access: Access) -> Session:
         """Return the session of a call. Raises WrongCall if the call must name its session but does not."""
@@ -302,7 +294,7 @@ class GatewayServer:
 
     async def _models(self, _request: web.Request, _access: Access, _exchange: Exchange) -> web.Response:
         model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
-        return json_reply({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
+        return _json({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
 
     def _converse(self, dialect: Dialect) -> Handler:
         """Return the handler of a dialect's calls."""
@@ -322,7 +314,7 @@ class GatewayServer:
                 raise
             started = replace(started, name=f"{session.name}-{number}")
             if not call.stream:
-                return json_reply(dialect.write(call, await self._answer(session, call, prompt_ids, exchange, started)))
+                return _json(dialect.write(call, await self._answer(session, call, prompt_ids, exchange, started)))
             stream = AnswerStream(dialect, call, started, TRANSFER_S)
             await stream.begin(request)
             try:
@@ -331,11 +323,11 @@ class GatewayServer:
             except asyncio.CancelledError:
                 if not access.ended:
                     raise  # the program has disconnected
-                await stream.fail(*error_of(ended()))
+                await stream.fail(*_error_of(_ended()))
             except (ConnectionError, asyncio.TimeoutError):
                 raise  # the same, or it takes nothing
             except Exception as error:
-                message, status, code = error_of(error, bool(exchange.answers))
+                message, status, code = _error_of(error, bool(exchange.answers))
                 exchange.fail(error, status, code)
                 await stream.fail(message, status, code)
             return stream.response
@@ -353,7 +345,7 @@ class GatewayServer:
             difference = session.remember(started.name, call, choice)
             if difference and self._differences_told < MAX_DIFFERENCES:
                 self._differences_told += 1
-                await self._report("history_rewritten", session=session.name, difference=difference)
+                await self._peer.call("history_rewritten", session=session.name, difference=difference)
             choices.append(choice)
         return replace(started, choices=choices)
 
@@ -363,7 +355,7 @@ class GatewayServer:
         async def count(request: web.Request, access: Access, _exchange: Exchange) -> web.StreamResponse:
             session = self._session(request, access)
             call = self._understood(session, dialect.read(await read_body(request, TRANSFER_S), session.recall))
-            return json_reply(dialect.write_count(len(self._prompt(session, call))))
+            return _json(dialect.write_count(len(self._prompt(session, call))))
 
         return count
 
@@ -390,7 +382,7 @@ class GatewayServer:
         call = parse_tokens(exchange.body)
         number = self._admit(session, call.token_ids, call, exchange)
         (completion,) = await self._sample(session, call.token_ids, call, exchange)
-        return json_reply(tokens_answer(f"{session.name}-{number}", completion))
+        return _json(tokens_answer(f"{session.name}-{number}", completion))
 
     def _admit(self, session: Session, prompt_ids: list[int], call: Call, exchange: Exchange) -> int:
         """Give a call its number, and return it. Raises WrongCall if there is no room or no answer left."""
@@ -437,7 +429,7 @@ class GatewayServer:
         try:
             body = await asyncio.wait_for(answers, self._settings.timeout_s)
             sampled = [Completion.from_json(one) for one in decode(list[Object], body, len(body))]
-            kept = [await self._reader.cut(completion, call, prompt_ids) for completion in sampled]
+            ended = [await self._reader.cut(completion, call, prompt_ids) for completion in sampled]
         except (PeerFailed, ConnectionError, asyncio.TimeoutError, WrongForm) as error:
             session.failed.add(hash(tuple(prompt_ids)))
             raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
@@ -446,12 +438,43 @@ class GatewayServer:
         if exchange.discards is not None:
             session.discard(exchange.discards)
         completions = []
-        for completion, calls_cut in kept:
+        for completion, calls_cut in ended:
             completions.append(completion)
             session.counts["calls_cut"] += calls_cut
             session.record(prompt_ids, completion, call)
             exchange.answers.append((session, completion))
         return completions
+
+
+def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=compact_json(data), status=status, content_type="application/json")
+
+
+def _error_of(error: Exception, sampled: bool = False) -> tuple[str, int, str | None]:
+    """Return (message, status, code) of what ended a call. sampled: its answer was there already, so that whatever went
+    wrong is not the program's fault."""
+    if isinstance(error, WrongCall):
+        return str(error), error.status, error.code
+    if isinstance(error, NoAnswer):
+        return f"the policy could not answer: {error}", 503, None
+    if isinstance(error, RecursionError) and not sampled:
+        return "the body is nested too deeply", 400, None
+    if isinstance(error, web.HTTPException):
+        return error.text or error.reason, error.status, None
+    logger.error("a call failed: %s", "".join(traceback.format_exception(error)))
+    return f"an error of the gateway, which its log describes: {type(error).__name__}", 500, None
+
+
+def _refused(dialect: Dialect, error: WrongCall) -> web.Response:
+    response = _json(dialect.error(str(error), error.status, error.code), error.status)
+    if error.code == TURNS_USED_UP:
+        # Libraries repeat a call that gets 429, unless they are told not to: an episode gets no further answers.
+        response.headers["x-should-retry"] = "false"
+    return response
+
+
+def _ended() -> WrongCall:
+    return WrongCall("this session has ended: its episode is over", SESSION_ENDED, 410)
 
 
 async def serve(host: str, port_file: Path, token: str, port: int = 0) -> None:

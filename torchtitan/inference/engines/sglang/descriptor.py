@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
-from torchtitan.inference.engines.sglang.engine import ENGINE, read_given
+from torchtitan.inference.engines.sglang.engine import ENGINE, Sample
 from torchtitan.inference.engines.sidecar.descriptor import OPTIONS, ServedEngine
 from torchtitan.inference.placement import EngineMemory
 from torchtitan.inference.types import Call
+from torchtitan.utils.typed_json import decode
 
 
 class SGLangServer(ServedEngine):
@@ -53,7 +54,7 @@ class SGLangServer(ServedEngine):
         return Call(call.path, {**call.body, "top_logprobs_num": top}) if top else call
 
     def taught(self, token_ids: list[int], top: int, answer: bytes | memoryview) -> TeacherScores:
-        about = read_given(token_ids, answer)
+        about = decode(Sample, answer, len(answer)).meta_info
         log_probs = [row.logprob for row in about.input_token_logprobs[1:]]
         rows = (about.input_top_logprobs or [])[1:] if top else []
         return TeacherScores(log_probs, [[(entry.logprob, entry.token_id) for entry in row or []] for row in rows])

@@ -327,7 +327,11 @@ class SGLang(ForeignEngine):
         return Call("/generate", body)
 
     def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
-        about = read_given(token_ids, answer)
+        about = decode(Sample, answer, len(answer)).meta_info
+        given = [row.token_id for row in about.input_token_logprobs]
+        # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
+        if len(given) != len(token_ids) or any(its not in (own, 0) for its, own in zip(given, token_ids, strict=True)):
+            raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
         span = _spans(about, 1)[0]
         return ScoredTokens(_log_probs(about.input_token_logprobs[1:]), span.epoch, span.version)
 
@@ -378,16 +382,6 @@ class Sample(msgspec.Struct):
 
     meta_info: _About
     output_ids: list[Natural] = []
-
-
-def read_given(token_ids: list[int], answer: bytes | memoryview) -> _About:
-    """Return what is said of these tokens, which were given. Raises Malformed for other tokens."""
-    about = decode(Sample, answer, len(answer)).meta_info
-    given = [row.token_id for row in about.input_token_logprobs]
-    # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
-    if len(given) != len(token_ids) or any(its not in (own, 0) for its, own in zip(given, token_ids, strict=True)):
-        raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
-    return about
 
 
 def _log_probs(rows: list[_Row]) -> list[float]:

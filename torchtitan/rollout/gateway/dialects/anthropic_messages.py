@@ -12,7 +12,7 @@ from torchtitan.inference.types import Body
 from torchtitan.rollout.gateway.calls import Answer, Call, Choice, WrongCall
 from torchtitan.rollout.gateway.conversation_reader import ConversationReader, Piece, Text, Thought, ToolResult, ToolUse
 from torchtitan.rollout.gateway.dialects.dialect import Dialect
-from torchtitan.rollout.gateway.dialects.request_fields import MAX_STOPS, ToolsBody, read_request, read_tool_choice
+from torchtitan.rollout.gateway.dialects.request_fields import ToolsBody, read_request, read_tool_choice
 
 ONLY: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -51,7 +51,7 @@ class _Request(ToolsBody):
     system: str | list[_Block] = ""
     max_tokens: int | None = Field(None, ge=1)
     tool_choice: _ToolChoice | None = None
-    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop_sequences: list[str] | None = None
     stream: bool = False
     output_config: _Format | None = None
 

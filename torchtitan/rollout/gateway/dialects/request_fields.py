@@ -34,9 +34,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
 # As many answers to one call as the OpenAI API allows.
 MAX_ANSWERS = 128
 
-# Each stop text is looked for in the whole answer; more of them than any program has would hold up other calls.
-MAX_STOPS = 1024
-
 Positive = Annotated[int, Field(ge=1)]
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Request = TypeVar("Request", bound="ToolsBody")
@@ -54,7 +51,7 @@ class SamplingBody(Body):
 
     max_tokens: Positive | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    stop: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
     stop_token_ids: TokenIds | None = None
 
     @property
