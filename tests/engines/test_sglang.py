@@ -305,8 +305,10 @@ def kill_in_an_update(run: psutil.Process, log: Path) -> None:
     server = started_by(agent, "torchtitan.inference.engines.sglang.serve")[0]
     port = re.findall(r"listening on port (\d+)", log.read_text())[-1]
     address = f"http://127.0.0.1:{port}/health"
-    ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {agent.environ()[TOKEN_VARIABLE]}"})
     parts = server.children(recursive=True)
+    # Our own processes show no key in /proc; SGLang's have it from the one that started them.
+    tokens = [part.environ()[TOKEN_VARIABLE] for part in parts if TOKEN_VARIABLE in part.environ()]
+    ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {tokens[0]}"})
     for _ in range(10):
         for part in parts:
             part.suspend()

@@ -22,16 +22,16 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration_tests.test_actors import Run, make_config, running
+from tests.integration_tests.test_actors import TOKEN, Run, make_config, running
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.inference.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import TOKEN_VARIABLE
 from torchtitan.inference.engines.sidecar.__main__ import MADE_UP_TOKEN, main
 from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 from torchtitan.models.decoder import Decoder
 from torchtitan.utils.child_process import child_environment
+from torchtitan.weight_sync.wire.handshake import HTTP, role_key
 
 HALF_LOADED = "was only partly loaded into the engine"
 
@@ -169,7 +169,7 @@ def test_an_engine_that_freezes_and_one_that_never_ends_loading_come_back(tmp_pa
 
 def health(run: Run) -> dict[str, Any]:
     port = re.findall(r"listening on port (\d+)", (run.run_dir / "logs" / "actor-0.log").read_text())[-1]
-    return get(f"http://127.0.0.1:{port}/health", run.process_of("actor-0").environ()[TOKEN_VARIABLE])
+    return get(f"http://127.0.0.1:{port}/health", role_key(TOKEN, HTTP, "actor-0"))
 
 
 def get(url: str, token: str) -> dict[str, Any]:
