@@ -108,7 +108,9 @@ def test_the_engine_of_the_page_passes_the_contract_and_samples(tmp_path: Path) 
     assert before in page.read_text() and "`unigram`" in table
     page.write_text(page.read_text().replace(before, table))
     done = run(*contract)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-4000:]
+    # It gives no likeliest tokens, so it cannot teach a whole vocabulary: one test is not for it.
+    skipped = re.findall(r"^SKIPPED \[(\d+)\] .*: (.*)$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and skipped == [("1", "it gives none")], done.stdout[-4000:]
 
     # Its own server, beside an agent, in a run: each token has the log-prob of the version that it is tagged with.
     (tmp_path / "run_it.py").write_text(RUN)

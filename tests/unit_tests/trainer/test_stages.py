@@ -115,7 +115,7 @@ def test_distillation_has_the_gradient_of_the_reverse_kl(drift: float) -> None:
     config.job.stage, config.grpo.importance_cap = "distill", 1e6
     config.distill.coefficient = 0.7
     tokens = MicroBatch(
-        **dict.fromkeys(("token_ids", "targets", "active", "same_version", "kept")),  # type: ignore[arg-type]
+        **dict.fromkeys(("token_ids", "targets", "active", "actors", "same_version", "kept")),  # type: ignore[arg-type]
         layout=PackedLayout([15]), sequence=torch.zeros(15, dtype=torch.int64), advantages=torch.zeros(15).double(),
         behaviour_log_probs=behaviour.flatten(), weights=(visits[:, None] * behaviour.exp()).flatten(), trained=[],
     )  # fmt: skip

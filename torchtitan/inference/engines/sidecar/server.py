@@ -250,7 +250,10 @@ class RunningAgent:
             port = await self._unless_it_ends(self._process.read_port(options.port_file, deadline))
             self.engine_url = base_url(WILDCARDS.get(options.host, options.host), port)
         control = self._engine.control(self.engine_url, token, options)
+        # On a busy machine an engine that has just started answers its first questions late.
+        control.timeout_s = max(options.update_timeout_s, deadline - time.monotonic())
         facts = await self._unless_it_ends(until_described(control, deadline))
+        control.timeout_s = options.update_timeout_s
         # A running engine knows its number of workers. In a weight group for fewer, the others would end SGLang's
         # server.
         options = replace(options, tensor_parallel_size=facts.world_size)
