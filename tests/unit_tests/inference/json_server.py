@@ -41,6 +41,9 @@ def serving(
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join(PATIENCE_S)
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            # A thread that is left behind would poll a closed socket for as long as the tests run.
+            http.shutdown()
+            thread.join(PATIENCE_S)
