@@ -181,7 +181,7 @@ async def test_a_server_may_read_its_checkpoint_for_as_long_as_a_start_takes_and
     await pool.start()
     await pool.close()
     assert set(asked) == {(config.inference.startup_timeout_s, True)}
-    assert "weights" in pool._demands and "weights" not in pool._demands_of_started
+    assert "weights" in pool._demands and "weights" not in pool._demands_of("")
     config.inference.servers = []
     assert "weights" not in demands(config)
 

@@ -112,11 +112,11 @@ class InferencePool:
         """What the actors have to say of the probe; any thread may add to it"""
         self._parity = ParityGuard(config, epoch, events, self.answers)
 
-    @property
-    def _demands_of_started(self) -> Facts:
-        # inference.engine_args may have an engine compute fewer sequences at a time: the others wait inside of it. Its
-        # checkpoint is the run's.
-        return {name: fact for name, fact in self._demands.items() if name not in ("max-sequences", "weights")}
+    def _demands_of(self, url: str) -> Facts:
+        """What an actor has to be that was started elsewhere, at this URL, or by this run (no URL)."""
+        # An engine may compute fewer sequences at a time than it is sent: the others wait inside of it.
+        needless = {"max-sequences"} if url else {"max-sequences", "weights"}
+        return {name: fact for name, fact in self._demands.items() if name not in needless}
 
     @property
     def statistics(self) -> Counter[str]:
@@ -182,7 +182,7 @@ class InferencePool:
             changed=self._dispatch,
             process=None if url else ActorProcess(name, self._config, key, self._run_dir, number),
             url=url,
-            demands=self._demands if url else self._demands_of_started,
+            demands=self._demands_of(url),
             mixture=self._mixture,
         )
         self._actors.append(actor)
