@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from deterministic.machine import Machine
+from tests.deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import Job, Shape
 
 HEALTHY, MIDDLING = 0.2, 1.3

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from simulator.measured import values_from_run
 from tests.faults import variables, write_plan
 from tests.integration_tests.test_busy_machine import SAYS, gnu_openmp
 from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
+from tests.simulator.measured import values_from_run
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
 from torchtitan.rollout.flow.journal import ReplaySource, batch_from_json, read_records

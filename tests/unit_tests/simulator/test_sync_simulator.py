@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deterministic.machine import Machine, Violation
-from deterministic.network import Network, fair_rates
-from simulator import __main__ as sync_simulator
-from simulator.__main__ import figures_of, simulate
-from simulator.measured import values_from_run
-from simulator.rollouts import Engine, Group
-from simulator.scenario import Scenario, slowest_of
-from simulator.world import World
+from tests.deterministic.machine import Machine, Violation
+from tests.deterministic.network import Network, fair_rates
+from tests.simulator import __main__ as sync_simulator
+from tests.simulator.__main__ import figures_of, simulate
+from tests.simulator.measured import values_from_run
+from tests.simulator.rollouts import Engine, Group
+from tests.simulator.scenario import Scenario, slowest_of
+from tests.simulator.world import World
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
@@ -107,7 +107,7 @@ def test_a_frozen_link_leaves_its_share_to_others() -> None:
 
 def test_sequences_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 and 40 tokens at 10/s together: 4 s for the first (5/s each), then 20 left at 8/s; a pause comes on top."""
-    monkeypatch.setattr("simulator.rollouts.END_MERGE_SHARE", 0.0)
+    monkeypatch.setattr("tests.simulator.rollouts.END_MERGE_SHARE", 0.0)
     clock = Machine(0)
     done: list[tuple[int, float, int]] = []
     scenario = Scenario(tokens_per_s=10.0, sequence_tokens_per_s=8.0, max_sequences=2)
@@ -145,7 +145,7 @@ def test_the_same_seed_gives_the_same_output_byte_for_byte(capsys: pytest.Captur
     assert json.loads(outputs[0])["figures"] != json.loads(outputs[2])["figures"]
     # Nor does it depend on the process' own hashes.
     other = subprocess.run(
-        [sys.executable, "-m", "simulator.__main__", *arguments, "--json", "--seed=1"],
+        [sys.executable, "-m", "tests.simulator", *arguments, "--json", "--seed=1"],
         env={**os.environ, "PYTHONHASHSEED": "7"},
         capture_output=True,
         text=True,

@@ -17,8 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deterministic.machine import Machine, Process, SimRuntime, Violation
-from deterministic.parts import REGISTRY, TOKEN
+from tests.deterministic.machine import Machine, Process, SimRuntime, Violation
+from tests.deterministic.parts import REGISTRY, TOKEN
 from tests.hostile import VALUES, message
 from tests.unit_tests.weight_sync.job import Job, Parts
 from tests.unit_tests.weight_sync.runs import JOIN_SECONDS, draw_shape, finish

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deterministic.machine import Machine, Process
-from deterministic.parts import TOKEN
+from tests.deterministic.machine import Machine, Process
+from tests.deterministic.parts import TOKEN
 from torchtitan.weight_sync.wire.handshake import GUEST, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from deterministic import parts
-from deterministic.machine import Machine, Process, SimChannel, Violation
-from deterministic.parts import BUCKET_BYTES, ELEMENT_BYTES, REGISTRY, TOKEN, content, whole_layout
+from tests.deterministic import parts
+from tests.deterministic.machine import Machine, Process, SimChannel, Violation
+from tests.deterministic.parts import BUCKET_BYTES, ELEMENT_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into
 from torchtitan.weight_sync.memory.manifest import Manifest

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from deterministic.machine import Machine, Process, Violation
-from deterministic.parts import REGISTRY
+from tests.deterministic.machine import Machine, Process, Violation
+from tests.deterministic.parts import REGISTRY
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts, Shape
 from torchtitan.weight_sync.facade import all_have
 from torchtitan.weight_sync.registry.state import LATE

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deterministic.machine import Machine, Process
-from deterministic.parts import BUCKET_BYTES, TOKEN, whole_layout
+from tests.deterministic.machine import Machine, Process
+from tests.deterministic.parts import BUCKET_BYTES, TOKEN, whole_layout
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.utils.addresses import reachable_host

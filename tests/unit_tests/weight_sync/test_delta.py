@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deterministic.machine import Machine, Process
+from tests.deterministic.machine import Machine, Process
 from torchtitan.weight_sync.memory.delta import Deltas, decode_into, element_bytes, encode
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from deterministic.machine import Machine, Process, Violation
-from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
+from tests.deterministic.machine import Machine, Process, Violation
+from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from tests.unit_tests.weight_sync.job import Job, Shape
 from torchtitan.weight_sync.actor.group import Leader, WorkerPuller
 from torchtitan.weight_sync.actor.puller import Served

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deterministic.machine import Process
-from deterministic.parts import REGISTRY, TOKEN
+from tests.deterministic.machine import Process
+from tests.deterministic.parts import REGISTRY, TOKEN
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.errors import UserError

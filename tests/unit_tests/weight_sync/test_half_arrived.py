@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deterministic.parts import BUCKET_BYTES
+from tests.deterministic.parts import BUCKET_BYTES
 from tests.unit_tests.weight_sync.test_puller_alone import World, bucket_of, pulling
 from torchtitan.weight_sync.wire import hook
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from deterministic.machine import Machine, Process
-from deterministic.parts import REGISTRY
+from tests.deterministic.machine import Machine, Process
+from tests.deterministic.parts import REGISTRY
 from tests.unit_tests.weight_sync.job import Actor, Job, Shape
 from torchtitan.weight_sync.wire import handshake
 from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER, Acceptor, Dialer, Identity

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from deterministic.machine import Machine
+from tests.deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import Actor, Job, Shape
 from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.config.job_config import WeightSync

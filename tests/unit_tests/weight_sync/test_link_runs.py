@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from deterministic.machine import Machine, SimRuntime, Violation
-from deterministic.parts import Slots
+from tests.deterministic.machine import Machine, SimRuntime, Violation
+from tests.deterministic.parts import Slots
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts
 from torchtitan.weight_sync.actor.puller import Puller

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from deterministic.machine import Machine
-from deterministic.parts import BUCKET_BYTES
+from tests.deterministic.machine import Machine
+from tests.deterministic.parts import BUCKET_BYTES
 from tests.unit_tests.weight_sync.job import Actor, Job, Shape
 from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.registry.registry import Registry

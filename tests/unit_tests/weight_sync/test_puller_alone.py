@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from deterministic.machine import Machine, Process
-from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
+from tests.deterministic.machine import Machine, Process
+from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, RELAY_SECONDS

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deterministic.machine import Machine, Process
-from deterministic.parts import REGISTRY, TOKEN, rank_layout
+from tests.deterministic.machine import Machine, Process
+from tests.deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.memory import published

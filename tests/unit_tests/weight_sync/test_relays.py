@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deterministic.parts import BUCKET_BYTES, TOKEN
+from tests.deterministic.parts import BUCKET_BYTES, TOKEN
 from tests.unit_tests.weight_sync.clients import Client
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.weight_sync.memory.manifest import Manifest

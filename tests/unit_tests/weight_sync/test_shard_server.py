@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from deterministic.machine import Machine, Process
-from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
+from tests.deterministic.machine import Machine, Process
+from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.weight_sync.memory.manifest import ChecksumTable
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, Transfer

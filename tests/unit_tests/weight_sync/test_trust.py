@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from deterministic.machine import Machine, Process
-from deterministic.parts import REGISTRY, TOKEN, whole_layout
+from tests.deterministic.machine import Machine, Process
+from tests.deterministic.parts import REGISTRY, TOKEN, whole_layout
 from tests.patience import eventually
 from tests.tiny_models import SHAPE
 from tests.unit_tests.inference.test_parity import Liar

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
-from deterministic.machine import Event, Machine, Process, SimChannel, Violation
-from deterministic.network import Network
-from deterministic.parts import REGISTRY, TOKEN, Actor, Rank, Shape
-from simulator.rollouts import Engine, Rollouts
-from simulator.scenario import Scenario, slowest_of
+from tests.deterministic.machine import Event, Machine, Process, SimChannel, Violation
+from tests.deterministic.network import Network
+from tests.deterministic.parts import REGISTRY, TOKEN, Actor, Rank, Shape
+from tests.simulator.rollouts import Engine, Rollouts
+from tests.simulator.scenario import Scenario, slowest_of
 from torchtitan.weight_sync.memory.manifest import Manifest
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.registry.registry import Registry

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from deterministic.machine import Event, Machine
+from tests.deterministic.machine import Event, Machine
 
 # Links whose fair rate is this close to the lowest count as equally full.
 EQUAL = 1e-9

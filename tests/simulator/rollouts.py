@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from deterministic.machine import Event, Machine
-from simulator.scenario import Scenario
+from tests.deterministic.machine import Event, Machine
+from tests.simulator.scenario import Scenario
 from torchtitan.inference.pool.actor_pool import GRACE_S
 from torchtitan.rollout.flow.staleness_budget import StalenessBudget
 

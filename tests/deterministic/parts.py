@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from deterministic.machine import Machine, Process, Violation
+from tests.deterministic.machine import Machine, Process, Violation
 from torchtitan.distributed.boxes import Box
 from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.memory.delta import decode_into

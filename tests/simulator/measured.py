@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from simulator.scenario import known_keys, slowest_of
+from tests.simulator.scenario import known_keys, slowest_of
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.utils.json_lines import read_json_lines

@@ -1,7 +1,7 @@
 """Simulates an hour of training in virtual time, on the real classes of the weight synchronisation.
 
-    python -m simulator --ranks 64 --actors 32 --train_s 8
-    python -m simulator scenario.toml --from-run outputs/latest
+    python -m tests.simulator --ranks 64 --actors 32 --train_s 8
+    python -m tests.simulator scenario.toml --from-run outputs/latest
 
 Every key of the scenario is a flag; --help lists them. See docs/sync_simulator.md.
 """
@@ -15,9 +15,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from simulator.measured import values_from_run
-from simulator.scenario import Scenario, known_keys
-from simulator.world import StepTimes, World
+from tests.simulator.measured import values_from_run
+from tests.simulator.scenario import Scenario, known_keys
+from tests.simulator.world import StepTimes, World
 from torchtitan.config.values import read_toml, show, value_of_words
 from torchtitan.errors import ConfigError, UserError
 
@@ -100,7 +100,9 @@ def _text(name: str, value: Any) -> str:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the options; keys of the scenario become `key:NAME`."""
-    parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulator", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("scenario", nargs="?", help="TOML file with keys of the scenario")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="take what a run measured")
     parser.add_argument("--mode", choices=["both", "async", "blocking"], default="both")
