@@ -71,6 +71,8 @@ def started(tree: Path, folder: Path, *options: str) -> dict[str, object]:
     model = SHIPPED_FOLDER / "debug_arithmetic"
     command = [tree / "run_grpo.sh", "--job.dump_folder", folder, "--model.hf_assets_path", model, *options]
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tree), "NGPU": "1"}
+    # As where users run it: a process that may not write bytecode compiles all of the checkout anew each time.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return {"args": [str(word) for word in command], "env": environment, "cwd": folder, "stderr": subprocess.DEVNULL}
 
 

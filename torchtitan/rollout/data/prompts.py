@@ -32,7 +32,6 @@ from torchtitan.rollout.conversation.unwritten import warn_of_unread_keys
 from torchtitan.rollout.environments import builtin_environments as builtin
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import ARGUMENTS, NEEDS_ANSWER, is_built_in
-from torchtitan.rollout.rewards.references import check_references
 from torchtitan.rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -302,6 +301,9 @@ def _check_columns(rows: Sequence[Row], config: JobConfig, where: str, functions
             where, column,
         )  # fmt: skip
     if NEEDS_ANSWER & functions:
+        # Its many patterns would be compiled in every process that imports this module.
+        from torchtitan.rollout.rewards.references import check_references
+
         references = [row.get(column) for row in rows]
         of_column = f"{where}, column {column!r} (rewards.answer_column)"
         check_references(references, of_column, sorted(NEEDS_ANSWER & functions))
