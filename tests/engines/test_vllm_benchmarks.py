@@ -1,8 +1,7 @@
 """A benchmark of a real vLLM runs, and says what it promises. What it measures here means nothing.
 
-colocate_vs_server.py is not here: it is two whole runs, which test_colocated_runs.py and test_vllm_runs.py have too;
-nor is weight_sync_stall.py with vLLM: test_benchmarks.py runs it with actors of its own, test_vllm.py freezes vLLM's
-worker.
+weight_sync_stall.py with vLLM is not here: test_benchmarks.py runs it with actors of its own, test_vllm.py freezes
+vLLM's worker.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def sleep_between_regions() -> None:
     """Have the threads of torch's OpenMP sleep at the end of a parallel region on CPUs, unless the user has said what
     they do. It is read once, when torch is imported, here and in the processes that inherit it.
 
-    They would spin for some 20 ms, on cores that the threads they wait for may need (benchmarks/busy_machine.py).
+    They would spin for some 20 ms, on cores that the threads they wait for may need (docs/measurements.md).
     """
     if os.environ.get("TORCHTITAN_DEVICE") == "cpu" or not has_gpu():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
