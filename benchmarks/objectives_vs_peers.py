@@ -2,7 +2,7 @@
 
     benchmarks/peers/setup.sh
     python benchmarks/objectives_vs_peers.py --json
-    python benchmarks/objectives_vs_peers.py --markdown      the table of docs/algorithms.md
+    python benchmarks/objectives_vs_peers.py --markdown      a row for each setting (docs/algorithms.md)
 
 The peers' own code runs in the environment of setup.sh (peers/objective_worker.py): TRL's GRPOTrainer on log-probs in
 float64, where gradients are by log-probs and entropies; Liger's LigerFusedLinearGRPOLoss on hidden states and a weight
@@ -277,7 +277,7 @@ def show(equal: list[Row], advantages: list[Row], different: list[Row], markdown
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--markdown", action="store_true", help="tables as in docs/algorithms.md")
+    parser.add_argument("--markdown", action="store_true", help="a row for each setting (docs/algorithms.md)")
     parser.add_argument("--batches", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
