@@ -37,9 +37,12 @@ def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
     tensor = memory_tensor(data)
     with in_background(tensor.device):
         words = _words(tensor)
-        whole = len(words) // _ROW_WORDS * _ROW_WORDS
+        whole_rows_end = len(words) // _ROW_WORDS * _ROW_WORDS
         weights = 2 * torch.arange(_ROW_WORDS, dtype=torch.int64, device=tensor.device) + 1
-        parts = [*words[:whole].view(-1, _ROW_WORDS).split(_ROWS_AT_A_TIME), words[whole:].view(1, -1)]
+        parts = [
+            *words[:whole_rows_end].view(-1, _ROW_WORDS).split(_ROWS_AT_A_TIME),
+            words[whole_rows_end:].view(1, -1),
+        ]
         sums = torch.cat([_row_sums(part, weights) for part in parts], 1).cpu()
     plain, weighted = (numpy.asarray(row, dtype=numpy.uint64) for row in sums.numpy().view(numpy.uint64))
     # Row r starts at word r * _ROW_WORDS, so its weights are larger by twice that.

@@ -78,9 +78,12 @@ def gather_bytes(data: bytes) -> list[bytes] | None:
     content = torch.from_numpy(numpy.frombuffer(bytearray(data), numpy.uint8))
     sizes = _sizes(content)
     padded = _padded(content, sizes)
-    parts = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
+    if dist.get_rank() > 0:
+        dist.gather(padded)
+        return None
+    parts = [torch.empty_like(padded) for _ in sizes]
     dist.gather(padded, parts)
-    return None if parts is None else [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+    return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 @torch.no_grad()
@@ -139,12 +142,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        ctx.rank_rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         return torch.cat(gather_parts(x, sizes, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient[ctx.own], None, None, None
+        return gradient[ctx.rank_rows], None, None, None
 
 
 class ContextParallel:
@@ -199,8 +202,12 @@ class ContextAttention:
             repeats = heads // key_heads
         elif key_heads % ranks:
             repeats = ranks // key_heads if ranks % key_heads == 0 else heads // key_heads
-        k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
-        q, k, v = (self.context.to_heads(F.pad(x, (0, 0, 0, missing)) if missing else x) for x in (q, k, v))
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        if missing:
+            zero_heads = (0, 0, 0, missing)
+            q, k, v = F.pad(q, zero_heads), F.pad(k, zero_heads), F.pad(v, zero_heads)
+        q, k, v = self.context.to_heads(q), self.context.to_heads(k), self.context.to_heads(v)
         if layer.sinks is not None:
             sinks = F.pad(layer.sinks, (0, missing)).unflatten(0, (ranks, -1))[self.context.rank]
             # The layer from this rank's perspective has only the sinks of its own heads.

@@ -45,9 +45,9 @@ class PiecedTensor(torch.Tensor):
 
     def assembled(self) -> torch.Tensor:
         """Return an ordinary tensor of the same elements."""
-        whole = torch.empty(self.box.shape, dtype=self.dtype, device=self.device)
-        self.copy_to(whole)
-        return whole
+        tensor = torch.empty(self.box.shape, dtype=self.dtype, device=self.device)
+        self.copy_to(tensor)
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -56,8 +56,10 @@ class PiecedTensor(torch.Tensor):
         source = args[0]
         if func in (aten.detach.default, aten.alias.default):
             return PiecedTensor(source.box, source.pieces)
-        if func is aten.slice.Tensor and (part := narrowed(source.box, *args[1:], **(kwargs or {}))) is not None:
-            return PiecedTensor(part, source.pieces)
+        if func is aten.slice.Tensor:
+            part = narrowed(source.box, *args[1:], **(kwargs or {}))
+            if part is not None:
+                return PiecedTensor(part, source.pieces)
         if func is aten.copy_.default and isinstance(args[1], PiecedTensor) and not isinstance(source, PiecedTensor):
             args[1].copy_to(source)
             return source

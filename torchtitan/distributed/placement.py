@@ -232,11 +232,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor()
 
 
-def held_part(one: torch.Tensor | StackPart) -> tuple[tuple[slice, ...], torch.Tensor | None]:
+def held_part(parameter: torch.Tensor | StackPart) -> tuple[tuple[slice, ...], torch.Tensor | None]:
     """The region that this rank holds, and its values; None if it holds nothing of a stack's entry."""
-    if isinstance(one, StackPart):
-        return one.region, one.local()
-    return local_region(one), local_tensor(one)
+    if isinstance(parameter, StackPart):
+        return parameter.region, parameter.local()
+    return local_region(parameter), local_tensor(parameter)
 
 
 @torch.no_grad()
@@ -255,22 +255,27 @@ class LocalTensors:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor | StackPart]):
-        self._parameters = [one.stack if isinstance(one, StackPart) else one for one in parameters]
+        self._parameters: list[torch.Tensor] = []
+        self._entries: list[tuple[int, int, slice]] = []
+        """(index of the parameter, index of the entry in this rank's part of the stack, its rows)"""
+        for place, parameter in enumerate(parameters):
+            if isinstance(parameter, StackPart):
+                self._parameters.append(parameter.stack)
+                entry = parameter.index - local_region(parameter.stack)[0].start
+                self._entries.append((place, entry, slice(*parameter.rows or (None,))))
+            else:
+                self._parameters.append(parameter)
         self._are_distributed = list(map(is_distributed, self._parameters))
         self._all_distributed = all(map(is_distributed, parameters))
-        self._entries = [
-            (place, one.index - local_region(one.stack)[0].start, slice(*one.rows or (None,)))
-            for place, one in enumerate(parameters)
-            if isinstance(one, StackPart)
-        ]
-        """(index of the parameter, index of the entry in this rank's part of the stack, its rows)"""
 
     def now(self) -> list[torch.Tensor]:
         """Return the tensors in the order of the parameters. Copy them under no_grad: they may require gradients."""
         if self._all_distributed:
             return list(map(_local_tensor, self._parameters))
-        pairs = zip(self._parameters, self._are_distributed, strict=True)
-        local = [tensor._local_tensor if distributed else tensor for tensor, distributed in pairs]  # type: ignore[attr-defined]
+        local = [
+            _local_tensor(parameter) if distributed else parameter
+            for parameter, distributed in zip(self._parameters, self._are_distributed, strict=True)
+        ]
         for place, entry, rows in self._entries:
             local[place] = local[place][entry, rows]
         return local

@@ -68,14 +68,14 @@ class Poller:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._waiting))
                 waiting = list(self._waiting.items())
-            begun = time.perf_counter()
+            polled_at = time.perf_counter()
             for found, over in waiting:
                 try:
                     if not found.done() and over():
                         found.set_result(True)
                 except BaseException as error:  # Whatever it is, the waiting thread must get it.
                     found.set_exception(error)
-            time.sleep(max(POLL_SECONDS, POLL_SHARE * (time.perf_counter() - begun)))
+            time.sleep(max(POLL_SECONDS, POLL_SHARE * (time.perf_counter() - polled_at)))
 
 
 @functools.cache

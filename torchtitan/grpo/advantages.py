@@ -17,18 +17,18 @@ Groups = list[torch.Tensor]
 
 def group(rewards: Groups, tokens: Groups) -> Groups:
     """R - mean of its group (Shao et al. 2024, DeepSeekMath, section 4.1.2; Liu et al. 2025, Dr. GRPO)."""
-    return [one - one.mean() for one in rewards]
+    return [values - values.mean() for values in rewards]
 
 
 def rloo(rewards: Groups, tokens: Groups) -> Groups:
     """R - mean of the *other* samples of its group (Ahmadian et al. 2024, eq. 8). A group of one gives 0."""
-    return [(one - one.mean()) * (len(one) / max(len(one) - 1, 1)) for one in rewards]
+    return [(values - values.mean()) * (len(values) / max(len(values) - 1, 1)) for values in rewards]
 
 
 def batch(rewards: Groups, tokens: Groups) -> Groups:
     """R - mean of the batch."""
     mean = torch.cat(rewards).mean() if rewards else torch.zeros(())
-    return [one - mean for one in rewards]
+    return [values - mean for values in rewards]
 
 
 def reinforce_pp(rewards: Groups, tokens: Groups) -> Groups:
@@ -45,7 +45,7 @@ def opo(rewards: Groups, tokens: Groups) -> Groups:
     """R - Σ length · R / Σ length over its group: the minimum-variance baseline if the squared norm of a sample's
     gradient grows with its length (Hao et al. 2025, OPO, arXiv 2505.23585)."""
     pairs = zip(rewards, tokens, strict=True)
-    return [one - (one * lengths).sum() / lengths.sum().clamp(min=1) for one, lengths in pairs]
+    return [values - (values * lengths).sum() / lengths.sum().clamp(min=1) for values, lengths in pairs]
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _normalized(advantages: Groups, tokens: Groups) -> Groups:
     total = counts.sum().clamp(min=1)
     mean = (counts * everything).sum() / total
     deviation = ((counts * (everything - mean).square()).sum() / (total - 1).clamp(min=1)).sqrt()
-    return [(one - mean) / (deviation + STD_EPSILON) for one in advantages]
+    return [(values - mean) / (deviation + STD_EPSILON) for values in advantages]
 
 
 # (rewards, number of trained tokens of every sample) -> advantages
@@ -82,7 +82,11 @@ def load_estimator(name: str) -> Callable[[Groups, Groups], Groups]:
 
 
 def _ones(groups: Groups) -> Groups:
-    return [torch.ones_like(one) for one in groups]
+    return [torch.ones_like(values) for values in groups]
+
+
+def _tensors(groups: Sequence[Sequence[float]]) -> Groups:
+    return [torch.tensor(values, dtype=torch.float64) for values in groups]
 
 
 def group_advantages(
@@ -104,21 +108,31 @@ def group_advantages(
     Raises:
         UserError: a user's function does not return advantages, or a negative reward is to be scaled by `mean`.
     """
-    rewards = [torch.tensor(one, dtype=torch.float64) for one in groups]
-    counts = _ones(rewards) if tokens is None else [torch.tensor(one, dtype=torch.float64) for one in tokens]
+    rewards = _tensors(groups)
+    counts = _ones(rewards) if tokens is None else _tensors(tokens)
     centred = load_estimator(estimator)(rewards, counts)
-    if [getattr(one, "shape", None) for one in centred] != [one.shape for one in rewards]:
+    if [getattr(values, "shape", None) for values in centred] != [values.shape for values in rewards]:
         raise UserError("grpo.advantage must return one tensor for each group, with an advantage for each reward")
+    return [advantages.tolist() for advantages in _scaled(centred, rewards, scale_rewards)]
+
+
+def _scaled(centred: Groups, rewards: Groups, scale_rewards: str) -> Groups:
+    """Divide advantages as grpo.scale_rewards says."""
     if scale_rewards == "group":
-        centred = [c / (_deviation(one) + STD_EPSILON) for c, one in zip(centred, rewards, strict=True)]
-    elif scale_rewards == "batch" and rewards:
+        return [values / (_deviation(raw) + STD_EPSILON) for values, raw in zip(centred, rewards, strict=True)]
+    if scale_rewards == "batch" and rewards:
         deviation = _deviation(torch.cat(rewards))
-        centred = [c / (deviation + STD_EPSILON) for c in centred]
-    elif scale_rewards == "mean":
-        if any(value < 0 for group in groups for value in group):
+        return [values / (deviation + STD_EPSILON) for values in centred]
+    if scale_rewards == "mean":
+        if any((raw < 0).any() for raw in rewards):
             raise UserError("grpo.scale_rewards = mean (MaxRL) is for rewards of at least 0, and one is negative")
-        centred = [c / one.mean() if one.any() else c * 0 for c, one in zip(centred, rewards, strict=True)]
-    return [one.tolist() for one in centred]
+        return [_relative_to_mean(values, raw) for values, raw in zip(centred, rewards, strict=True)]
+    return centred
+
+
+def _relative_to_mean(centred: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """Divide by the mean of rewards that are not negative; 0 where all of them are 0."""
+    return centred / rewards.mean() if rewards.any() else centred * 0
 
 
 def normalized_each(
@@ -136,22 +150,23 @@ def normalized_each(
     """
     result = [[0.0] * len(samples) for samples in groups]
     for name, weight in weights.items():
-        places: list[list[tuple[int, int]]] = []
+        members: list[tuple[int, list[int]]] = []
+        """(number of the group, which of its samples have this reward)"""
         values: list[list[float]] = []
+        counts: list[list[int]] = []
         for number, samples in enumerate(groups):
-            found = [(i, rewards[name]) for i, rewards in enumerate(samples) if rewards.get(name) is not None]
-            # A group in which no sample has this reward is left out, because it has no mean.
-            if found:
-                places.append([(number, i) for i, _ in found])
-                values.append([float(value or 0.0) for _, value in found])
-        counts = None
-        if tokens is not None:
-            counts = [[tokens[number][i] for number, i in members] for members in places]
-        advantages = group_advantages(values, scale_rewards, estimator, counts)
-        for members, of_members in zip(places, advantages, strict=True):
-            for (number, i), advantage in zip(members, of_members, strict=True):
+            present = [i for i, rewards in enumerate(samples) if rewards.get(name) is not None]
+            if not present:  # it is left out, because it has no mean
+                continue
+            members.append((number, present))
+            values.append([float(samples[i][name] or 0.0) for i in present])
+            if tokens is not None:
+                counts.append([tokens[number][i] for i in present])
+        advantages = group_advantages(values, scale_rewards, estimator, None if tokens is None else counts)
+        for (number, present), of_group in zip(members, advantages, strict=True):
+            for i, advantage in zip(present, of_group, strict=True):
                 result[number][i] += weight * advantage
     if scale_rewards == "none":
         return result
-    sums = [torch.tensor(one, dtype=torch.float64) for one in result]
-    return [one.tolist() for one in _normalized(sums, _ones(sums))]
+    sums = _tensors(result)
+    return [values.tolist() for values in _normalized(sums, _ones(sums))]

@@ -124,12 +124,12 @@ class MicroBatchLoss:
         self._sequences = Sequences(micro_batch.sequence, micro_batch.num_sequences)
         # This part is known before the forward.
         self._factor = torch.ones_like(behaviour)
-        self._kept = torch.ones_like(behaviour)
+        self._mask = torch.ones_like(behaviour)
         if fixed.old is not None:
             drift = (fixed.old - behaviour).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
             self._factor = self._correction(drift.exp(), settings.bounds, self._sequences)
-            self._kept = self._sequence_mask(drift) * (self._factor > 0)
-            self._factor = self._factor * self._kept
+            self._mask = self._sequence_mask(drift) * (self._factor > 0)
+            self._factor = self._factor * self._mask
         if fixed.trained is not None:
             self._factor = self._factor * fixed.trained
         zero = behaviour.new_zeros(())
@@ -153,10 +153,10 @@ class MicroBatchLoss:
         log_ratio = (log_probs - self._proximal[rows]).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         level = settings.objective.ratio_of(log_ratio, self._sequences)
         token = settings.objective.loss_of(log_probs, level, advantages, settings.options, self._sequences)
-        factor, kept = self._factor[rows], self._kept[rows]
+        factor, mask = self._factor[rows], self._mask[rows]
         if fixed.old is None:
-            kept = self._masks_in_direct_mode(log_ratio.detach(), rows)
-            factor = factor * kept
+            mask = self._masks_in_direct_mode(log_ratio.detach(), rows)
+            factor = factor * mask
         loss = token.loss * factor * weights
         if fixed.reference is not None:
             kl = KL_ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
@@ -180,7 +180,7 @@ class MicroBatchLoss:
             self.sums["entropy"] += entropy.sum()
             self.sums["clip/low"] += token.clipped_low.sum()
             self.sums["clip/high"] += token.clipped_high.sum()
-            self.sums["masked"] += (1 - kept).sum()
+            self.sums["masked"] += (1 - mask).sum()
             self.sums["ratio"] += ratio.sum()
             if len(ratio):
                 self.ratio_max = torch.maximum(self.ratio_max, ratio.max())
@@ -191,11 +191,11 @@ class MicroBatchLoss:
         self.sums["compared"] += len(divergence)
 
     def _masks_in_direct_mode(self, log_ratio: torch.Tensor, rows: slice) -> torch.Tensor:
-        kept = torch.ones_like(log_ratio)
+        mask = torch.ones_like(log_ratio)
         if self._correction.masks:
             weights = self._correction(log_ratio.exp(), self.settings.bounds, self._sequences)
-            kept = (weights > 0).to(log_ratio.dtype)
-        return kept * self._sequence_mask(log_ratio) if self._masks_sequences else kept
+            mask = (weights > 0).to(log_ratio.dtype)
+        return mask * self._sequence_mask(log_ratio) if self._masks_sequences else mask
 
     def _sequence_mask(self, log_ratio: torch.Tensor) -> torch.Tensor:
         return off_policy.sequence_mask(log_ratio, self.micro_batch.advantages, self._sequences, self.settings.bounds)
@@ -213,9 +213,9 @@ class WithObservations:
 
     def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
         cut = min(max(self._active - rows.start, 0), len(log_probs))
-        mine = self._policy_loss(log_probs[:cut], entropy[:cut], slice(rows.start, rows.start + cut))
+        policy_loss = self._policy_loss(log_probs[:cut], entropy[:cut], slice(rows.start, rows.start + cut))
         self.sum -= log_probs[cut:].detach().sum()
-        return torch.cat((mine, -self._weight * log_probs[cut:]))
+        return torch.cat((policy_loss, -self._weight * log_probs[cut:]))
 
 
 def loss_settings(grpo: GRPO) -> LossSettings:
@@ -284,5 +284,6 @@ def stage_figures(config: JobConfig, figures: dict[str, float | None]) -> dict[s
     if config.job.stage == "sft":
         return {name: value for name, value in figures.items() if not name.startswith(OF_SAMPLES)}
     if config.job.stage == "distill":
-        return {"teacher_kl" if name == "reference_kl" else name: value for name, value in figures.items()}
+        names = {"reference_kl": "teacher_kl"}
+        return {names.get(name, name): value for name, value in figures.items()}
     return figures

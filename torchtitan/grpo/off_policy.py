@@ -105,10 +105,10 @@ def sequence_mask(
             keep &= value >= low
         if high > 0:
             keep &= value <= high
-    kept = sequences.spread(keep)
+    mask = sequences.spread(keep)
     if options.negative_threshold > 0:
-        kept = kept & ~((advantages < 0) & sequences.spread(-mean > options.negative_threshold))
-    return kept.to(log_ratio.dtype)
+        mask = mask & ~((advantages < 0) & sequences.spread(-mean > options.negative_threshold))
+    return mask.to(log_ratio.dtype)
 
 
 def uses_sequences(options: CorrectionOptions) -> bool:

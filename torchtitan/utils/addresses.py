@@ -43,12 +43,12 @@ def choose_interface(wanted: str, leader: str) -> str:
             f"comm.interface = {name!r}: {socket.gethostname()} has no such interface with an address, only: {listed}"
         )
     if not name:
-        own = address_towards(leader)
-        name = next((other for other, address in here.items() if address == own), "lo")
-        if ipaddress.ip_address(here.get(name, own)).is_loopback and not is_loopback(leader):
+        own_address = address_towards(leader)
+        name = next((other for other, address in here.items() if address == own_address), "lo")
+        if ipaddress.ip_address(here.get(name, own_address)).is_loopback and not is_loopback(leader):
             raise UserError(
-                f"rank 0's address {leader!r} is {own} on {socket.gethostname()} itself (see /etc/hosts), where other "
-                f"machines reach nothing: set comm.interface to one of: {listed}"
+                f"rank 0's address {leader!r} is {own_address} on {socket.gethostname()} itself (see /etc/hosts), "
+                f"where other machines reach nothing: set comm.interface to one of: {listed}"
             )
     os.environ[GLOO_VARIABLE] = name
     if wanted:

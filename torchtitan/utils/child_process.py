@@ -207,8 +207,8 @@ class ChildProcess:
                 self.log_file.parent.mkdir(parents=True, exist_ok=True)
                 log = opened.enter_context(self.log_file.open("ab"))
                 self._log_begin = log.tell()
-            begun = self._start(command, environment, log, pipes, files, starter)
-            starting = asyncio.ensure_future(begun)
+            start = self._start(command, environment, log, pipes, files, starter)
+            starting = asyncio.ensure_future(start)
             try:
                 await asyncio.shield(starting)
             finally:
@@ -318,8 +318,8 @@ class ChildProcess:
                 cause = found["error"]
                 # The next line says which value is wrong.
                 more = lines[number + 1 : number + 2] if VALIDATION.search(cause) else []
-                whole = " ".join([cause, *(LOG_PREFIX.sub("", following.strip()) for following in more)])
-                return whole.partition(" [type=")[0]
+                cause_and_value = " ".join([cause, *(LOG_PREFIX.sub("", following.strip()) for following in more)])
+                return cause_and_value.partition(" [type=")[0]
         return ""
 
     def _log(self) -> bytes:

@@ -104,7 +104,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        self._stopped.look(Agent.ranks)
+        self._stopped.check(Agent.ranks)
         if result.state is WorkerState.FAILED:
             if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
                 self._remaining_restarts = 0
@@ -212,11 +212,14 @@ def find_names(parsed: argparse.Namespace) -> None:
         parsed.local_addr = parsed.local_addr or LOOPBACK
         return
     # With other backends than "static", rank 0's machine tells the others its address by itself.
-    if parsed.rdzv_backend != "static" and (problem := _lookup_problem(own := parsed.local_addr or socket.getfqdn())):
-        raise UserError(
-            f"this machine's name {own} does not resolve ({problem}), and the ranks would be told to meet there: give "
-            "--local-addr with an address of this machine that the others reach, or add the name to /etc/hosts"
-        )
+    if parsed.rdzv_backend != "static":
+        machine_name = parsed.local_addr or socket.getfqdn()
+        if problem := _lookup_problem(machine_name):
+            raise UserError(
+                f"this machine's name {machine_name} does not resolve ({problem}), and the ranks would be told to meet "
+                "there: give --local-addr with an address of this machine that the others reach, or add the name to "
+                "/etc/hosts"
+            )
     key = "--rdzv-endpoint" if endpoint else "--master-addr"
     deadline, announced = time.monotonic() + NAME_TIMEOUT_S, False
     while problem := _lookup_problem(host):

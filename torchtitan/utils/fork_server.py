@@ -100,18 +100,18 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]):
         self._environment = _loading(environment)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), " " * TITLE_BYTES]
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            command = [sys.executable, "-m", __spec__.name, str(child_end.fileno()), " " * TITLE_BYTES]
             # numpy's threads are started when it is loaded, and a process with threads must not be forked.
-            own = {name: value for name, value in environment.items() if not is_run_key(name, value)}
+            server_environment = {name: value for name, value in environment.items() if not is_run_key(name, value)}
             self._process = subprocess.Popen(
-                command, env={**own, "OPENBLAS_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, start_new_session=True,
-                pass_fds=[theirs.fileno()],
+                command, env={**server_environment, "OPENBLAS_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+                start_new_session=True, pass_fds=[child_end.fileno()],
             )  # fmt: skip
         names = json.dumps(list(modules)).encode()
-        ours.sendall(LENGTH.pack(len(names)) + names)
-        self._control = ours
+        parent_end.sendall(LENGTH.pack(len(names)) + names)
+        self._control = parent_end
         self._lock = threading.Lock()
 
     @property
@@ -134,13 +134,13 @@ class ForkServer:
         Raises:
             StarterLost: there is no fork server any more, or it starts nothing in time. It has been ended then.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_end, child_end = socket.socketpair()
+        with child_end:
             request = json.dumps({"command": list(command), "environment": dict(environment)}).encode()
-            reader, writer = await asyncio.open_connection(sock=ours)
+            reader, writer = await asyncio.open_connection(sock=parent_end)
             writer.write(LENGTH.pack(len(request)) + request)
             try:
-                self._hand_over(theirs, log)
+                self._hand_over(child_end, log)
             except OSError as error:
                 writer.close()
                 self.close()
@@ -347,8 +347,8 @@ def main(descriptor: int) -> int:
     if Path("/proc/self/task").is_dir():
         threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        said = f"fork server: {', '.join(modules)} started {threads - 1} threads when loaded, so it must not fork"
-        print(said, file=sys.stderr, flush=True)
+        problem = f"fork server: {', '.join(modules)} started {threads - 1} threads when loaded, so it must not fork"
+        print(problem, file=sys.stderr, flush=True)
         return 1
     # What is there now is never collected: looking at it would copy its pages into each child.
     gc.collect()

@@ -84,16 +84,16 @@ class JsonLines:
 def cut_torn_line(path: Path) -> None:
     """Shorten a file to its last newline."""
     size = end = path.stat().st_size
-    whole = 0
+    complete_bytes = 0
     with path.open("rb") as file:
-        while end > 0 and not whole:
+        while end > 0 and not complete_bytes:
             start = max(0, end - BLOCK_BYTES)
             file.seek(start)
             position = file.read(end - start).rfind(b"\n")
-            whole = start + position + 1 if position >= 0 else 0
+            complete_bytes = start + position + 1 if position >= 0 else 0
             end = start
-    if whole < size:
-        os.truncate(path, whole)
+    if complete_bytes < size:
+        os.truncate(path, complete_bytes)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -138,13 +138,17 @@ class JsonTail:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """What has been written since the last call; nothing where there is no file yet."""
-        files = {number: path for path in (older_file(self._path), self._path) if (number := _inode(path)) is not None}
-        begun = self._number not in files  # all of them are new
+        files: dict[int, Path] = {}
+        for path in (older_file(self._path), self._path):
+            number = _inode(path)
+            if number is not None:
+                files[number] = path
+        is_unread = self._number not in files  # all of them are new
         for number, path in files.items():
-            if begun and number != self._number:
+            if is_unread and number != self._number:
                 self._number, self._place = number, 0
-            begun = begun or number == self._number
-            while begun:
+            is_unread = is_unread or number == self._number
+            while is_unread:
                 try:
                     lines, place = read_lines(path, self._place)
                 except FileNotFoundError:
@@ -172,8 +176,8 @@ def read_lines(path: Path, place: int, most_bytes: int = CHUNK_BYTES) -> tuple[l
         data = file.read(most_bytes)
         while b"\n" not in data and (more := file.read(most_bytes)):
             data += more
-    whole = data[: data.rfind(b"\n") + 1]
-    return whole.decode(errors="replace").split("\n")[:-1], place + len(whole)
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    return complete_lines.decode(errors="replace").split("\n")[:-1], place + len(complete_lines)
 
 
 def line_start(path: Path, place: int) -> int:
@@ -224,8 +228,8 @@ class EventLog:
     def write(self, kind: str, *, level: int = logging.INFO, **fields: Any) -> None:
         """Log one event. level is that of the console line only. Raises OSError if the file cannot be written, after
         the line on the console."""
-        said = " ".join(f"{name}={value}" for name, value in fields.items() if value != "")
-        events_logger.log(level, "%s %s", kind, said)
+        description = " ".join(f"{name}={value}" for name, value in fields.items() if value != "")
+        events_logger.log(level, "%s %s", kind, description)
         with self._lock:
             self._file.write({"time": round(time.time(), 3), "kind": kind, **fields})
 

@@ -58,7 +58,7 @@ class StoppedRanks:
         self._since: dict[int, float] = {}
         """When each was seen stopped first; inf once it was said"""
 
-    def look(self, ranks: Sequence[int]) -> None:
+    def check(self, ranks: Sequence[int]) -> None:
         """Look at the ranks of this machine, by their process ids."""
         now = time.monotonic()
         for number, rank in enumerate(ranks):
@@ -111,7 +111,7 @@ class LocalRanks:
         while len(succeeded) < self._launch.ranks:
             event = self._next(LOOK_S)
             if event is None:
-                self._stopped.look(self._ids())
+                self._stopped.check(self._ids())
             elif isinstance(event, signal.Signals):
                 self._end(event, _shutdown_s())
                 say(f"stopped by {event.name}")

@@ -30,7 +30,15 @@ class SafeFormatter(logging.Formatter):
         text = super().format(record)
         if text.isprintable():
             return text
-        return "".join(char if char == "\t" else "\n  " if char == "\n" else _shown(char) for char in text)
+        return "".join(map(self._escaped, text))
+
+    @staticmethod
+    def _escaped(char: str) -> str:
+        if char == "\t":
+            return char
+        if char == "\n":
+            return "\n  "
+        return _shown(char)
 
 
 class RateLimit(logging.Filter):
@@ -39,13 +47,14 @@ class RateLimit(logging.Filter):
     def __init__(self, most: int, seconds: float):
         super().__init__()
         self._most, self._seconds = most, seconds
-        self._begun, self._count = 0.0, 0
+        self._period_start, self._count = 0.0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record passes."""
         now = time.monotonic()
-        if now - self._begun > self._seconds:
-            left_out, self._begun, self._count = self._count - self._most, now, 0
+        if now - self._period_start > self._seconds:
+            left_out = self._count - self._most
+            self._period_start, self._count = now, 0
             if left_out > 0:
                 record.msg, record.args = f"{record.getMessage()} ({left_out} lines like this were left out)", ()
         self._count += 1

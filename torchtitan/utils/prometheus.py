@@ -24,8 +24,11 @@ def exposition(figures: Iterable[Figure]) -> str:
         allowed = re.sub(r"[^a-zA-Z0-9_]", "_", name)
         pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
         kinds.setdefault(allowed, []).append(f"{allowed}{{{pairs}}} {value}" if pairs else f"{allowed} {value}")
-    types = {name: "counter" if name.endswith("_total") else "gauge" for name in kinds}
-    return "".join(f"# TYPE {name} {types[name]}\n" + "\n".join(lines) + "\n" for name, lines in kinds.items())
+    lines: list[str] = []
+    for name, samples in kinds.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE {name} {kind}", *samples]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def numbers_in(values: Mapping[str, Any], prefix: str = "") -> list[Figure]:

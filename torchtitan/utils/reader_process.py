@@ -117,17 +117,17 @@ class _Reader:
         return result.toreadonly()
 
     def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(SILENCE_S)
-        self._socket = ours
-        with theirs:
-            command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
+        parent_end, child_end = socket.socketpair()
+        parent_end.settimeout(SILENCE_S)
+        self._socket = parent_end
+        with child_end:
+            command = [sys.executable, "-m", __spec__.name, str(child_end.fileno())]
             # A session of its own: signals to our process group are ours.
             self._process = subprocess.Popen(
-                command, env=child_environment(threads=1), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                command, env=child_environment(threads=1), pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
-        return ours
+        return parent_end
 
     def close(self) -> None:
         """End the process; `read` starts another one."""

@@ -39,21 +39,21 @@ def test_a_rank_that_is_stopped_is_named_once(
         for _ in range(2):
             os.kill(ranks[1].pid, signal.SIGSTOP)
             until(lambda: psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED)
-            stopped.look(numbers)
-            stopped.look(numbers)
+            stopped.check(numbers)
+            stopped.check(numbers)
             assert capfd.readouterr().err == said
             os.kill(ranks[1].pid, signal.SIGCONT)
             until(lambda: psutil.Process(ranks[1].pid).status() != psutil.STATUS_STOPPED)
-            stopped.look(numbers)
+            stopped.check(numbers)
         os.kill(ranks[1].pid, signal.SIGSTOP)
         until(lambda: psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED)
         monkeypatch.setattr(local_ranks, "STOPPED_S", 600)
-        stopped.look(numbers)
+        stopped.check(numbers)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    stopped.look(numbers)  # they are gone
+    stopped.check(numbers)  # they are gone
     assert capfd.readouterr().err == ""
 
 
