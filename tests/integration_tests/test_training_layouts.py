@@ -73,7 +73,7 @@ def train_recorded(
     config.grpo.recompute_old_log_probs = decoupled
     config.grpo.loss_type = loss_type
     config.grpo.num_minibatches = 2
-    config.grpo.geometric_mask_low = config.grpo.geometric_mask_high = 0.0
+    config.grpo.geometric_mask = []
     config.training.tokens_per_micro_batch = 64
     config.training.max_norm = 0.5
     config.rollout.max_completion_tokens = 20

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtitan.config.engines import EngineSpec, find_spec
-from torchtitan.config.job_config import GRPO, JobConfig, Parallelism, WeightSync
-from torchtitan.config.objectives import DAPO_CLIP, GSPO_CLIP, describe
+from torchtitan.config.job_config import JobConfig, Parallelism, WeightSync
 from torchtitan.config.sources import IN_TABLE, Source
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import ConfigError
@@ -384,18 +383,6 @@ def reward_labels(config: JobConfig) -> dict[str, str]:
 def judging_reward(config: JobConfig) -> str:
     """The reward by which an evaluation decides whether a sample passes."""
     return config.eval.reward_function or [*config.rewards.functions, environment_name(config)][0]
-
-
-def has_sequence_ratios(grpo: GRPO) -> bool:
-    """Whether an importance ratio is one number per sequence, as GSPO has it."""
-    level = grpo.importance_level
-    return (describe(grpo.loss_type).ratio if level == "auto" else level) != "token"
-
-
-def clip_range(grpo: GRPO) -> tuple[float, float]:
-    """epsilon_low and epsilon_high; -1 is the objective's own range, or that of GSPO where ratios are of sequences."""
-    low, high = GSPO_CLIP if has_sequence_ratios(grpo) else describe(grpo.loss_type).clip or DAPO_CLIP
-    return low if grpo.epsilon_low == -1 else grpo.epsilon_low, high if grpo.epsilon_high == -1 else grpo.epsilon_high
 
 
 def expand_servers(servers: Sequence[str]) -> list[str]:

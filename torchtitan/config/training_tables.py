@@ -3,15 +3,18 @@ rate; what only one of the stages has; the objective."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.engines import backends
-from torchtitan.config.objectives import OBJECTIVES, TEACHER_DIVERGENCES
+from torchtitan.config.objectives import DAPO_CLIP, OBJECTIVES, TEACHER_DIVERGENCES, describe
 from torchtitan.config.values import (
     TABLE,
+    Band,
+    BandOrNone,
     Column,
     Count,
     CountOrZero,
@@ -30,8 +33,6 @@ ADVANTAGES = ("group", "rloo", "batch", "reinforce_pp", "reinforce_pp_no_baselin
 """The keys of advantages.ADVANTAGE_ESTIMATORS"""
 CORRECTIONS = ("truncate", "mask", "icepop", "none")
 """The keys of off_policy.CORRECTIONS"""
-DIVERGENCES = ("k1", "k2", "k3")
-"""The keys of loss.KL_ESTIMATORS"""
 
 
 @dataclass(config=TABLE)
@@ -183,8 +184,9 @@ class Training:
     """Type in which FSDP reduces gradients"""
 
     enable_cpu_offload: Literal[False, True, "optimizer"] = False
-    """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload); optimizer: its state alone, which
-    is on the device while a step is taken"""
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload), with a reference policy or a
+    teacher; optimizer: only what is used once in a batch, the optimizer's state, which is on the device while a step is
+    taken, and a reference policy or a teacher"""
 
     expert_bias_rate: NotNegative = 0.0
     """Mixtures whose routers have a bias: how far each optimizer step moves it towards experts with less than their
@@ -306,10 +308,6 @@ class GRPO:
     """How tokens are weighted: auto as the objective does, token all equally, sequence by 1 / (sequences × length),
     constant by 1 / (sequences × longest completion)"""
 
-    importance_level: Literal["auto", "token", "sequence", "sequence_token"] = "auto"
-    """One importance ratio per token, one per sequence, or the sequence's value with each token's own gradient
-    (sequence_token); auto is what the objective uses"""
-
     advantage: Annotated[str, Names(ADVANTAGES, own_function=True)] = "group"
     """Baseline: group (mean of the group), rloo (mean of the others), batch, reinforce_pp (group, then normalised over
     the batch), reinforce_pp_no_baseline (only normalised), opo (mean of the group, weighted by length), or your own
@@ -327,7 +325,8 @@ class GRPO:
     sequences (gspo)"""
 
     epsilon_high: Annotated[float, Range(0, also=-1)] = -1.0
-    """Upper clip range of the ratio; -1 is the objective's own: 0.28 for most, 4e-4 for ratios of sequences (gspo)"""
+    """Upper clip range of the ratio, or of loss_type cispo the cap of the importance weight; -1 is the objective's own:
+    0.28 for most, 4e-4 for ratios of sequences (gspo), 5 for cispo"""
 
     delta: Annotated[float, Range(1, low_open=True, also=0)] = 3.0
     """Upper bound of the ratio where the advantage is negative and epsilon_high bounds nothing; 0 turns it off"""
@@ -338,37 +337,17 @@ class GRPO:
     out tokens whose weight by π/μ is 0; truncate does nothing"""
 
     importance_cap: Positive = 2.0
-    """Cap of truncate and mask, of the weight of loss_type reinforce, and of kl_ratio_correction"""
+    """Cap of truncate and mask, of the weight of loss_type reinforce, and of the ratio that weights the divergence from
+    the reference"""
 
-    icepop_low: NotNegative = 0.5
-    """Lower end of the icepop band"""
-
-    icepop_high: Positive = 5.0
-    """Upper end of the icepop band"""
-
-    cispo_cap: Positive = 5.0
-    """Cap of the importance weight of loss_type cispo"""
-
-    sapo_temperature_positive: Positive = 1.0
-    """Steepness of loss_type sapo's gate where the advantage is positive"""
-
-    sapo_temperature_negative: Positive = 1.05
-    """Steepness of loss_type sapo's gate where the advantage is negative"""
+    icepop_band: Band = field(default_factory=lambda: [0.5, 5.0])
+    """Least and greatest ratio that icepop keeps"""
 
     allow_uncorrected: bool = False
     """Allow a run on samples of older policies in which nothing bounds the weight of one"""
 
-    geometric_mask_low: Share = 0.0
-    """Mask sequences whose geometric mean ratio π/μ is below this; 0 turns it off"""
-
-    geometric_mask_high: Annotated[float, Range(1, also=0)] = 0.0
-    """Mask sequences whose geometric mean ratio π/μ is above this; 0 turns it off"""
-
-    product_mask_low: Share = 0.0
-    """Mask sequences whose product of the ratios is below this (affects long answers most); 0 turns it off"""
-
-    product_mask_high: Annotated[float, Range(1, also=0)] = 0.0
-    """Mask sequences whose product of the ratios is above this (affects long answers most); 0 turns it off"""
+    geometric_mask: BandOrNone = field(default_factory=list)
+    """Mask sequences whose geometric mean ratio π/μ is outside this band, such as [0.5, 2]; empty masks none"""
 
     negative_mask_threshold: NotNegative = 0.0
     """Mask sequences with a negative advantage whose mean of log μ/π exceeds this; 0 turns it off"""
@@ -376,22 +355,9 @@ class GRPO:
     kl_coefficient: NotNegative = 0.0
     """Weight of the KL divergence from the reference policy; 0 loads no reference"""
 
-    kl_estimator: Annotated[str, Names(DIVERGENCES)] = "k3"
-    """Per-token estimator of that divergence: k1, k2 or k3"""
-
-    kl_ratio_correction: bool = True
-    """Weight the divergence by min(π/μ, importance_cap), so that its gradient is that of the KL for off-policy samples
-    too"""
-
     reference_ema_decay: ShareBelowOne = 0.0
     """0 keeps the reference policy at the initial weights; otherwise it follows the policy, keeping this share at every
-    sync"""
-
-    reference_sync_interval: Count = 1
-    """Steps between two syncs of a reference policy that follows the policy"""
-
-    reference_cpu_offload: bool = False
-    """Keep the reference policy's weights in host memory"""
+    step"""
 
     entropy_coefficient: NotNegative = 0.0
     """Weight of the entropy bonus"""
@@ -432,8 +398,33 @@ class GRPO:
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss"""
 
-    mismatch_kl_alarm: NotNegative = 0.1
-    """Warn when the trainer's log-probs diverge from the engine's by more than this and staleness explain; 0: never"""
-
     mismatch_kl_stop: NotNegative = 0.0
     """Save a checkpoint and stop the run after a step whose mismatch_kl exceeds this; 0: never"""
+
+    @property
+    def has_sequence_ratios(self) -> bool:
+        """Whether an importance ratio is one number per sequence, as GSPO has it."""
+        return describe(self.loss_type).ratio != "token"
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """epsilon_low and epsilon_high; -1 is the objective's own."""
+        low, high = describe(self.loss_type).clip or DAPO_CLIP
+        return (
+            low if self.epsilon_low == -1 else self.epsilon_low,
+            high if self.epsilon_high == -1 else self.epsilon_high,
+        )
+
+    @property
+    def largest_weight(self) -> tuple[str, float]:
+        """(the key that decides it, the largest weight that the objective gives a token for any ρ); infinity and
+        loss_type where nothing is known to bound it."""
+        known = describe(self.loss_type)
+        if not known.bounded_by:
+            return "loss_type", known.largest_weight
+        bounds = {
+            "delta": self.delta or math.inf,
+            "epsilon_high": self.clip_range[1],
+            "importance_cap": self.importance_cap,
+        }
+        return known.bounded_by, bounds[known.bounded_by]

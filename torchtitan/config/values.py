@@ -129,6 +129,10 @@ def _is_inside_run_folder(name: str) -> bool:
     return bool(folder.name) and not folder.is_absolute() and ".." not in folder.parts
 
 
+def _is_band(values: list[float]) -> bool:
+    return len(values) == 2 and all(map(math.isfinite, values)) and 0 <= values[0] < values[1]
+
+
 Count = Annotated[int, Range(1)]
 CountOrZero = Annotated[int, Range(0)]
 NotNegative = Annotated[float, Range(0)]
@@ -137,6 +141,11 @@ Share = Annotated[float, Range(0, 1)]
 ShareBelowOne = Annotated[float, Range(0, 1, high_open=True)]
 ShareAboveZero = Annotated[float, Range(0, 1, low_open=True)]
 Weights = Annotated[list[float], Must(lambda values: all(map(math.isfinite, values)), "each must be finite")]
+Band = Annotated[list[float], Must(_is_band, "must be two numbers [low, high], 0 <= low < high")]
+BandOrNone = Annotated[
+    list[float],
+    Must(lambda band: not band or _is_band(band), "must be empty, or two numbers [low, high], 0 <= low < high"),
+]
 Options = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}")]
 # A leading `~` is resolved here, once; `~nobody` stays, and is refused as a missing folder.
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]

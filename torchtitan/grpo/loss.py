@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import GRPO, JobConfig
 from torchtitan.grpo import off_policy
 from torchtitan.grpo.advantages import load_estimator
@@ -29,36 +27,22 @@ LARGEST_LOG_RATIO = 20.0
 OF_SAMPLES = ("clip/", "ratio/", "masked_fraction", "mismatch_kl", "reference_kl")
 
 
-def k1(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """log π - log π_ref [N]: unbiased for KL(π ‖ π_ref), of either sign; its own gradient has mean zero."""
-    return log_probs - reference
-
-
-def k2(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """½ (log π - log π_ref)² [N]: biased; on policy, its own gradient equals the KL's in expectation."""
-    return 0.5 * (log_probs - reference).square()
-
-
 def k3(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """r - 1 - log r [N] with r = π_ref / π: unbiased and never negative (GRPO, Shao et al. 2024, eq. 4). On policy, its
-    own gradient equals that of KL(π_ref ‖ π) in expectation."""
+    """r - 1 - log r [N] with r = π_ref / π: unbiased for KL(π ‖ π_ref) and never negative (GRPO, Shao et al. 2024,
+    eq. 4)."""
     log_ratio = reference - log_probs
     return log_ratio.expm1() - log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
-def corrected(
+def reference_divergence(
     estimate: torch.Tensor, log_probs: torch.Tensor, reference: torch.Tensor, ratio: torch.Tensor
 ) -> torch.Tensor:
     """ratio × estimate [N] with the gradient of KL(π ‖ π_ref) in expectation; ratio: π/μ [N] without gradient.
 
-    That gradient is E_μ[π/μ · log(π/π_ref) · ∇log π]. Differentiating the product π/μ · k3 gives it sample by sample,
-    and so does π/μ · k1 up to a term of mean zero. π/μ · k2 does not: it gives the gradient of E_π[k2], so its ratio
-    must be detached. Here all three use sg(π/μ) ∇k2 and differ only in their value.
+    That gradient is E_μ[π/μ · log(π/π_ref) · ∇log π] (DeepSeek-V3.2 2025, section 3.1), whatever the estimate of the
+    value is: half the squared log-ratio has the slope log(π/π_ref) · ∇log π at every token.
     """
-    slope = k2(log_probs, reference)
+    slope = 0.5 * (log_probs - reference).square()
     return ratio * (estimate.detach() + (slope - slope.detach()))
 
 
@@ -87,9 +71,7 @@ class LossSettings:
     correction: str = "truncate"
     bounds: CorrectionOptions = field(default_factory=CorrectionOptions)
     kl_coefficient: float = 0.0
-    kl_estimator: str = "k3"
-    kl_ratio_correction: bool = False
-    """Weight the KL term by min(π/μ, bounds.cap), to get the gradient of the KL (DeepSeek-V3.2 2025, section 3.1)"""
+    """Weight of the divergence from the reference, which each token adds times min(π/μ, bounds.cap)"""
     entropy_coefficient: float = 0.0
 
 
@@ -159,15 +141,12 @@ class MicroBatchLoss:
             factor = factor * mask
         loss = token.loss * factor * weights
         if fixed.reference is not None:
-            kl = KL_ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
+            reference = fixed.reference[rows]
+            kl = k3(log_probs, reference)
             self._compare(kl)
-            if settings.kl_ratio_correction:
-                # The ratio is to the sampling policy (even in decoupled mode) and detached; no clip bounds it, so the
-                # cap must.
-                drawn = (
-                    (log_probs.detach() - micro_batch.behaviour_log_probs[rows]).exp().clamp(max=settings.bounds.cap)
-                )
-                kl = corrected(kl, log_probs, fixed.reference[rows], drawn)
+            # The ratio is to the sampling policy, even in decoupled mode; no clip bounds it, so the cap must.
+            sampled_ratio = (log_probs.detach() - micro_batch.behaviour_log_probs[rows]).exp()
+            kl = reference_divergence(kl, log_probs, reference, sampled_ratio.clamp(max=settings.bounds.cap))
             loss = loss + settings.kl_coefficient * kl * weights
         if divergence is not None:
             self._compare(divergence)
@@ -218,33 +197,29 @@ class WithObservations:
         return torch.cat((policy_loss, -self._weight * log_probs[cut:]))
 
 
+def as_band(values: list[float]) -> tuple[float, float]:
+    low, high = values
+    return low, high
+
+
 def loss_settings(grpo: GRPO) -> LossSettings:
     """Raises UserError if loss_type, advantage or off_policy_correction names a function that cannot be loaded."""
     load_estimator(grpo.advantage)
     load_correction(grpo.off_policy_correction)
     return LossSettings(
-        objective=load_objective(grpo.loss_type, grpo.loss_normalization, grpo.importance_level),
+        objective=load_objective(grpo.loss_type, grpo.loss_normalization),
         options=ObjectiveOptions(
-            clip=ClipRange(*clip_range(grpo), grpo.delta),
-            cispo_cap=grpo.cispo_cap,
+            clip=ClipRange(*grpo.clip_range, grpo.delta),
             reinforce_cap=grpo.importance_cap,
-            sapo_temperature_positive=grpo.sapo_temperature_positive,
-            sapo_temperature_negative=grpo.sapo_temperature_negative,
         ),
         correction=grpo.off_policy_correction,
         bounds=CorrectionOptions(
             cap=grpo.importance_cap,
-            icepop_low=grpo.icepop_low,
-            icepop_high=grpo.icepop_high,
-            geometric_low=grpo.geometric_mask_low,
-            geometric_high=grpo.geometric_mask_high,
-            product_low=grpo.product_mask_low,
-            product_high=grpo.product_mask_high,
+            icepop_band=as_band(grpo.icepop_band),
+            geometric_band=as_band(grpo.geometric_mask) if grpo.geometric_mask else None,
             negative_threshold=grpo.negative_mask_threshold,
         ),
         kl_coefficient=grpo.kl_coefficient,
-        kl_estimator=grpo.kl_estimator,
-        kl_ratio_correction=grpo.kl_ratio_correction,
         entropy_coefficient=grpo.entropy_coefficient,
     )
 
@@ -264,7 +239,7 @@ def stage_settings(config: JobConfig) -> LossSettings:
     distill: with distill.divergence = sampled, KL(π ‖ teacher) of every sampled token, with the teacher as the
     reference policy, by the gradient
     E_μ[min(π/μ, cap) · log(π/π_teacher) · ∇log π] (Agarwal et al. 2024, GKD, section 3, with λ = 1 and the reverse KL;
-    see loss.corrected). Otherwise the divergence over the vocabulary, which needs no ratio
+    see reference_divergence). Otherwise the divergence over the vocabulary, which needs no ratio
     (models/head/divergence_head.py).
     In either case plus the policy loss, which is zero if rewards give no advantages.
 
@@ -275,7 +250,7 @@ def stage_settings(config: JobConfig) -> LossSettings:
         return LossSettings(Objective(likelihood, NORMALIZERS["token" if named == "auto" else named]))
     settings = loss_settings(config.grpo)
     if config.job.stage == "distill":
-        return replace(settings, kl_coefficient=config.distill.coefficient, kl_ratio_correction=True)
+        return replace(settings, kl_coefficient=config.distill.coefficient)
     return settings
 
 

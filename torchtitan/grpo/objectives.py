@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.objectives import describe
+from torchtitan.config.objectives import SAPO_TEMPERATURES, describe
 from torchtitan.errors import UserError, load_function
 
 
@@ -50,7 +50,8 @@ def takes_sequences(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Bounds of the importance ratio ρ = π / π_old. `delta` = 0 turns the two-sided clip off."""
+    """Bounds of the importance ratio ρ = π / π_old. `delta` = 0 turns the two-sided clip off. For cispo `high` is the
+    cap of ρ itself."""
 
     low: float
     high: float
@@ -62,10 +63,8 @@ class ObjectiveOptions:
     """Constants of all objectives; each uses its own."""
 
     clip: ClipRange
-    cispo_cap: float = 5.0
     reinforce_cap: float = 2.0
-    sapo_temperature_positive: float = 1.0
-    sapo_temperature_negative: float = 1.05
+    sapo_temperatures: tuple[float, float] = SAPO_TEMPERATURES
 
 
 @dataclass
@@ -111,7 +110,7 @@ def cispo(
     log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
 ) -> TokenLoss:
     """-sg(min(ρ, cap)) A log π per token: the weight is clipped, the gradient is not (MiniMax-M1 2025, eq. 4)."""
-    return _capped_score(log_probs, log_ratio, advantages, options.cispo_cap)
+    return _capped_score(log_probs, log_ratio, advantages, options.clip.high)
 
 
 def reinforce(
@@ -127,8 +126,8 @@ def sapo(
     """-(4/τ) σ(τ (ρ - 1)) A per token, τ by the sign of A: a soft gate instead of the clip (Gao et al. 2025, SAPO)."""
     ratio = log_ratio.exp()
     positive = advantages > 0
-    temperature = torch.full_like(ratio, options.sapo_temperature_negative)
-    temperature = temperature.masked_fill(positive, options.sapo_temperature_positive)
+    of_positive, of_negative = options.sapo_temperatures
+    temperature = torch.full_like(ratio, of_negative).masked_fill(positive, of_positive)
     never = torch.zeros_like(positive)
     return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, never, never)
 
@@ -245,13 +244,13 @@ def _described(name: str, function: TokenLossFunction) -> Objective:
 OBJECTIVES = {name: _described(name, function) for name, function in TOKEN_LOSSES.items()}
 
 
-def load_objective(name: str, normalization: str = "auto", ratio_level: str = "auto") -> Objective:
+def load_objective(name: str, normalization: str = "auto") -> Objective:
     """Return an objective by name, or a user's token loss by `package.module:function` (weighted per token).
 
-    normalization: token, sequence or constant, instead of the objective's own. ratio_level: likewise, see Objective.
+    normalization: token, sequence or constant, instead of the objective's own.
     Raises UserError if the function cannot be found.
     """
     found = OBJECTIVES.get(name) or _described(name, load_function(name, "grpo.loss_type"))
-    if normalization != "auto":
-        found = replace(found, token_weights=NORMALIZERS[normalization], local=False)
-    return found if ratio_level == "auto" else replace(found, ratio=ratio_level)
+    if normalization == "auto":
+        return found
+    return replace(found, token_weights=NORMALIZERS[normalization], local=False)

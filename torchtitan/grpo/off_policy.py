@@ -17,16 +17,13 @@ from torchtitan.grpo.objectives import Sequences, takes_sequences
 
 @dataclass(frozen=True)
 class CorrectionOptions:
-    """Bounds of all corrections; 0 turns one off."""
+    """Bounds of all corrections."""
 
     cap: float = 2.0
-    icepop_low: float = 0.5
-    icepop_high: float = 5.0
-    geometric_low: float = 0.0
-    geometric_high: float = 0.0
-    product_low: float = 0.0
-    product_high: float = 0.0
+    icepop_band: tuple[float, float] = (0.5, 5.0)
+    geometric_band: tuple[float, float] | None = None
     negative_threshold: float = 0.0
+    """0 masks nothing"""
 
 
 def truncate(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
@@ -41,7 +38,8 @@ def mask(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
 
 def icepop(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
     """w inside [low, high], else 0 (Ring team 2025, IcePop)."""
-    return torch.where((ratio >= options.icepop_low) & (ratio <= options.icepop_high), ratio, 0.0)
+    low, high = options.icepop_band
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 def none(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
@@ -91,20 +89,14 @@ def sequence_mask(
 
     - geometric: exp(mean log w) in [low, high]. Unlike the product, the geometric mean does not grow with the length,
       so long answers are not masked more often.
-    - product: exp(Σ log w) in [low, high].
     - negative: sequences with a negative advantage are masked if their mean -log w exceeds the threshold (DeepSeek-V3.2
       2025, section 3.1): the policy need not unlearn what it no longer samples.
     """
-    total, mean = sequences.sums(log_ratio.detach()), sequences.means(log_ratio.detach())
+    mean = sequences.means(log_ratio.detach())
     keep = torch.ones_like(mean, dtype=torch.bool)
-    for value, low, high in (
-        (mean.exp(), options.geometric_low, options.geometric_high),
-        (total.exp(), options.product_low, options.product_high),
-    ):
-        if low > 0:
-            keep &= value >= low
-        if high > 0:
-            keep &= value <= high
+    if options.geometric_band is not None:
+        low, high = options.geometric_band
+        keep = (mean.exp() >= low) & (mean.exp() <= high)
     mask = sequences.spread(keep)
     if options.negative_threshold > 0:
         mask = mask & ~((advantages < 0) & sequences.spread(-mean > options.negative_threshold))
@@ -113,5 +105,4 @@ def sequence_mask(
 
 def uses_sequences(options: CorrectionOptions) -> bool:
     """Whether sequence_mask can mask anything."""
-    bounds = (options.geometric_low, options.geometric_high, options.product_low, options.product_high)
-    return any(bounds) or options.negative_threshold > 0
+    return options.geometric_band is not None or options.negative_threshold > 0

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derived import (
-    clip_range,
     environment_name,
     expand_servers,
     from_torchrun,
@@ -27,14 +26,13 @@ from torchtitan.config.derived import (
     group_size,
     has_engines,
     has_environment,
-    has_sequence_ratios,
     learns_from_rewards,
     sources_of,
     world_size,
 )
 from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, table_types
-from torchtitan.config.objectives import describe, largest_weight
+from torchtitan.config.objectives import describe
 from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.config.values import read_toml, show
@@ -220,9 +218,10 @@ def _check_lengths(check: Check) -> None:
     check.refuse("rollout.max_completion_tokens", too_long, text)
     text = f"must be at least training.seq_len = {training.seq_len}: a sequence is never split"
     check.refuse("training.tokens_per_micro_batch", training.tokens_per_micro_batch < training.seq_len, text)
-    highest = 1 + clip_range(grpo)[1]
-    text = f"must be 0 (off), or greater than 1 + grpo.epsilon_high = {highest:g}"
-    check.refuse("grpo.delta", 0 < grpo.delta <= highest, text)
+    if not describe(grpo.loss_type).caps_weight:
+        highest = 1 + grpo.clip_range[1]
+        text = f"must be 0 (off), or greater than 1 + grpo.epsilon_high = {highest:g}"
+        check.refuse("grpo.delta", 0 < grpo.delta <= highest, text)
 
 
 def _check_objective(check: Check) -> None:
@@ -231,17 +230,12 @@ def _check_objective(check: Check) -> None:
         name = getattr(grpo, key)
         if (":" in name or key == "group_filter") and name and (problem := name_problem(name, "function")):
             check.say(f"grpo.{key}", f"grpo.{key}: {problem}")
-    text = f"must be less than grpo.icepop_high = {grpo.icepop_high:g}"
-    refuse("grpo.icepop_low", grpo.icepop_low >= grpo.icepop_high, text)
     observing, key = grpo.observation_coefficient > 0, "grpo.observation_coefficient"
     refuse(key, observing and check.config.job.stage != "grpo", "needs job.stage = grpo")
     split = observing and check.config.parallelism.context_parallel_degree > 1
     refuse(key, split, "needs parallelism.context_parallel_degree = 1")
     text = "needs grpo.recompute_old_log_probs = true, which computes the entropies"
     refuse("grpo.entropy_top_share", grpo.entropy_top_share < 1 and not grpo.recompute_old_log_probs, text)
-    biased = grpo.kl_coefficient > 0 and grpo.kl_estimator == "k1" and not grpo.kl_ratio_correction
-    text = "needs grpo.kl_ratio_correction = true (else the gradient of k1 has mean zero), or k2 or k3"
-    refuse("grpo.kl_estimator", biased, text)
     # In blocking mode, too, groups are sampled ahead of their batch.
     stale = grpo.async_weight_update or check.config.rollout.max_staleness > 0
     stale = stale and learns_from_rewards(check.config)
@@ -249,8 +243,7 @@ def _check_objective(check: Check) -> None:
         text = f"with it, an off-policy token may count more than {NO_BOUND:g} times (grpo.epsilon_high bounds nothing "
         text += "where the advantage is negative), and the run trains on samples of older policies: set "
         bounds = {"grpo.delta": "grpo.delta to 3", "grpo.loss_type": "another objective, whose ratio has a bound"}
-        bounds |= {f"grpo.sapo_temperature_{sign}": "it to at least 0.1" for sign in ("positive", "negative")}
-        if ":" in grpo.loss_type and _is_separable(grpo.loss_type) and not has_sequence_ratios(grpo):
+        if ":" in grpo.loss_type and _is_separable(grpo.loss_type) and not grpo.has_sequence_ratios:
             bounds["grpo.loss_type"] = "grpo.recompute_old_log_probs = false and off_policy_correction = icepop or mask"
         caps = f"a correction and caps of at most {NO_BOUND:g}"
         on_policy = "grpo.async_weight_update = false with rollout.max_staleness = 0"
@@ -265,15 +258,15 @@ def _check_objective(check: Check) -> None:
 def _unbounded(config: JobConfig) -> str:
     """Return the key that lets a token's weight exceed NO_BOUND for some π, μ and advantage; empty if none does."""
     grpo = config.grpo
-    caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_high}
+    caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_band[1]}
     correction = caps.get(grpo.off_policy_correction, math.inf)
-    key, objective = largest_weight(vars(grpo))
+    key, objective = grpo.largest_weight
     if grpo.recompute_old_log_probs:
         # The objective sees π/π_old; the correction bounds π_old/μ.
         if correction > NO_BOUND:
             return "grpo.off_policy_correction"
-    elif has_sequence_ratios(grpo):
-        objective = min(objective, grpo.geometric_mask_high or math.inf)
+    elif grpo.has_sequence_ratios:
+        objective = min(objective, *grpo.geometric_mask[1:])
     elif grpo.off_policy_correction != "truncate" and _is_separable(grpo.loss_type):
         objective = min(objective, correction)  # in direct mode, masks see π/μ too
     return f"grpo.{key}" if objective > NO_BOUND else ""

@@ -2,7 +2,7 @@
 
 Tokens of the version that is trained are scored by the trainer anyway. What an actor said of them may differ from that
 by rounding alone; who differs by more is out, and without an actor the run stops. What may be due to old samples is a
-warning (grpo.mismatch_kl_alarm), and a point to stop at (grpo.mismatch_kl_stop).
+warning (ALARM), and a point to stop at (grpo.mismatch_kl_stop).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ TEXT = (
     "12+34=46. A train travels 60 miles in 2 hours, so its average speed is 60/2=30 miles per hour. "
     "What is 7*8-6? First 7*8=56, then 56-6=50."
 )
+# A divergence in nats: rounding stays far below it, another model or sampling option does not.
+ALARM = 0.1
 MAX_TOKENS = 64
 LEAST_TOKENS = 8
 # Fewer tokens say little: rounding has a long tail.
@@ -61,19 +63,19 @@ def alarm(config: JobConfig, figures: Figures) -> dict[str, float | None] | None
     """The fields of an event where a batch's mismatch is more than old weights explain, or no number at all.
 
     figures: those of the batch's rollouts and of its training. Tokens of the trained version may diverge by
-    grpo.mismatch_kl_alarm, all together by so much and what staleness adds.
+    ALARM, all together by so much and what staleness adds.
     """
     grpo = config.grpo
-    limit, staleness = grpo.mismatch_kl_alarm, figures.get("staleness/mean") or 0.0
+    staleness = figures.get("staleness/mean") or 0.0
     if not grpo.recompute_old_log_probs:
         # A minibatch meets the policy that those before it have moved, by half a version on average.
         staleness += 0.5 * (1 - 1 / grpo.num_minibatches)
-    bound = limit_with_staleness(limit, staleness, figures.get("mismatch_kl/drift"))
-    same_version = _above(figures.get("mismatch_kl/same_version"), limit)
-    if limit == 0 or not (same_version or _above(figures.get("mismatch_kl"), bound)):
+    bound = limit_with_staleness(ALARM, staleness, figures.get("mismatch_kl/drift"))
+    same_version = _above(figures.get("mismatch_kl/same_version"), ALARM)
+    if not (same_version or _above(figures.get("mismatch_kl"), bound)):
         return None
     names = ("mismatch_kl", "mismatch_kl/same_version", "mismatch_kl/drift", "staleness/mean")
-    return {name: figures.get(name) for name in names} | {"limit": limit if same_version else bound}
+    return {name: figures.get(name) for name in names} | {"limit": ALARM if same_version else bound}
 
 
 def limit_with_staleness(limit: float, staleness: float, drift: float | None) -> float:

@@ -165,7 +165,7 @@ class PolicyTrainer:
                 self.expert_load.zero()
         self.scheduler.step()
         for reference in self.references.values():
-            reference.follow(self.policy, batch.version + 1)
+            reference.follow(self.policy)
         result.metrics = stage_figures(self.config, totals.reduce(self.dims, len(schedule)))
         result.actors = totals.actor_figures
         seconds = time.perf_counter() - started

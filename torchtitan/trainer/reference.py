@@ -42,7 +42,7 @@ class OwnReference:
         """Inside the block `policy` is the reference."""
         return as_begun(self.policy) if self._kept else adapters_off(self.policy)
 
-    def follow(self, policy: Decoder, version: int) -> None:
+    def follow(self, policy: Decoder) -> None:
         """What the policy began with does not change."""
 
 
@@ -63,7 +63,7 @@ class ReferencePolicy:
             # The model that adapters were added to, in as many bits.
             own.lora.rank = 0
         self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
-        self._decay, self._interval = config.grpo.reference_ema_decay, config.grpo.reference_sync_interval
+        self._decay = config.grpo.reference_ema_decay
 
     @property
     def follows(self) -> bool:
@@ -75,9 +75,9 @@ class ReferencePolicy:
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def follow(self, policy: Decoder, version: int) -> None:
-        """After a batch: every reference_sync_interval versions, w_ref ← decay · w_ref + (1 - decay) · w."""
-        if not self.follows or version % self._interval:
+    def follow(self, policy: Decoder) -> None:
+        """After a batch: w_ref ← decay · w_ref + (1 - decay) · w."""
+        if not self.follows:
             return
         for mine, theirs in zip(weights(self.policy).values(), weights(policy).values(), strict=True):
             # Both are laid out alike, so every rank moves its own part.

@@ -76,7 +76,7 @@ def steps(directory: str, layouts: list[dict[str, Any]], scratch: str) -> list[d
         config.training.tokens_per_micro_batch, config.training.max_norm = 120, 0.0
         # Both gradients are those of the same weights.
         config.optimizer.lr = 0.0
-        config.grpo.geometric_mask_low = config.grpo.geometric_mask_high = 0.0
+        config.grpo.geometric_mask = []
         config.compile.backend = "aot_eager"
         for key, value in layout.items():
             section, field = key.split(".")

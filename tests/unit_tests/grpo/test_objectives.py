@@ -30,7 +30,7 @@ from torchtitan.rollout.types import Sample
 from torchtitan.trainer.packing import MicroBatch, micro_batches
 
 LONGEST = 12
-OPTIONS = ObjectiveOptions(ClipRange(0.2, 0.28), cispo_cap=1.15, reinforce_cap=1.1)
+OPTIONS = ObjectiveOptions(ClipRange(0.2, 0.28), reinforce_cap=1.1)
 
 
 @dataclass
@@ -148,8 +148,9 @@ def test_independent_of_packing_ranks_and_chunks(
 ) -> None:
     samples = make_samples(seed, 9)
     policies = make_policies(samples, seed)
-    bounds = CorrectionOptions(cap=1.1, geometric_low=0.9 if masks else 0.0)
-    setting = LossSettings(OBJECTIVES[name], OPTIONS, bounds=bounds, kl_coefficient=0.1, entropy_coefficient=0.1)
+    bounds = CorrectionOptions(cap=1.1, geometric_band=(0.9, 4.0) if masks else None)
+    options = replace(OPTIONS, clip=ClipRange(0.0, 1.15)) if name == "cispo" else OPTIONS
+    setting = LossSettings(OBJECTIVES[name], options, bounds=bounds, kl_coefficient=0.1, entropy_coefficient=0.1)
     whole, gradients = ours(samples, policies, setting, decoupled)
     cut, cut_gradients = ours(samples, policies, setting, decoupled, budget, ranks, chunk)
     assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
@@ -170,7 +171,7 @@ def test_bnpo_divides_by_each_micro_batch() -> None:
 def test_only_separable_losses_may_be_cut() -> None:
     samples = make_samples(0, 2)
     (micro_batch,) = pack(samples, LossSettings(OBJECTIVES["dapo"]))
-    masks = CorrectionOptions(geometric_low=0.5)
+    masks = CorrectionOptions(geometric_band=(0.5, 2.0))
     old = FixedLogProbs(old=micro_batch.behaviour_log_probs)
     for fixed, setting, expected in (
         (FixedLogProbs(), LossSettings(OBJECTIVES["dapo"]), True),

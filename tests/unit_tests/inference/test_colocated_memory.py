@@ -200,10 +200,11 @@ def test_plan_leaves_room_for_a_reference(config: JobConfig, monkeypatch: pytest
     with_reference = planned()
     assert with_reference[:2] == pytest.approx((training + share, generating + share), abs=0.02)
     assert f"#   reference: {share:.2f} GiB\n" in with_reference[2]
-    config.grpo.reference_cpu_offload = True
+    config.training.enable_cpu_offload = "optimizer"
     offloaded = planned()
-    assert offloaded[:2] == (training, generating)
     assert f"#   reference: {share:.2f} GiB of host memory\n" in offloaded[2]
+    config.grpo.kl_coefficient = 0.0
+    assert offloaded[:2] == planned()[:2]
 
 
 def test_plan_counts_servers_that_sleep_like_colocated_engines(config: JobConfig) -> None:

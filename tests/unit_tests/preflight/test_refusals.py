@@ -119,10 +119,11 @@ oops | 'oops' does not belong to any
 --grpo.delta 1.1 | grpo.delta = 1.1 | 1.28
 --grpo.delta 0 | grpo.delta | off-policy token | allow_uncorrected = true
 --grpo.delta 0 --grpo.no-async_weight_update | grpo.delta | off-policy token | rollout.max_staleness
---grpo.delta 0 --grpo.geometric_mask_high 2 | grpo.delta | off-policy token | allow_uncorrected = true
---grpo.loss_type cispo --grpo.cispo_cap 50 | grpo.cispo_cap | off-policy token | allow_uncorrected = true
---grpo.loss_type sapo --grpo.sapo_temperature_negative 0.05 | sapo_temperature_negative = 0.05 | at least 0.1
---grpo.loss_type gmpo --grpo.geometric_mask_high 2 | grpo.loss_type = "gmpo" | off-policy token
+--grpo.delta 0 --grpo.geometric_mask 0.5 2 | grpo.delta | off-policy token | allow_uncorrected = true
+--grpo.loss_type cispo --grpo.epsilon_high 50 | grpo.epsilon_high | off-policy token | allow_uncorrected = true
+--grpo.icepop_band 2 1 | grpo.icepop_band = [2.0, 1.0] | low < high
+--grpo.geometric_mask 2 | grpo.geometric_mask = [2.0] | empty, or two numbers
+--grpo.loss_type gmpo --grpo.geometric_mask 0.5 2 | grpo.loss_type = "gmpo" | off-policy token
 --grpo.loss_type gmpo --grpo.off_policy_correction mask | grpo.loss_type = "gmpo" | another objective
 --grpo.loss_type dppo | grpo.loss_type = "dppo" | off-policy token
 --grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss \
@@ -134,7 +135,6 @@ oops | 'oops' does not belong to any
 --grpo.recompute_old_log_probs --grpo.off_policy_correction none \
     | grpo.off_policy_correction | off-policy token | allow_uncorrected = true
 --grpo.recompute_old_log_probs --grpo.delta 0 | grpo.delta | off-policy token | allow_uncorrected = true
---grpo.kl_coefficient 0.1 --grpo.kl_estimator k1 --grpo.no-kl_ratio_correction | grpo.kl_estimator = "k1" | mean zero
 --eval.pass_at_k 1 5 | eval.pass_at_k = [1, 5] | samples_per_prompt = 4
 --rollout.held_out_fraction 0 | held_out_fraction = 0.0 | eval.dataset
 --rollout.system_prompt Hi | rollout.system_prompt = "Hi" | chat_template = true
@@ -244,7 +244,8 @@ def test_a_mistake_is_named_in_one_line(
         "--grpo.delta 0 --grpo.no-async_weight_update --rollout.max_staleness 0",
         "--grpo.delta 0 --job.stage sft --sft.completion_column answer",
         "--grpo.delta 0 --grpo.off_policy_correction icepop",
-        "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask_high 2",
+        "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask 0.5 2",
+        "--grpo.loss_type cispo",
         "--grpo.loss_type sapo --grpo.delta 0",
         "--grpo.loss_type dppo --grpo.off_policy_correction mask",
         "--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.off_policy_correction mask",

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from tests.roundings import forward_rounding
 from tests.trajectories import single_turn
-from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import LOSS_TYPES
 from torchtitan.distributed.placement import ParallelDims
@@ -98,9 +97,9 @@ def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tup
 def distance_from_a_bound(policy: Decoder, config: JobConfig, batch: Batch) -> float:
     """Least |log ratio − log bound| of the tokens and of the means over sequences that a clip, cap or mask looks at."""
     grpo = config.grpo
-    low, high = clip_range(grpo)
-    bounds = [1 - low, 1 + high, grpo.delta, grpo.importance_cap, grpo.cispo_cap]
-    bounds += [bound for bound in (grpo.geometric_mask_low, grpo.geometric_mask_high) if bound]
+    low, high = grpo.clip_range
+    bounds = [1 - low, 1 + high, grpo.delta, grpo.importance_cap, high]
+    bounds += grpo.geometric_mask
     ratios = []
     for sample in batch.samples:
         tokens = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
@@ -136,7 +135,7 @@ def test_gradients_do_not_depend_on_the_cut(
     config = JobConfig()
     config.grpo.loss_type, config.grpo.recompute_old_log_probs = name, decoupled
     config.grpo.mask_truncated = masks
-    config.grpo.geometric_mask_low, config.grpo.geometric_mask_high = (0.5, 2.0) if masks else (0.0, 0.0)
+    config.grpo.geometric_mask = [0.5, 2.0] if masks else []
     config.grpo.num_minibatches = 1
     config.grpo.entropy_coefficient = 0.1
     config.rollout.max_completion_tokens, config.training.max_norm, config.optimizer.lr = LONGEST, 0.0, 0.0

@@ -17,6 +17,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
+from torchtitan.trainer.mismatch import ALARM
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 
@@ -55,7 +56,7 @@ def test_old_samples_raise_no_alarm_and_an_engine_with_other_weights_does(
         return metrics | {"staleness/mean": 1.0 - version}
 
     stale = figures(first_version, 0)
-    assert stale["mismatch_kl"] > config.grpo.mismatch_kl_alarm and stale["mismatch_kl/same_version"] is None
+    assert stale["mismatch_kl"] > ALARM and stale["mismatch_kl/same_version"] is None
     assert (stale["mismatch_kl/drift"] is not None) is decoupled
     assert mismatch.alarm(config, stale) is None
 
@@ -66,7 +67,7 @@ def test_old_samples_raise_no_alarm_and_an_engine_with_other_weights_does(
         wrong = figures(other, version)
         fields = mismatch.alarm(config, wrong)
         assert fields is not None, "the engine holds weights of no version at all"
-        assert fields["mismatch_kl"] == wrong["mismatch_kl"] > fields["limit"] >= config.grpo.mismatch_kl_alarm
+        assert fields["mismatch_kl"] == wrong["mismatch_kl"] > fields["limit"] >= ALARM
 
 
 def test_the_same_version_has_no_excuse() -> None:

@@ -46,7 +46,7 @@ def run_config(checkpoint: str | Path) -> JobConfig:
 def inner_steps(config: JobConfig, iterations: int) -> JobConfig:
     config.grpo.recompute_old_log_probs = True
     config.grpo.num_minibatches, config.grpo.num_iterations = 2, iterations
-    config.grpo.geometric_mask_low = config.grpo.geometric_mask_high = 0.0
+    config.grpo.geometric_mask = []
     return config
 
 

@@ -112,7 +112,7 @@ def test_a_step_is_the_same_to_the_last_bit_forward_and_to_rounding_backward(
     for merged in (False, True):
         config = run_config(tiny_checkpoint())
         config.training.merge_prefixes, config.training.tokens_per_micro_batch = merged, 4000
-        config.grpo.geometric_mask_low = config.grpo.geometric_mask_high = 0.0
+        config.grpo.geometric_mask = []
         config.training.max_norm = 0.0
         trainer, batch = SpiedTrainer(config), make_tree(seed)
         gradients: list[torch.Tensor] = []

@@ -30,7 +30,7 @@ def config(tiny_checkpoint: Callable[..., Path]) -> Iterator[JobConfig]:
     config = JobConfig()
     config.model.hf_assets_path = str(tiny_checkpoint("qwen3", tied=True))
     config.grpo.kl_coefficient = 0.1
-    config.grpo.geometric_mask_low = config.grpo.geometric_mask_high = 0.0
+    config.grpo.geometric_mask = []
     config.optimizer.lr = 1e-2
     config.rollout.max_completion_tokens = LONGEST
     yield config
@@ -75,18 +75,17 @@ def test_divergence_is_zero_until_the_policy_moves(config: JobConfig) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_follows_as_an_average_in_float64_does(config: JobConfig, offload: bool) -> None:
-    config.grpo.reference_ema_decay, config.grpo.reference_sync_interval = 0.8, 2
-    config.grpo.reference_cpu_offload = offload
+    config.grpo.reference_ema_decay = 0.8
+    config.training.enable_cpu_offload = "optimizer" if offload else False
     policy, reference, _ = build(config)
     expected = {name: one.double() for name, one in weights(policy).items()}
     for version in range(1, 7):
         change(policy, version)
         # As in training: a forward comes before.
         log_probs(reference.policy)
-        reference.follow(policy, version)
+        reference.follow(policy)
         for name, one in weights(policy).items():
-            if version % 2 == 0:
-                expected[name] = 0.8 * expected[name] + 0.2 * one.double()
+            expected[name] = 0.8 * expected[name] + 0.2 * one.double()
     assert reference.follows
     for name, one in weights(reference.policy).items():
         torch.testing.assert_close(one.double(), expected[name].to(one.device), rtol=1e-5, atol=1e-6)
@@ -124,7 +123,7 @@ def test_plan_counts_its_bytes(
     if "adapter_path" in layout:
         save_adapter(build_policy(config, dims), tmp_path)
         config.lora.adapter_path = str(tmp_path)
-    config.grpo.reference_cpu_offload = offload
+    config.training.enable_cpu_offload = "optimizer" if offload else False
     policy = build_policy(config, dims)
     shared = {id(one) for one in policy.parameters()}
     reference = build_reference(config, dims, policy).policy
@@ -141,7 +140,7 @@ def test_plan_counts_its_bytes(
 
 def test_offloaded_reference_says_the_same(config: JobConfig) -> None:
     _, here, _ = build(config)
-    config.grpo.reference_cpu_offload = True
+    config.training.enable_cpu_offload = "optimizer"
     policy, offloaded, _ = build(config)
     for _ in range(2):
         assert torch.equal(log_probs(offloaded.policy), log_probs(here.policy))
@@ -154,7 +153,8 @@ def test_offloaded_reference_says_the_same(config: JobConfig) -> None:
 def test_a_reference_that_follows_comes_back_from_a_checkpoint(
     config: JobConfig, tmp_path: Path, offload: bool
 ) -> None:
-    config.grpo.reference_ema_decay, config.grpo.reference_cpu_offload = 0.5, offload
+    config.grpo.reference_ema_decay = 0.5
+    config.training.enable_cpu_offload = "optimizer" if offload else False
 
     def attach() -> tuple[Decoder, Reference, Checkpointer]:
         policy, reference, trainer = build(config)
@@ -164,7 +164,7 @@ def test_a_reference_that_follows_comes_back_from_a_checkpoint(
     policy, reference, checkpointer = attach()
     change(policy, 1)
     log_probs(reference.policy)
-    reference.follow(policy, 1)
+    reference.follow(policy)
     checkpointer.save(1)
     _, restored, other = attach()
     other.load()

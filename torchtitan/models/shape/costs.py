@@ -270,7 +270,8 @@ def scored_passes(config: JobConfig) -> int:
 
 
 def reference_on_host(config: JobConfig) -> bool:
-    return config.grpo.reference_cpu_offload or config.training.enable_cpu_offload is True
+    """Whether a second policy, which is used once in a batch, is in host memory."""
+    return config.training.enable_cpu_offload is not False
 
 
 def parts_on_host(config: JobConfig) -> set[str]:
