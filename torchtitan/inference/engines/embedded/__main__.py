@@ -10,7 +10,7 @@ import sys
 
 from torchtitan.inference.actor_client import Offers, base_url
 from torchtitan.inference.serving.command_line import actor_parser, announce, check_shared, run_actor, set_on_signal
-from torchtitan.utils.machine import count_cores, host_memory, sleep_between_regions
+from torchtitan.utils.machine import count_cores, host_memory, leave, sleep_between_regions
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -89,4 +89,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

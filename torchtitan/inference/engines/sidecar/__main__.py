@@ -18,6 +18,7 @@ from torchtitan.inference.engines.sidecar.descriptor import load_foreign
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, ForeignEngine
 from torchtitan.inference.serving.command_line import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.serving.middleware import engine_folder
+from torchtitan.utils.machine import leave
 
 MADE_UP_TOKEN = "TORCHTITAN_AGENT_TOKEN"
 # All of the shutdown must take less time than the agent's supervisor allows.
@@ -141,4 +142,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
