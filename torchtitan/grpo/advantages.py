@@ -150,8 +150,8 @@ def normalized_each(
     """
     result = [[0.0] * len(samples) for samples in groups]
     for name, weight in weights.items():
+        # (number of the group, which of its samples have this reward)
         members: list[tuple[int, list[int]]] = []
-        """(number of the group, which of its samples have this reward)"""
         values: list[list[float]] = []
         counts: list[list[int]] = []
         for number, samples in enumerate(groups):

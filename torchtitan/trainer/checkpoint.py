@@ -72,13 +72,16 @@ def collect(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 # The state of eight bits is of a rank's part alone, and only fits a rank that has the same one.
-                alone = is_distributed(parameter) and not is_distributed(value) and value.dim() > 0
-                part = [f"{held.start}:{held.stop}" for held in local_region(parameter)] if alone else []
-                state[f"optimizer.{name}.{key}" + f"[{','.join(part)}]" * alone] = value
+                part = ""
+                if is_distributed(parameter) and not is_distributed(value) and value.dim() > 0:
+                    bounds = [f"{held.start}:{held.stop}" for held in local_region(parameter)]
+                    part = f"[{','.join(bounds)}]"
+                state[f"optimizer.{name}.{key}{part}"] = value
     # The only buffers are those that a model cannot do without.
     state |= {f"model.{name}": buffer for name, buffer in policy.named_buffers()}
-    for name, tensor in [] if reference is None else [*reference.named_parameters(), *reference.named_buffers()]:
-        state[f"reference.{name}"] = tensor.detach()
+    if reference is not None:
+        for name, tensor in [*reference.named_parameters(), *reference.named_buffers()]:
+            state[f"reference.{name}"] = tensor.detach()
     state[f"random.{rank}.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -266,16 +269,17 @@ class Checkpointer:
                 raise UserError(
                     f"{path} is of another model: {name} should have shape {list(tensor.shape)}, found {found}"
                 )
-        if extra := [name for name in saved if name.startswith("model.") and name not in state]:
+        extra = [name for name in saved if name.startswith("model.") and name not in state]
+        if extra:
             raise UserError(
                 f"{path} is of another model, or of more adapters (lora.target_modules, lora.modules_to_save): "
                 f"{extra[0]} was trained there, and this run does not have it"
             )
         # Shapes do not show these.
-        for key, own in self._adapters.items():
-            if (found := facts[key]) != own:
+        for key, value in self._adapters.items():
+            if (found := facts[key]) != value:
                 raise UserError(
-                    f"{path} holds adapters of lora.{key} = {found:g}, but this run has {own:g}: resume with "
+                    f"{path} holds adapters of lora.{key} = {found:g}, but this run has {value:g}: resume with "
                     f"lora.{key} = {found:g}, or start a new run"
                 )
         try:
@@ -389,7 +393,7 @@ class Checkpointer:
             state_dict_saver.save, state, storage_writer=FileSystemWriter(str(temporary), sync_files=True)
         )
         described = self._on_ranks(lambda: self._describe(temporary), all_ranks=True)
-        files = {name: file for own in described for name, file in own.items()}
+        files = {name: file for of_rank in described for name, file in of_rank.items()}
         self._on_ranks(lambda: self._finish(step, files))
         if self.rank == 0:
             logger.info("checkpoint of step %d written in %.1f s", step, time.perf_counter() - started)
@@ -402,11 +406,11 @@ class Checkpointer:
 
     def _describe(self, temporary: Path) -> dict[str, Any]:
         """Describe the files that this rank has written: its shards, and on rank 0 all that are no shards."""
-        own = f"__{self.rank}_"  # as Distributed Checkpoint names them
+        rank_prefix = f"__{self.rank}_"  # as Distributed Checkpoint names them
         return {
             file.name: describe_file(file)
             for file in temporary.iterdir()
-            if file.name.startswith(own) or (self.rank == 0 and not file.name.startswith("__"))
+            if file.name.startswith(rank_prefix) or (self.rank == 0 and not file.name.startswith("__"))
         }
 
     def _finish(self, step: int, files: dict[str, Any]) -> None:
@@ -438,9 +442,9 @@ class Checkpointer:
             dist.all_gather_object(results, (result, problem and str(problem)), group=self._group)
         if problem is not None:
             raise problem
-        for rank, (_, said) in enumerate(results):
-            if said:
-                raise OSError(f"rank {rank}: {said}")
+        for rank, (_, failure) in enumerate(results):
+            if failure:
+                raise OSError(f"rank {rank}: {failure}")
         return [result for result, _ in results]
 
     def _distributed(self, operation: Callable[..., Any], state: dict[str, torch.Tensor], **arguments: Any) -> None:

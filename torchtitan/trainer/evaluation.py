@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -87,29 +88,38 @@ class Evaluator:
             self.record(step, version, self._samples(trajectories, rewards))
         outcomes = [list(map(passes, *group)) for group in zip(trajectories, rewards, strict=True)]
         sampled, greedy = outcomes[: len(self.prompts)], outcomes[len(self.prompts) :]
-        judged = [[outcome for outcome in group if outcome is not None] for group in sampled]
-        counts = [(len(group), sum(group)) for group in judged]
+        # (judged samples, passed ones) of each prompt
+        counts: list[tuple[int, int]] = []
+        for group in sampled:
+            judged = [outcome for outcome in group if outcome is not None]
+            counts.append((len(judged), sum(judged)))
         if all(n == 0 for n, _ in counts):
             raise UserError(f"no sample could be judged by the reward function; {self.groups.last_failure}")
         figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
         for k in sorted({1, *self.config.eval.pass_at_k}):
             figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
         judge = judging_reward(self.config)
-        lost = [sum(is_lost(one, judge) for one in group) for group in trajectories]
+        lost = [sum(is_lost(trajectory, judge) for trajectory in group) for group in trajectories]
         low, high = interval_with_lost(counts, lost[: len(self.prompts)])
         figures |= {"eval/interval_low": low, "eval/interval_high": high}
         if self.config.eval.greedy:
-            figures["eval/greedy"] = _mean([float(one) for group in greedy for one in group if one is not None])
-        flat = [one for group in trajectories[: len(self.prompts)] for one in group if one.branches]
-        lengths = [sum(len(turn.token_ids) for turn in sampled_segments(trajectory.branches)) for trajectory in flat]
+            figures["eval/greedy"] = _mean(
+                [float(passed) for group in greedy for passed in group if passed is not None]
+            )
+        everything = list(itertools.chain.from_iterable(trajectories))
+        unjudged = list(itertools.chain.from_iterable(outcomes)).count(None)
+        at_temperature = itertools.chain.from_iterable(trajectories[: len(self.prompts)])
+        answered = [trajectory for trajectory in at_temperature if trajectory.branches]
+        lengths = [_sampled_tokens(trajectory) for trajectory in answered]
+        truncated = [float(trajectory.finish_reason == "length") for trajectory in answered]
         return figures | {
             "eval/prompts": len(self.prompts),
             "eval/samples": sum(n for n, _ in counts),
-            "eval/failed": sum(_count(group, Failure.OWN_TURN) for group in trajectories),
+            "eval/failed": sum(trajectory.failure is Failure.OWN_TURN for trajectory in everything),
             "eval/lost": sum(lost),
-            "eval/unscored": sum(one is None for group in outcomes for one in group) - sum(lost),
+            "eval/unscored": unjudged - sum(lost),
             "eval/length_mean": _mean(lengths),
-            "eval/truncated_fraction": _mean([float(trajectory.finish_reason == "length") for trajectory in flat]),
+            "eval/truncated_fraction": _mean(truncated),
             "eval/redone": redone,
         }
 
@@ -120,17 +130,17 @@ class Evaluator:
         results: dict[int, list[Trajectory]] = {}
         redone = 0
         for round_number in range(MAX_ROUNDS):
-            wanted = [index for index in range(len(requests)) if index not in results]
+            unanswered = [index for index in range(len(requests)) if index not in results]
             # The whole request is redone with its own seed, so its outcome is as if it had succeeded at once.
             again = f"-again{round_number}" if round_number else ""
             batch = [
                 (prompts[index], replace(requests[index], request_id=requests[index].request_id + again))
-                for index in wanted
+                for index in unanswered
             ]
-            redone += len(wanted) if round_number else 0
+            redone += len(unanswered) if round_number else 0
             # Actors that serve an older version are left out.
             groups = await _before(deadline, [self.groups.sample(*request, version) for request in batch])
-            for index, group in zip(wanted, groups, strict=True):
+            for index, group in zip(unanswered, groups, strict=True):
                 turns = [turn for trajectory in group for turn in sampled_segments(trajectory.branches)]
                 # Of a sample that is lost or never began there are no turns, and the version is not to blame.
                 if group and all(is_pinned(turn, self.epoch, version) for turn in turns):
@@ -147,7 +157,8 @@ class Evaluator:
     ) -> list[list[float | None]]:
         name = judging_reward(self.config)
         work = [self.groups.score(prompt, group, [name]) for prompt, group in zip(prompts, trajectories, strict=True)]
-        return [[rewards.get(name) for _, rewards in group] for group in await _before(deadline, work)]
+        scored = await _before(deadline, work)
+        return [[rewards.get(name) for _, rewards in group] for group in scored]
 
     def _samples(
         self, trajectories: list[list[Trajectory]], rewards: list[list[float | None]]
@@ -186,26 +197,32 @@ async def evaluate_all(
     The figures of a set with a name are eval/NAME/…. If no set is missing, eval/… is their mean, or for counts their
     sum. The interval of the mean has the bounds of the sets' (Zou and Donner 2008), which are independent.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     found: dict[str, dict[str, float | int | None]] = {}
     for name, evaluator in evaluators.items():
-        figures = await evaluator.evaluate(step, version, max(timeout_s - (time.perf_counter() - begun), 1.0))
+        figures = await evaluator.evaluate(step, version, max(timeout_s - (time.perf_counter() - started), 1.0))
         if figures is not None:
             found[name] = figures
     if "" in found or not found:
         return found.get("")
     merged: dict[str, float | int | None] = {}
     if len(found) == sets:
-        for key in dict.fromkeys(key for figures in found.values() for key in figures):
-            values = [value for figures in found.values() if (value := figures.get(key)) is not None]
+        for key in dict.fromkeys(itertools.chain.from_iterable(found.values())):
+            values: list[float] = []
+            for figures in found.values():
+                value = figures.get(key)
+                if value is not None:
+                    values.append(value)
             if len(values) == sets:
                 merged[key] = sum(values) if key in COUNTS else _mean(values)
         for key, sign in (("eval/interval_low", -1), ("eval/interval_high", 1)):
-            squares = [((figures["eval/pass@1"] or 0) - (figures[key] or 0)) ** 2 for figures in found.values()]
-            merged[key] = (merged["eval/pass@1"] or 0) + sign * math.sqrt(sum(squares)) / sets
+            squares = 0.0
+            for figures in found.values():
+                squares += ((figures["eval/pass@1"] or 0) - (figures[key] or 0)) ** 2
+            merged[key] = (merged["eval/pass@1"] or 0) + sign * math.sqrt(squares) / sets
     for name, figures in found.items():
         merged |= {key.replace("/", f"/{name}/", 1): value for key, value in figures.items() if "/" in key}
-    return merged | {"eval/version": version, "policy_version": version, "eval/time_s": time.perf_counter() - begun}
+    return merged | {"eval/version": version, "policy_version": version, "eval/time_s": time.perf_counter() - started}
 
 
 def passes(trajectory: Trajectory, reward: float | None) -> bool | None:
@@ -223,10 +240,10 @@ def is_lost(trajectory: Trajectory, judge: str) -> bool:
 def interval_with_lost(counts: Sequence[tuple[int, int]], lost: Sequence[int]) -> tuple[float, float]:
     """Return the 95 % interval of pass@1 from each prompt's samples, (judged, passed) and lost: its lower bound is that
     of no lost sample passing, its upper bound that of all."""
-    known = [(n + gone, passed, gone) for (n, passed), gone in zip(counts, lost, strict=True) if n + gone]
-    samples = sum(n for n, _, _ in known)
-    low, _ = interval([passed / n for n, passed, _ in known], samples)
-    _, high = interval([(passed + gone) / n for n, passed, gone in known], samples)
+    judged = [(n + missing, passed, missing) for (n, passed), missing in zip(counts, lost, strict=True) if n + missing]
+    samples = sum(n for n, _, _ in judged)
+    low, _ = interval([passed / n for n, passed, _ in judged], samples)
+    _, high = interval([(passed + missing) / n for n, passed, missing in judged], samples)
     return low, high
 
 
@@ -240,8 +257,8 @@ def is_pinned(completion: Completion, epoch: str, version: int) -> bool:
     """Whether every token was sampled under that one version and the completion was not cut off by an abort."""
     bounds = [0, *(span.end for span in completion.spans)]
     expected = [(epoch, version, begin) for begin in bounds[:-1]]
-    whole = bool(expected) and bounds[-1] == len(completion.token_ids) and completion.finish_reason != "abort"
-    return whole and [(span.epoch, span.version, span.start) for span in completion.spans] == expected
+    complete = bool(expected) and bounds[-1] == len(completion.token_ids) and completion.finish_reason != "abort"
+    return complete and [(span.epoch, span.version, span.start) for span in completion.spans] == expected
 
 
 async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -263,8 +280,8 @@ async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _count(group: Sequence[Trajectory], failure: Failure) -> int:
-    return sum(one.failure is failure for one in group)
+def _sampled_tokens(trajectory: Trajectory) -> int:
+    return sum(len(turn.token_ids) for turn in sampled_segments(trajectory.branches))
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -99,7 +99,9 @@ class Job:
         if self._events is not None:
             code, reason = self._outcome(error)
             # Whoever catches the error shows it.
-            level = logging.DEBUG if error is not None else logging.WARNING if code else logging.INFO
+            level = logging.WARNING if code else logging.INFO
+            if error is not None:
+                level = logging.DEBUG
             with contextlib.suppress(OSError):
                 self._events.write("run_ended", level=level, code=code, reason=reason, version=self.version)
         self._closing.close()
@@ -107,7 +109,8 @@ class Job:
     def _outcome(self, error: BaseException | None) -> tuple[int, str]:
         """Return the exit code of this rank, and why it ends."""
         if error is not None:
-            return exit_code_of(error), str(error) if isinstance(error, UserError) else repr(error)
+            reason = str(error) if isinstance(error, UserError) else repr(error)
+            return exit_code_of(error), reason
         if self.signals.stop_signal is not None:
             return self.exit_code, f"stopped by {signal.Signals(self.signals.stop_signal).name}"
         trained = self.version >= self.config.training.steps
@@ -148,7 +151,7 @@ class Job:
 
     def next_command(self) -> Command:
         """What all ranks do next, as rank 0 decides."""
-        started, begun = time.perf_counter(), time.time()
+        started, started_at = time.perf_counter(), time.time()
         decision = None
         if self.controller is not None:
             try:
@@ -160,7 +163,7 @@ class Job:
                 decision = Command(Kind.STOP)
         command = share_command(decision)
         self._waited += time.perf_counter() - started
-        self._recorder.add("data wait", begun)
+        self._recorder.add("data wait", started_at)
         self._commanded_at = time.time()
         self._done = command.kind is Kind.DONE or self.version >= self.config.training.steps
         if command.kind in (Kind.BATCH, Kind.EVALUATE, Kind.STOP, Kind.DONE) and self.replica is not None:
@@ -172,19 +175,19 @@ class Job:
     def generate(self, generation: Round) -> None:
         """Have the engines on the trainer's own devices sample for a while; to a step that is waiting for its data."""
         assert self.replica is not None
-        started, begun = time.perf_counter(), time.time()
+        started, started_at = time.perf_counter(), time.time()
         answers = self.replica.run(generation)
         if self.controller is not None and self.controller.colocated is not None and answers is not None:
             self.controller.colocated.finish_round(answers)
         self._waited += time.perf_counter() - started
-        self._recorder.add("rollout", begun)
+        self._recorder.add("rollout", started_at)
 
     def evaluate(self, batch: Batch) -> None:
         """Compute the loss of held-out demonstrations."""
-        started, begun = time.perf_counter(), time.time()
+        started, started_at = time.perf_counter(), time.time()
         figures = self.trainer.cross_entropy(batch)
         if self.controller is not None:
-            self.controller.evaluated(self.version, figures, begun)
+            self.controller.evaluated(self.version, figures, started_at)
         self._waited += time.perf_counter() - started
 
     def publish(self, result: BatchResult) -> None:
@@ -197,10 +200,10 @@ class Job:
         published = self._offer_version(result.votes_against + unwanted)
         self._release_memory()
         if self.controller is not None:
-            begun = time.time()
+            started_at = time.time()
             self.controller.published(self.version, published)
             if not self.config.grpo.async_weight_update:
-                self._recorder.add("sync stall", begun)
+                self._recorder.add("sync stall", started_at)
             if result.asked_to_leave and not self.signals.stop_requested:
                 logger.warning("%d rank(s) were told to stop: all ranks stop together", result.asked_to_leave)
                 self.signals.start_deadline()
@@ -209,11 +212,11 @@ class Job:
         """Actors that slept on these devices take their weights' memory again (collective)."""
         if not self._sleeps:
             return
-        begun = time.time()
+        started_at = time.time()
         self._release_memory()
         if self.controller is not None:
             self.controller.wake("weights")
-        self._recorder.add("wake", begun)
+        self._recorder.add("wake", started_at)
 
     def _release_memory(self) -> None:
         """Leave actors that sleep on these devices the memory that is not in use (collective)."""
@@ -225,37 +228,37 @@ class Job:
     def publish_pending(self) -> None:
         """Offer a version that was skipped, while there is no data to train on."""
         assert self.sync is not None
-        begun = time.time()
+        started_at = time.time()
         published = self.sync.snapshot_pending(self.version)
-        self._offered(published, begun)
+        self._offered(published, started_at)
         if published and self.controller is not None:
             self.controller.published_late(self.version)
 
     def _offer_version(self, votes_against: int) -> bool:
         """Offer the weights as they are now to the actors (collective). False: this version is skipped."""
-        begun = time.time()
+        started_at = time.time()
         published = self.weights.commit(self.version, votes_against) == "published"
-        self._offered(published, begun)
+        self._offered(published, started_at)
         return published
 
-    def _offered(self, published: bool, begun: float) -> None:
+    def _offered(self, published: bool, started_at: float) -> None:
         """Of a published version, compute what actors have to say of the probe (collective)."""
-        self._recorder.add("commit" if published else "skip", begun)
+        self._recorder.add("commit" if published else "skip", started_at)
         if published and self._probe and self.version % self.config.weight_sync.verify_every == 0:
-            begun = time.time()
+            started_at = time.time()
             # Actors that prove their weights by themselves only sample.
             log_probs = self.trainer.score(self._probe) if verification(self.config) == "probe" else []
             following = self.trainer.next_log_probs(self._probe, sampled_behind(self._probe))
-            self._recorder.add("probe", begun)
-            self._probe_s += time.time() - begun
+            self._recorder.add("probe", started_at)
+            self._probe_s += time.time() - started_at
             if self.controller is not None:
                 self.controller.expect(self.version, self._probe, log_probs, following)
 
     def save_if_due(self) -> None:
         if self.checkpointer.due(self.version):
-            begun = time.time()
+            started_at = time.time()
             self._save()
-            self._recorder.add("checkpoint", begun)
+            self._recorder.add("checkpoint", started_at)
 
     def log_step(self, batch: Batch, result: BatchResult) -> None:
         """Close the books on a step: everything since the last call belongs to it, evaluations left out."""
@@ -324,7 +327,7 @@ class Job:
         self.checkpointer.save(self.version, None if self.controller is None else self.controller.rollout_state())
 
     def _build(self) -> None:
-        config, given = self.config, copy.deepcopy(self.config)
+        config, launch_config = self.config, copy.deepcopy(self.config)
         raise_descriptor_limit()  # rank 0 holds a connection for each request, and its children inherit this
         device.set_allocators(allocator_settings(config))
         address = device.init_process_group(config.comm)
@@ -360,7 +363,7 @@ class Job:
         if data is not None:
             about = (config, self.run_dir, epoch, self.signals)
             self.controller = Controller(*about, data, self.weights, restored, start.lost)
-            self._announce(data.events, given)
+            self._announce(data.events, launch_config)
 
     def _describe_devices(self, address: str) -> None:
         """Log what a user should know of this machine's devices, and where the ranks meet (collective)."""
@@ -409,7 +412,7 @@ class Job:
         config = self.config
         self.trainer = trainer = PolicyTrainer(config, self.dims)
         policy, reference = trainer.policy, trainer.references.get("")
-        trainer.is_told_to_stop = lambda: self.signals.told
+        trainer.is_told_to_stop = lambda: self.signals.stop_received
         changing = reference.policy if reference is not None and reference.follows else None
         origins = None if tokenizer is None else Origins(config, policy.args, tokenizer)
         self.checkpointer = Checkpointer(
@@ -427,9 +430,9 @@ class Job:
         self.version = restored.version
         return restored
 
-    def _announce(self, events: EventLog, given: JobConfig) -> None:
+    def _announce(self, events: EventLog, launch_config: JobConfig) -> None:
         """Record that the run begins, with its configuration as it was `given`."""
-        if changed := claim(given, self.run_dir):
+        if changed := claim(launch_config, self.run_dir):
             # What a run means may change with them (a temperature, a loss, a tokenizer).
             events.write("goes_on_with_other_values", level=logging.WARNING, **changed)
         if self._events is None:
@@ -437,8 +440,8 @@ class Job:
         job, features = self.config.job, engine_of(self.config).features
         logger.info("%s; run folder %s", job.description or job.name, self.run_dir)
         alike = features.trainers_layers and not self.config.inference.exact and device.device().type == "cpu"
-        if alike and (said := size_message(self.trainer.policy.invariant_sizes(), "the engine's log-probs")):
-            logger.warning(said)
+        if alike and (size_difference := size_message(self.trainer.policy.invariant_sizes(), "the engine's log-probs")):
+            logger.warning(size_difference)
 
     def _trains_again_from(self) -> float:
         """Return the version whose batch would be the first one after a restart of the ranks."""

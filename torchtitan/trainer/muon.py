@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -138,17 +139,19 @@ class Muon(torch.optim.Optimizer):
         shapes: dict[tuple[int, int], list[Matrix]] = {}
         for matrix in bucket.owned:
             shapes.setdefault(matrix.shape, []).append(matrix)
-        whole: dict[int, torch.Tensor] = {}
+        gathered: dict[int, torch.Tensor] = {}
         stacks = [
             torch.empty((len(alike), *shape), dtype=PRECISION, device=device()) for shape, alike in shapes.items()
         ]
         for alike, stack in zip(shapes.values(), stacks, strict=True):
-            whole |= {id(matrix): tensor for matrix, tensor in zip(alike, stack, strict=True)}
+            gathered |= {id(matrix): tensor for matrix, tensor in zip(alike, stack, strict=True)}
         for move, values in exchange(bucket.to_owners, bucket.local, self._direction):
-            whole[id(move.matrix)][move.part] = values
+            gathered[id(move.matrix)][move.part] = values
         for stack in stacks:
             stack.copy_(orthogonalized(stack))
-        for move, values in exchange(bucket.from_owners, bucket.local, lambda move: whole[id(move.matrix)][move.part]):
+        for move, values in exchange(
+            bucket.from_owners, bucket.local, lambda move: gathered[id(move.matrix)][move.part]
+        ):
             weights = _held(move, move.matrix.parameter)
             weights.add_(values.to(weights.device), alpha=-0.2 * math.sqrt(max(move.matrix.shape)) * rate)
 
@@ -194,15 +197,18 @@ def plan(
                 rows, columns = part = found[0]
                 held = rows.start, rows.stop, columns.start, columns.stop
                 holders.setdefault(held, (run, part, []))[2].append(at)
-        undivided = len(holders) == len(matrix.rows)
-        whole = [at for at in range(ranks) if undivided and all(at in those for *_, those in holders.values())]
-        owner = min(whole or range(ranks), key=lambda at: loads[at])
+        complete: list[int] = []
+        if len(holders) == len(matrix.rows):  # no run of it is divided
+            groups = [those for _, _, those in holders.values()]
+            complete = [at for at in range(ranks) if all(at in those for those in groups)]
+        owner = min(complete or range(ranks), key=loads.__getitem__)
         loads[owner] += matrix.work
-        gathered = [
-            Move(owner if owner in those else those[owner % len(those)], owner, matrix, run, part)
-            for run, part, those in holders.values()
-        ]
-        scattered = [Move(owner, at, matrix, run, part) for run, part, those in holders.values() for at in those]
+        gathered: list[Move] = []
+        scattered: list[Move] = []
+        for run, part, those in holders.values():
+            source = owner if owner in those else those[owner % len(those)]
+            gathered.append(Move(source, owner, matrix, run, part))
+            scattered += [Move(owner, at, matrix, run, part) for at in those]
         bucket = buckets[-1]
         if owner == rank:
             bucket.owned.append(matrix)
@@ -229,19 +235,19 @@ def exchange(
 ) -> Iterator[tuple[Move, torch.Tensor]]:
     """Send what `take` gives for the moves from this rank, and return what the moves to it bring. A collective of all
     ranks, unless all moves are local."""
-    ranks, rank = (1, 0) if local else (dist.get_world_size(), dist.get_rank())
-    leaving = moves if local else sorted((move for move in moves if move.source == rank), key=lambda move: move.target)
-    coming = moves if local else sorted((move for move in moves if move.target == rank), key=lambda move: move.source)
+    if local:
+        return ((move, take(move)) for move in moves)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    leaving = sorted((move for move in moves if move.source == rank), key=attrgetter("target"))
+    coming = sorted((move for move in moves if move.target == rank), key=attrgetter("source"))
+    sent_sizes, received_sizes = [0] * ranks, [0] * ranks
+    for move in leaving:
+        sent_sizes[move.target] += math.prod(move.shape)
+    for move in coming:
+        received_sizes[move.source] += math.prod(move.shape)
     sent = torch.cat([torch.empty(0, dtype=PRECISION, device=device()), *(take(move).flatten() for move in leaving)])
-    received = sent
-    if not local:
-        sizes = [0] * ranks, [0] * ranks
-        for move in coming:
-            sizes[0][move.source] += math.prod(move.shape)
-        for move in leaving:
-            sizes[1][move.target] += math.prod(move.shape)
-        received = sent.new_empty(sum(sizes[0]))
-        dist.all_to_all_single(received, sent, *sizes)
+    received = sent.new_empty(sum(received_sizes))
+    dist.all_to_all_single(received, sent, received_sizes, sent_sizes)
     values = received.split([math.prod(move.shape) for move in coming])
     return ((move, flat.view(move.shape)) for move, flat in zip(coming, values, strict=True))
 

@@ -54,8 +54,9 @@ def _adamw(roles: Mapping[nn.Parameter, Role], config: OptimizerConfig) -> torch
     for parameter, role in roles.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((role is not Role.VECTOR, mesh), []).append(parameter)
+    weight_decay = {True: config.weight_decay, False: 0.0}
     chosen: list[dict[str, Any]] = [
-        {"params": g, "weight_decay": config.weight_decay if decays else 0.0} for (decays, _), g in groups.items()
+        {"params": parameters, "weight_decay": weight_decay[decays]} for (decays, _), parameters in groups.items()
     ]
     if config.name == "AdamW8bit":
         try:
@@ -84,7 +85,10 @@ class _OnShards(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], lr: float, make: Callable[..., torch.optim.Optimizer]):
         super().__init__(groups, {"lr": lr})
         self._parts = {p: nn.Parameter(local_tensor(p.detach())) for group in groups for p in group["params"]}
-        self._optimizer = make([{**group, "params": [self._parts[p] for p in group["params"]]} for group in groups])
+        self._optimizer = make([self._on_parts(group) for group in groups])
+
+    def _on_parts(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [self._parts[parameter] for parameter in group["params"]]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -218,8 +222,8 @@ class ExpertLoad:
             return
         if layer not in self._loads:
             self._loads[layer] = torch.zeros(mixture.gate.args.count, dtype=torch.float64, device=chosen.device)
-        own = self._occurrences.chunk(mixture.parts)[mixture.part].double()
-        self._loads[layer].scatter_add_(0, chosen.flatten(), own[:, None].expand(chosen.shape).flatten())
+        occurrences = self._occurrences.chunk(mixture.parts)[mixture.part].double()
+        self._loads[layer].scatter_add_(0, chosen.flatten(), occurrences[:, None].expand(chosen.shape).flatten())
 
     @torch.no_grad()
     def step(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,17 +41,17 @@ def packed_routes(branches: Sequence[Branch], args: ModelArgs) -> torch.Tensor:
 def _routes(branch: Branch, args: ModelArgs) -> np.ndarray:
     assert args.experts is not None
     layers, per_token = args.num_hidden_layers, args.experts.per_token
-    known, tokens = branch_routes(branch), len(branch) - 1
-    if known is None:
-        known = np.full((tokens, layers, per_token), MISSING, np.int16)
-    if known.size != tokens * layers * per_token or int(known.max(initial=0)) >= args.experts.count:
+    routes, tokens = branch_routes(branch), len(branch) - 1
+    if routes is None:
+        routes = np.full((tokens, layers, per_token), MISSING, np.int16)
+    if routes.size != tokens * layers * per_token or int(routes.max(initial=0)) >= args.experts.count:
         raise UserError(
-            f"grpo.routing_replay: an engine names experts up to {int(known.max(initial=0))}, "
-            f"{known.size // max(tokens, 1)} for each token; this model has {args.experts.count} experts, "
+            f"grpo.routing_replay: an engine names experts up to {int(routes.max(initial=0))}, "
+            f"{routes.size // max(tokens, 1)} for each token; this model has {args.experts.count} experts, "
             f"{layers} layers × {per_token} for each token: does the engine serve another model?"
         )
     # SGLang returns flat numbers, which the reader must divide into layers.
-    return known.reshape(tokens, layers, per_token)
+    return routes.reshape(tokens, layers, per_token)
 
 
 def identities(branch: Branch, replayed: ModelArgs | None) -> np.ndarray:
@@ -67,8 +68,8 @@ def identities(branch: Branch, replayed: ModelArgs | None) -> np.ndarray:
 def teachers_tokens(branch: Branch) -> np.ndarray:
     """uint64 [tokens]: the inputs of a teacher that reads a hint in place of the branch's prompt, if it has one."""
     prompt, hint = len(branch.segments[0].token_ids), branch.sampled[0].hint_ids if branch.sampled else None
-    whole = branch.token_ids
-    return np.array((whole[:prompt] if hint is None else hint) + whole[prompt:-1], np.uint64)
+    token_ids = branch.token_ids
+    return np.array((token_ids[:prompt] if hint is None else hint) + token_ids[prompt:-1], np.uint64)
 
 
 def balanced_bins(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
@@ -112,9 +113,13 @@ def balanced_clusters(
     for part in (0, 1, 2, 4, 8) if ranks > 1 else (0,):
         members, sizes = clusters(identified, trained, min(budget, share // part) if part else budget, taught)
         bins = balanced_bins(sizes, budget, ranks)
-        tokens = [sum(sizes[cluster] for cluster in chosen) for chosen in bins]
-        together = [sorted(i for cluster in chosen for i in members[cluster]) for chosen in bins]
-        found.append((sum(max(tokens[first : first + ranks]) for first in range(0, len(bins), ranks)), together))
+        tokens: list[int] = []
+        together: list[list[int]] = []
+        for chosen in bins:
+            tokens.append(sum(sizes[cluster] for cluster in chosen))
+            together.append(sorted(itertools.chain.from_iterable(members[cluster] for cluster in chosen)))
+        slowest = [max(tokens[first : first + ranks]) for first in range(0, len(bins), ranks)]
+        found.append((sum(slowest), together))
     return min(found, key=lambda candidate: candidate[0])[1]
 
 
@@ -127,7 +132,11 @@ def minibatches(batch: Batch, count: int) -> list[list[Group]]:
     """
     kinds = [(group.source, group.from_pass) for group in batch.groups]
     dealt = sorted(range(len(kinds)), key=kinds.__getitem__)
-    return [[batch.groups[place] for place in sorted(dealt[part::count])] for part in range(count)]
+    parts: list[list[Group]] = []
+    for part in range(count):
+        places = sorted(dealt[part::count])
+        parts.append([batch.groups[place] for place in places])
+    return parts
 
 
 @dataclass
@@ -219,7 +228,8 @@ def pack(
     names of those whose log-probs are judged.
     """
     number_of = {name: number for number, name in enumerate(actors)}
-    runs = (merge if merged else keep_apart)([identities(branch, replayed) for _, branch in rows])
+    identified = [identities(branch, replayed) for _, branch in rows]
+    runs = merge(identified) if merged else keep_apart(identified)
     targets: list[int] = []
     active: list[int] = []
     sequence: list[int] = []
@@ -228,24 +238,24 @@ def pack(
     token_weights: list[float] = []
     same: list[bool] = []
     sampled_by: list[int] = []
-    kept: list[list[int]] = []
+    kept_ids: list[list[int]] = []
     trained: list[Branch] = []
     taught: list[float] = []
     observed: list[int] = []
     observed_targets: list[int] = []
     for number, ((sample, branch), weight) in enumerate(zip(rows, weights, strict=True)):
-        whole, places = branch.token_ids, branch.sampled_at
+        token_ids, places = branch.token_ids, branch.sampled_at
         if not trained_tokens(sample, mask_truncated) or not places:
             continue
         trained.append(branch)
         active += runs.places[number][np.array(places) - 1].tolist()
-        targets += [whole[place] for place in places]
-        if observation_weight and (seen := branch.observed_at):
-            observed += runs.places[number][np.array(seen) - 1].tolist()
-            observed_targets += [whole[place] for place in seen]
+        targets += [token_ids[place] for place in places]
+        if observation_weight and (observed_at := branch.observed_at):
+            observed += runs.places[number][np.array(observed_at) - 1].tolist()
+            observed_targets += [token_ids[place] for place in observed_at]
         for completion, advantage in zip(branch.sampled, turn_advantages(sample, branch), strict=True):
             advantages += [advantage] * len(completion.token_ids)
-            kept += completion.kept_token_ids or [[]] * len(completion.token_ids)
+            kept_ids += completion.kept_token_ids or [[]] * len(completion.token_ids)
             behaviour += completion.log_probs
             taught += completion.teacher_log_probs or []
         sequence += [number] * len(places)
@@ -288,7 +298,7 @@ def pack(
         observed=torch.tensor(observed, dtype=torch.int64, device=device),
         observed_targets=torch.tensor(observed_targets, dtype=torch.int64, device=device),
         observation_weight=observation_weight,
-        kept=KeptTokens.from_rows([*kept, *([] for _ in observed)], device),
+        kept=KeptTokens.from_rows([*kept_ids, *([] for _ in observed)], device),
         trained=trained,
         teacher=teacher,
     )
@@ -320,41 +330,52 @@ def micro_batches(
     Each branch of a trajectory is a separate sequence, but its tokens have the weights of the whole trajectory. merged:
     what branches begin with together is computed once in a micro-batch, and counts once in its budget.
     """
-    by_sample = objective.token_weights(
-        [trained_tokens(sample, mask_truncated) for sample in samples], max_completion_tokens
-    )
-    rows = [(sample, branch) for sample in samples for branch in sample.branches]
-    weights = [weight for sample, weight in zip(samples, by_sample, strict=True) for _ in sample.branches]
-    active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
-    seen = [len(branch.observed_at) if count else 0 for (_, branch), count in zip(rows, active, strict=True)]
-    headed = [a + b for a, b in zip(active, seen, strict=True)] if observation_coefficient else active
-    each = zip(samples, teachers or [None] * len(samples), strict=True)
-    taught = [teacher for sample, teacher in each for _ in sample.branches]
+    trained = [trained_tokens(sample, mask_truncated) for sample in samples]
+    by_sample = objective.token_weights(trained, max_completion_tokens)
+    by_teacher = teachers or [None] * len(samples)
+    # One entry for each branch.
+    rows: list[tuple[Sample, Branch]] = []
+    weights: list[float] = []
+    active: list[int] = []
+    observed: list[int] = []
+    taught: list[str | None] = []
+    for sample, count, weight, teacher in zip(samples, trained, by_sample, by_teacher, strict=True):
+        for branch in sample.branches:
+            rows.append((sample, branch))
+            weights.append(weight)
+            active.append(len(branch.sampled_at) if count else 0)
+            observed.append(len(branch.observed_at) if active[-1] else 0)
+            taught.append(teacher)
+    # Tokens that the head computes something for.
+    headed = active
+    if observation_coefficient:
+        headed = [sampled + written for sampled, written in zip(active, observed, strict=True)]
     hints = None
     if any(completion.hint_ids is not None for _, branch in rows for completion in branch.sampled):
         # The teacher's pack, whose prompts may be far longer, has to fit into the budget as well.
         hints = [teachers_tokens(branch) for _, branch in rows]
     bins: list[tuple[str | None, list[int]]] = []
     for teacher in dict.fromkeys(taught or [None]):
-        mine = [i for i, name in enumerate(taught) if name == teacher]
+        indices = [i for i, name in enumerate(taught) if name == teacher]
         if merged:
-            identified = [identities(rows[i][1], replayed) for i in mine]
-            with_hints = None if hints is None else [hints[i] for i in mine]
-            found = balanced_clusters(identified, [headed[i] for i in mine], budget, ranks, with_hints)
+            identified = [identities(rows[i][1], replayed) for i in indices]
+            with_hints = None if hints is None else [hints[i] for i in indices]
+            found = balanced_clusters(identified, [headed[i] for i in indices], budget, ranks, with_hints)
         else:
-            sizes = [len(rows[i][1]) - 1 for i in mine]
+            sizes = [len(rows[i][1]) - 1 for i in indices]
             if hints is not None:
-                sizes = [max(size, len(hints[i])) for size, i in zip(sizes, mine, strict=True)]
+                sizes = [max(size, len(hints[i])) for size, i in zip(sizes, indices, strict=True)]
             found = balanced_bins(sizes, budget, ranks)
-        bins += [(teacher, [mine[i] for i in members]) for members in found]
+        bins += [(teacher, [indices[i] for i in members]) for members in found]
     if objective.local:
         # All micro-batches count the same, whatever they contain.
         for _, members in bins:
-            own = objective.token_weights([active[i] for i in members], max_completion_tokens)
-            for i, weight in zip(members, own, strict=True):
+            token_weights = objective.token_weights([active[i] for i in members], max_completion_tokens)
+            for i, weight in zip(members, token_weights, strict=True):
                 weights[i] = weight / len(bins)
-    settings = version, mask_truncated, device, replayed, merged, observation_coefficient / max(sum(seen), 1)
-    return [
-        pack([rows[i] for i in members], [weights[i] for i in members], *settings, teacher, actors)
-        for teacher, members in bins[rank::ranks]
-    ]
+    settings = version, mask_truncated, device, replayed, merged, observation_coefficient / max(sum(observed), 1)
+    packs: list[MicroBatch] = []
+    for teacher, members in bins[rank::ranks]:
+        packed_rows = [rows[i] for i in members]
+        packs.append(pack(packed_rows, [weights[i] for i in members], *settings, teacher, actors))
+    return packs

@@ -55,22 +55,22 @@ def clusters(
     found: list[list[int]] = []
     needs: list[_Need] = []
     for number, common in zip(*sorted_with_prefixes(sequences), strict=True):
-        own = _Need(len(sequences[number]), len(sequences[number]), trained[number])
+        need = _Need(len(sequences[number]), len(sequences[number]), trained[number])
         if taught is not None:
-            own = own.with_teacher(len(taught[number]), len(taught[number]))
+            need = need.with_teacher(len(taught[number]), len(taught[number]))
         if common >= LEAST_SAVED:
-            together = needs[-1].extended(own, common)
+            together = needs[-1].extended(need, common)
             if taught is not None:
                 shared = _common_beginning(taught[found[-1][-1]], taught[number])
                 together = together.with_teacher(
-                    needs[-1].taught + own.taught - _saved(shared), needs[-1].taught_keys + own.taught_keys
+                    needs[-1].taught + need.taught - _saved(shared), needs[-1].taught_keys + need.taught_keys
                 )
             if together.size <= budget:
                 found[-1].append(number)
                 needs[-1] = together
                 continue
         found.append([number])
-        needs.append(own)
+        needs.append(need)
     return found, [need.size for need in needs]
 
 

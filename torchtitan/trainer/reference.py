@@ -6,11 +6,10 @@ import contextlib
 import copy
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config.derived import keeps_start, teacher_config, trains_only_adapters
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.placement import ParallelDims
+from torchtitan.distributed.placement import ParallelDims, local_tensor
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import adapters_off, as_begun, weights
 from torchtitan.models.parallelize import build_policy
@@ -35,12 +34,12 @@ class OwnReference:
 
     follows = False
 
-    def __init__(self, policy: Decoder, kept: bool):
-        self.policy, self._kept = policy, kept
+    def __init__(self, policy: Decoder, keeps_initial_adapters: bool):
+        self.policy, self._keeps_initial_adapters = policy, keeps_initial_adapters
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Inside the block `policy` is the reference."""
-        return as_begun(self.policy) if self._kept else adapters_off(self.policy)
+        return as_begun(self.policy) if self._keeps_initial_adapters else adapters_off(self.policy)
 
     def follow(self, policy: Decoder) -> None:
         """What the policy began with does not change."""
@@ -54,15 +53,15 @@ class ReferencePolicy:
     """
 
     def __init__(self, config: JobConfig, dims: ParallelDims):
-        own = copy.deepcopy(config)
-        own.training.enable_cpu_offload = reference_on_host(config)
-        own.activation_checkpoint.mode = "none"
+        reference_config = copy.deepcopy(config)
+        reference_config.training.enable_cpu_offload = reference_on_host(config)
+        reference_config.activation_checkpoint.mode = "none"
         # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
-        own.parallelism.fsdp_reshard_after_forward = "always"
+        reference_config.parallelism.fsdp_reshard_after_forward = "always"
         if not config.lora.adapter_path:
             # The model that adapters were added to, in as many bits.
-            own.lora.rank = 0
-        self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
+            reference_config.lora.rank = 0
+        self.policy: Decoder = build_policy(reference_config, dims).eval().requires_grad_(False)
         self._decay = config.grpo.reference_ema_decay
 
     @property
@@ -79,10 +78,12 @@ class ReferencePolicy:
         """After a batch: w_ref ← decay · w_ref + (1 - decay) · w."""
         if not self.follows:
             return
-        for mine, theirs in zip(weights(self.policy).values(), weights(policy).values(), strict=True):
+        for reference_weight, policy_weight in zip(
+            weights(self.policy).values(), weights(policy).values(), strict=True
+        ):
             # Both are laid out alike, so every rank moves its own part.
-            own, new = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (mine, theirs))
-            own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)
+            held, new = local_tensor(reference_weight), local_tensor(policy_weight)
+            held.lerp_(new.to(held.device, held.dtype), 1 - self._decay)
 
 
 Reference = OwnReference | ReferencePolicy

@@ -75,13 +75,13 @@ def open_run_directory(config: JobConfig) -> Start:
     checkpoint = config.checkpoint
     try:
         root.mkdir(parents=True, exist_ok=True)
-        own = _own_link(config)
-        if own is not None and own.exists():
+        launch_link = _own_link(config)
+        if launch_link is not None and launch_link.exists():
             lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
             if not checkpoint.enable:
                 raise UserError(f"{lost}, and without checkpoint.enable = true there is no checkpoint to resume from")
-            saved = whole_steps(own / checkpoint.folder)
-            start = Start(str(own.resolve()), NEWEST if saved else None, lost)
+            saved = whole_steps(launch_link / checkpoint.folder)
+            start = Start(str(launch_link.resolve()), NEWEST if saved else None, lost)
         elif checkpoint.resume:
             start = Start(str(find_resumed(config)), checkpoint.load_step)
         else:
@@ -109,8 +109,8 @@ def claim(config: JobConfig, run_dir: str | Path) -> dict[str, str]:
 def _take(config: JobConfig, run_dir: Path) -> dict[str, str]:
     """Write the configuration, and the link by which ranks find the folder that this launch starts again."""
     changed = _write_config(run_dir, config)
-    if (own := _own_link(config)) is not None:
-        _link(own, run_dir)
+    if (launch_link := _own_link(config)) is not None:
+        _link(launch_link, run_dir)
     return changed
 
 
@@ -195,7 +195,7 @@ def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
 def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]:
     """The keys of tables that have other values in `config` -> both values; how a launch begins is none of them."""
     now = {**asdict(config), "": {"source": [source.given() for source in config.source]}}
-    sources = [{key: value for key, value in given.items() if value is not None} for given in before.get("source", [])]
+    sources = [_given(source) for source in before.get("source", [])]
     before = {**{table: values for table, values in before.items() if table != "source"}, "": {"source": sources}}
     return {
         f"{table}.{key}".lstrip("."): f"{show(value)} -> {show(now[table][key])}"
@@ -203,6 +203,10 @@ def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]
         for key, value in values.items()
         if f"{table}.{key}" not in OF_THE_LAUNCH and now.get(table, {}).get(key, value) != value
     }
+
+
+def _given(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in source.items() if value is not None}
 
 
 def _link(link: Path, run_dir: Path) -> None:

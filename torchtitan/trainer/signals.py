@@ -57,7 +57,7 @@ class SignalFlags:
         return self.stop_signal is not None
 
     @property
-    def told(self) -> bool:
+    def stop_received(self) -> bool:
         """Whether a stop signal has reached this rank, even if it has no effect yet."""
         return bool(self._stopped_at)
 

@@ -98,7 +98,7 @@ def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, Pack
         sequences.append(tokens)
         # Behind another prompt, they are as many places later as that is longer.
         predicting.append(np.array(branch.sampled_at) - 1 + len(tokens) - (len(branch) - 1))
-    runs = (merge if merged else keep_apart)(sequences)
+    runs = merge(sequences) if merged else keep_apart(sequences)
     packed = np.concatenate([sequences[number][first:end] for number, first, end in runs.sources])
     active = np.concatenate([places[at] for places, at in zip(runs.places, predicting, strict=True)])
     return (
@@ -110,8 +110,13 @@ def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, Pack
 
 def top_tokens(branches: Sequence[Branch], count: int) -> TopTokens:
     """What a server has said of all sampled tokens, in order."""
-    rows = [row for branch in branches for segment in branch.sampled for row in segment.teacher_top or []]
-    ids, log_probs = ([row[part] for row in rows] for part in (0, 1))
+    ids: list[list[int]] = []
+    log_probs: list[list[float]] = []
+    for branch in branches:
+        for segment in branch.sampled:
+            for token_ids, scores in segment.teacher_top or []:
+                ids.append(token_ids)
+                log_probs.append(scores)
     return TopTokens(
         torch.tensor(ids, dtype=torch.int64, device=device()).view(-1, count),
         torch.tensor(log_probs, dtype=torch.float32, device=device()).view(-1, count),
