@@ -215,7 +215,7 @@ class SourceFlow:
             "no_reward_yet", level=logging.WARNING, **self.named, groups=count, completions=shown,
             look_at="is the answer in the form that the reward functions want, does rollout.max_completion_tokens cut "
             "it off (finish_reason length), are the tools called (environment/tool_calls; environment.tool_parser), is "
-            "the task too hard for this model (docs/real_models.md)?",
+            "the task too hard for this model (docs/recipes.md)?",
         )  # fmt: skip
 
     @property
