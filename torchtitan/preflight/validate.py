@@ -266,7 +266,7 @@ def _unbounded(config: JobConfig) -> str:
         if correction > NO_BOUND:
             return "grpo.off_policy_correction"
     elif grpo.has_sequence_ratios:
-        objective = min(objective, *grpo.geometric_mask[1:])
+        objective = min([objective, *grpo.geometric_mask[1:]])
     elif grpo.off_policy_correction != "truncate" and _is_separable(grpo.loss_type):
         objective = min(objective, correction)  # in direct mode, masks see π/μ too
     return f"grpo.{key}" if objective > NO_BOUND else ""
