@@ -1,5 +1,5 @@
-"""Outputs for a run's metrics: metrics.jsonl, completions.jsonl, its boards, and the console (log lines, and a live
-display on a terminal or else one line per step). Only rank 0 writes metrics."""
+"""Outputs for a run's metrics: metrics.jsonl, completions.jsonl, its boards, and log lines. Only rank 0 writes
+metrics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.derived import reward_labels
-from torchtitan.config.job_config import JobConfig, Metrics
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
 from torchtitan.report.boards import Boards
+from torchtitan.report.console import make_console
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.utils.json_lines import JsonLines, JsonTail, write_whole
 from torchtitan.utils.logs import SafeFormatter, log_to
@@ -45,17 +46,7 @@ REQUIRED_KEYS = (
     "time/sync_stall_s", "tokens_per_s", "weight_sync/versions_published", "weight_sync/versions_skipped",
 )  # fmt: skip
 
-# The metrics of a step that the console shows: console label → metric key.
-_SHOWN = {
-    "reward": "reward/mean", "loss": "loss", "entropy": "entropy", "mismatch_kl": "mismatch_kl", "grad": "grad_norm",
-    "staleness": "staleness/mean", "stalest": "staleness/max", "length": "completion/length_mean",
-    "tokens/s": "tokens_per_s", "step_s": "time/step_s", "data_s": "time/data_wait_s", "train_s": "time/train_s",
-    "snapshot_s": "time/snapshot_s", "stall_s": "time/sync_stall_s", "published": "weight_sync/versions_published",
-    "skipped": "weight_sync/versions_skipped",
-}  # fmt: skip
-
 Figure = float | int | None
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 class MetricsLogger:
@@ -236,9 +227,6 @@ def cut_after(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
-Row = Mapping[str, Any]
-
-
 class LogFile(logging.FileHandler):
     """Where it cannot be written any more this is said once, not with a traceback for every line: the console has them
     all, and what stops the run is that its records cannot be written."""
@@ -266,124 +254,3 @@ def set_up_logging(run_dir: Path, rank: int) -> None:
     log_to(handlers, logging.WARNING, line, "%H:%M:%S")
     handlers[1].setFormatter(SafeFormatter(line))  # files outlive the day
     logging.getLogger("torchtitan").setLevel(logging.INFO)
-
-
-def make_console(config: Metrics, total_steps: int, first_step: int = 0) -> Console:
-    """Return the console that metrics.console selects; "auto" selects the live one on a terminal."""
-    if config.console == "rich" or (config.console == "auto" and sys.stderr.isatty()):
-        return LiveConsole(total_steps, first_step)
-    return Console(total_steps)
-
-
-class Console:
-    """Writes one log line per step, which stays readable in files, in CI and with torchrun's --tee."""
-
-    def __init__(self, total_steps: int):
-        self.total_steps = total_steps
-
-    def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
-        """Show a trained batch; actors: name → state."""
-        figures = "  ".join(f"{name} {text}" for name, text in describe_step(row).items())
-        logger.info("step %d/%d  %s", step, self.total_steps, figures)
-
-    def evaluation(self, step: int, row: Row) -> None:
-        """Show an evaluation."""
-        logger.info("eval after step %d  %s", step, describe_evaluation(row))
-
-    def close(self) -> None:
-        """Restore the terminal. May be called twice."""
-
-
-class LiveConsole(Console):
-    """A display that stays in place and is redrawn at every step; log lines scroll above it."""
-
-    def __init__(self, total_steps: int, first_step: int = 0):
-        from rich import progress
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-
-        super().__init__(total_steps)
-        self._progress = progress.Progress(
-            progress.TextColumn("step"), progress.BarColumn(None), progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
-        )  # fmt: skip
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
-        self._rewards: deque[float] = deque(maxlen=40)
-        self._evaluation = ""
-        # Keep the original stream: Live replaces sys.stderr by a proxy, which the log handlers use from below on.
-        self._stream = sys.stderr
-        console = RichConsole(file=self._stream, force_terminal=True)
-        self._live = Live(self._progress, console=console, auto_refresh=False, transient=False)
-        self._live.start()
-        self._handlers = [
-            handler
-            for handler in logging.getLogger().handlers
-            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream
-        ]
-        for handler in self._handlers:
-            handler.setStream(sys.stderr)
-
-    def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.table import Table
-
-        self._progress.update(self._task, completed=step)
-        if row.get("reward/mean") is not None:
-            self._rewards.append(row["reward/mean"])
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
-        table.add_column()
-        for name, text in describe_step(row).items():
-            spread = f" ± {figure(row, 'reward/std')}  {bars(self._rewards)}" if name == "reward" else ""
-            table.add_row(name, text + spread)
-        if self._evaluation:
-            table.add_row("evaluation", self._evaluation)
-        if actors:
-            table.add_row("actors", "  ".join(f"{name} {state}" for name, state in actors.items()))
-        self._live.update(Panel(Group(self._progress, table), title=f"version {row.get('policy_version')}"))
-        self._live.refresh()
-
-    def evaluation(self, step: int, row: Row) -> None:
-        self._evaluation = f"{describe_evaluation(row)}  (after step {step})"
-        super().evaluation(step, row)
-
-    def close(self) -> None:
-        self._live.stop()
-        for handler in self._handlers:
-            handler.setStream(self._stream)
-
-
-def number(value: Any) -> str:
-    """Format a number with four significant digits, or None as a dash; return text unchanged."""
-    if value is None or isinstance(value, str):
-        return value or "–"
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
-
-
-def figure(row: Row, key: str) -> str:
-    return number(row.get(key))
-
-
-def describe_step(row: Row) -> dict[str, str]:
-    """Return the metrics of a step that the console shows (label → text), leaving out those that are missing."""
-    shown = {word: figure(row, key) for word, key in _SHOWN.items() if row.get(key) is not None}
-    if "staleness" not in shown:
-        # Without sampling, versions are published only for evaluations: skipping all others is expected.
-        shown.pop("skipped", None)
-    return shown
-
-
-def describe_evaluation(row: Row) -> str:
-    """Format the eval/… metrics on one line; of single sets only pass@1."""
-    names = [name for name in row if name.startswith("eval/") and (name.count("/") == 1 or name.endswith("/pass@1"))]
-    return "  ".join(f"{name.removeprefix('eval/')} {figure(row, name)}" for name in names)
-
-
-def bars(values: deque[float]) -> str:
-    """Return a sparkline of block characters for some values."""
-    if len(values) < 2:
-        return ""
-    low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)

@@ -29,7 +29,8 @@ from aiohttp import web
 
 from torchtitan.errors import UserError
 from torchtitan.report.browser import CompletionIndex, Selection
-from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE, number, run_folder
+from torchtitan.report.console import number
+from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE, run_folder
 from torchtitan.report.plots import COLORS, PLOTS, plot_timeline, run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
-from torchtitan.report import metrics
+from torchtitan.report import console
 from torchtitan.report.metrics import (
     DETAILED_SAMPLES,
     DETAILED_TOKENS,
@@ -188,20 +189,38 @@ def test_texts_of_tokens_make_the_whole_text(text: str) -> None:
     assert "".join(broken).endswith("cdef") and len(broken) == 9
 
 
-def test_plain_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_lines_fit_in_160_columns_and_say_what_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0.0, 30.0)
+    monkeypatch.setattr("torchtitan.report.console.time.monotonic", lambda: next(clock))
+    largest = {"loss": -0.00012345, "mismatch_kl": 0.00012345, "completion/length_mean": 12345.6, "time/step_s": 1234.5}
     with caplog.at_level(logging.INFO):
         logger = MetricsLogger(make_config(log_freq=2), tmp_path)
         for step in (1, 2, 3):
             logger.log_step(step, figures(step) | {"tokens_per_s": 12345.6})
-        logger.log_evaluation(3, {"eval/pass@1": 0.75, "eval/greedy": None})
+        evaluation = {"eval/pass@1": 0.75, "eval/interval_low": 0.7, "eval/interval_high": 0.8, "eval/greedy": None}
+        logger.log_evaluation(3, evaluation | {"eval/failed": 0, "eval/lost": 2, "eval/time_s": 1.5})
+        logger.log_step(4, figures(4) | {"reward/mean": 0.12345, "tokens_per_s": 1234567.8} | largest)
+        logger.log_step(6, figures(6) | {"reference_kl": 0.01})
         logger.close()
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2 and lines[0].startswith("step 2/10  reward 0.5  loss 0.2  ")
-    assert "tokens/s 12,346" in lines[0] and "entropy" not in lines[0] and "\n" not in lines[0]
-    assert lines[1] == "eval after step 3  pass@1 0.75  greedy –"
+    assert len(lines) == 4 and lines[0].startswith("step 2/10  reward 0.5  loss 0.2  ")
+    assert "tokens/s 12.3k" in lines[0] and "left" not in lines[0] and "pass@1" not in lines[0]
+    assert lines[1] == "eval after step 3  pass@1 0.75 (0.7 to 0.8)  greedy –  lost 2"
+    # 15 s for a step, and six more to come.
+    assert lines[2].startswith("step 4/10  reward 0.123  pass@1 0.75  loss ") and lines[2].endswith("left 1:30")
+    prefix = "16:23:41 I torchtitan.metrics: "
+    assert len(prefix + lines[2]) <= 160, lines[2]
+    assert "  kl 0.01" in lines[3] and "mismatch_kl" not in lines[3]
 
 
-def test_live_display_lets_log_lines_through(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7380, "2h03")])
+def test_durations(seconds: float, text: str) -> None:
+    assert console.duration(seconds) == text
+
+
+def test_live_display_lets_log_lines_through_and_ends_with_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", "120")
@@ -209,11 +228,11 @@ def test_live_display_lets_log_lines_through(monkeypatch: pytest.MonkeyPatch) ->
     root = logging.getLogger()
     root.addHandler(handler)
     try:
-        config = make_config(console="rich")
-        display = metrics.make_console(config.metrics, 10)
+        display = console.make_console(make_config(console="rich").metrics, 10)
         for step in (1, 2):
             display.step(step, figures(step) | {"reward/mean": 0.25 * step}, {"actor-0": "READY v1"})
         logging.getLogger("other").warning("a line from elsewhere")
+        display.evaluation(2, {"eval/pass@1": 0.88})
         display.close()
         assert handler.stream is stream and sys.stderr is stream
     finally:
@@ -221,6 +240,8 @@ def test_live_display_lets_log_lines_through(monkeypatch: pytest.MonkeyPatch) ->
     text = stream.getvalue()
     for expected in ("a line from elsewhere", "2/10", "actor-0 READY v1", "▁█", "version 2"):
         assert expected in text
+    last_panel = text[text.rindex("╭") :]
+    assert "pass@1 0.88  (after step 2)" in last_panel and "reward" in last_panel
 
 
 def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:

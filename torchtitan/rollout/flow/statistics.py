@@ -75,6 +75,8 @@ class RolloutStatistics:
         figures = {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
+            "reward/min": min(rewards),
+            "reward/max": max(rewards),
             "completion/length_mean": fmean(lengths),
             "completion/length_max": float(max(lengths)),
             "completion/length_trained_mean": fmean(trained),
