@@ -85,7 +85,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     absmax = torch.empty(rows, columns // BLOCK, dtype=torch.bfloat16, device=weight.device)
     below, middle = _cells(weight.device)
     at_a_time = max(1, chunk_elements(weight.device) // columns)
-    for some, codes, scales in zip(*(whole.split(at_a_time) for whole in (weight, packed, absmax)), strict=True):
+    for some, codes, scales in zip(*(tensor.split(at_a_time) for tensor in (weight, packed, absmax)), strict=True):
         blocks = some.bfloat16().float().unflatten(1, (-1, BLOCK))
         largest = blocks.abs().amax(-1, keepdim=True)
         scaled = (blocks / torch.where(largest > 0, largest, 1.0)).flatten()
@@ -107,7 +107,7 @@ def dequantize(packed: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -
     weight = torch.empty(rows, 2 * half, dtype=dtype, device=packed.device)
     pairs = _pairs(packed.device)
     at_a_time = max(1, chunk_elements(weight.device) // max(1, 2 * half))
-    for some, codes, scales in zip(*(whole.split(at_a_time) for whole in (weight, packed, absmax)), strict=True):
+    for some, codes, scales in zip(*(tensor.split(at_a_time) for tensor in (weight, packed, absmax)), strict=True):
         levels = pairs.index_select(0, codes.int().flatten()).view(torch.float32)
         blocks = (len(some), -1, BLOCK)
         torch.mul(levels.view(blocks), scales.float().unsqueeze(-1), out=some.view(blocks))

@@ -74,7 +74,9 @@ class Attention(nn.Module):
         _add_projections(self, args)
         self.whole_norm = args.qk_norm == "whole"
         sizes = (query, key_value) if self.whole_norm else (args.head_dim, args.head_dim)
-        norms = [RMSNorm(size, args.rms_norm_eps, args.kind.zero_norms) if args.qk_norm else None for size in sizes]
+        norms: list[RMSNorm | None] = [None for _ in sizes]
+        if args.qk_norm:
+            norms = [RMSNorm(size, args.rms_norm_eps, args.kind.zero_norms) for size in sizes]
         self.q_norm, self.k_norm = norms
         # Set for generation (fused_projections.py), never on a policy that is trained.
         self.fused: Callable[[torch.Tensor, RotaryTables | None], tuple[torch.Tensor, ...]] | None = None
@@ -91,9 +93,9 @@ class Attention(nn.Module):
         gate = None
         if self.gated:
             # Half of each head's outputs.
-            q, gate = (one.flatten(-2) for one in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
+            q, gate = (half.flatten(-2) for half in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
         # The number of heads is inferred, because a tensor-parallel rank holds only its share of them.
-        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out = attend(self, self.apply_rotary(q, rotary), self.apply_rotary(k, rotary), v).flatten(-2)
@@ -135,7 +137,7 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((sizes.keys, sizes.rope_dim), -1)
         heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, sizes.nope_dim + sizes.values))
         k, v = heads.split((sizes.nope_dim, sizes.values), -1)
-        q_rope, k_rope = (rotate(one, *rotary, pairs=self.pairs) for one in (q_rope, k_rope[:, None]))
+        q_rope, k_rope = (rotate(part, *rotary, pairs=self.pairs) for part in (q_rope, k_rope[:, None]))
         q, k = torch.cat((q, q_rope), -1), torch.cat((k, k_rope.expand(-1, k.shape[1], -1)), -1)
         # Kernels and cache expect values as wide as keys.
         out = attend(self, q, k, F.pad(v, (0, k.shape[-1] - sizes.values)))
@@ -189,7 +191,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         # The names of files.
         self.mixer = "linear_attn" if index in args.delta_layers else "self_attn"
-        kind = GatedDeltaNet if index in args.delta_layers else Attention if args.latent is None else LatentAttention
+        kind: type[nn.Module] = Attention
+        if index in args.delta_layers:
+            kind = GatedDeltaNet
+        elif args.latent is not None:
+            kind = LatentAttention
         self.add_module(self.mixer, kind(args, index))
         self.mlp = feed_forward(args, index)
         self.norms, self.residual_scale = args.kind.norms, args.residual_scale
@@ -220,8 +226,8 @@ class DecoderStack(nn.Module):
         self.args = args
         weight = torch.empty(args.vocab_size, args.hidden_size)
         # Normal numbers on the meta device, which nobody sees, would import all of torch.compile.
-        own = weight if weight.is_meta else None
-        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size, _weight=own)
+        placeholder = weight if weight.is_meta else None
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size, _weight=placeholder)
         self.layers = nn.ModuleList(DecoderLayer(args, index) for index in range(args.num_hidden_layers))
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, args.kind.zero_norms)
 
@@ -347,14 +353,14 @@ class Decoder(nn.Module):
             hidden = self.hidden_states(token_ids, positions, layout, routes)
             output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows, function, entropy)
             return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
-        own = context.part(len(token_ids))
+        rank_tokens = context.part(len(token_ids))
         rows = torch.arange(layout.total, device=token_ids.device) if rows is None else rows
         bounds = context.bounds(rows, len(token_ids))
         first, end = bounds[context.rank : context.rank + 2]
         attend = ContextAttention(PackedAttention(layout), context)
-        routes = None if routes is None else routes[own]
-        hidden = self.model(token_ids[own], positions[own], attend, routes=routes)
-        places = rows[first:end] - own.start
+        routes = None if routes is None else routes[rank_tokens]
+        hidden = self.model(token_ids[rank_tokens], positions[rank_tokens], attend, routes=routes)
+        places = rows[first:end] - rank_tokens.start
         if targets is None:
             return context.gather(self.lm_head(hidden, row_step=sizes.rows)[places], bounds)
         asked = None if objective is None else functools.partial(_shifted, objective, first)
@@ -386,8 +392,8 @@ class Decoder(nn.Module):
                 copy_full_(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
             else:
                 # A decay of e^-1 at a step of softplus(1), as in transformers on average.
-                one = name.endswith(("linear_attn.norm.weight", "linear_attn.dt_bias", "linear_attn.A_log"))
-                zero = self.args.kind.zero_norms or name.endswith("bias")
-                parameter.fill_(1.0 if one or not zero else 0.0)
+                starts_at_one = name.endswith(("linear_attn.norm.weight", "linear_attn.dt_bias", "linear_attn.A_log"))
+                starts_at_zero = self.args.kind.zero_norms or name.endswith("bias")
+                parameter.fill_(1.0 if starts_at_one or not starts_at_zero else 0.0)
         for buffer in self.buffers():
             buffer.zero_()

@@ -92,14 +92,21 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
         raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")
     handles = {path: open_tensors(path) for path in {*files.values()}}
     if (head := "lm_head.weight") in files.keys() - parameters.keys():
-        shared = {name: one for name, one in base_parameters(policy).items() if one is policy.lm_head.weight}
-        for embedding in (part for name in shared for part, _ in policy.names_in_files(name)):
-            if len({tensor_digest(handles[files[name]], name) for name in (head, embedding)}) > 1:
+        shared = {
+            name: parameter for name, parameter in base_parameters(policy).items() if parameter is policy.lm_head.weight
+        }
+        embeddings = [part for name in shared for part, _ in policy.names_in_files(name)]
+        for embedding in embeddings:
+            if _digest(handles, files, head) != _digest(handles, files, embedding):
                 # transformers computes with both tensors, engines with one.
                 text = f"config.json ties {head} and {embedding}, but here they are two"
                 raise UserError(f"{files[head]}: {text}: set tie_word_embeddings to false, or remove the first")
     for name, parameter in parameters.items():
         _load_tensor(handles[files[name]], files[name], name, parameter)
+
+
+def _digest(handles: dict[Path, Any], files: dict[str, Path], name: str) -> str:
+    return tensor_digest(handles[files[name]], name)
 
 
 def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | StackPart | QuantizedLinear) -> None:
@@ -170,8 +177,11 @@ def export_policy(
     staging = written.step(lambda: _stage(policy, directory, assets_from, plan, types, end_token_ids))
     for file_name, names in plan.items():
         # Other ranks are in the middle of gathering, so after a failure rank 0 keeps taking part to the end.
-        whole = (one for name in names for one in whole_weights(policy, [name], types[name]))
-        tensors = {part: tensor.cpu().contiguous() for part, tensor in whole if written.going}
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            for part, tensor in whole_weights(policy, [name], types[name]):
+                if written.going:
+                    tensors[part] = tensor.cpu().contiguous()
         written.step(functools.partial(_save, tensors, staging, file_name))
     written.step(lambda: publish_folder(staging, directory))
     if staging is not None and staging.exists():
@@ -195,9 +205,8 @@ def _lost_in_float16(policy: Decoder) -> list[str]:
     buffers = dict(policy.named_buffers())
     for name in (name for name in base_parameters(policy) if name not in buffers):
         for part, tensor in whole_weights(policy, [name]):
-            error, size = (
-                torch.linalg.vector_norm(one, dtype=torch.float64) for one in (tensor - tensor.half(), tensor)
-            )
+            error = torch.linalg.vector_norm(tensor - tensor.half(), dtype=torch.float64)
+            size = torch.linalg.vector_norm(tensor, dtype=torch.float64)
             # Of normal numbers it is at most 2^-11; it is infinite or not a number where a value is out of range.
             if not error <= 2**-10 * size:
                 lost.append(part)
@@ -207,8 +216,12 @@ def _lost_in_float16(policy: Decoder) -> list[str]:
 def _types(policy: Decoder, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the type in the files of every parameter and buffer."""
     buffers = dict(policy.named_buffers())
-    every = base_parameters(policy).items()
-    return {name: one.dtype if dtype is None or name in buffers else dtype for name, one in every}
+    types: dict[str, torch.dtype] = {}
+    for name, parameter in base_parameters(policy).items():
+        types[name] = parameter.dtype
+        if dtype is not None and name not in buffers:
+            types[name] = dtype
+    return types
 
 
 def _plan_files(policy: Decoder, types: dict[str, torch.dtype], max_file_bytes: int) -> dict[str, list[str]]:
@@ -260,9 +273,13 @@ def _stage(
         if end_token_ids:
             name_end_tokens(staging, end_token_ids)
         if len(plan) > 1:
-            total = sum(math.prod(one.shape) * types[name].itemsize for name, one in base_parameters(policy).items())
-            parts = policy.names_in_files
-            weight_map = {part: file for file, names in plan.items() for name in names for part, _ in parts(name)}
+            total = 0
+            for name, parameter in base_parameters(policy).items():
+                total += math.prod(parameter.shape) * types[name].itemsize
+            weight_map: dict[str, str] = {}
+            for file, parameter_names in plan.items():
+                for name in parameter_names:
+                    weight_map |= {part: file for part, _ in policy.names_in_files(name)}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     except BaseException:
@@ -361,9 +378,9 @@ def save_adapter(policy: Decoder, directory: str | Path, base_model: str = "") -
     for parameter, transposed, names in places:
         full = full_tensor(parameter.detach())
         for name, place in names if written.going else []:
-            one = held_part(part_of(full, place))[1]
-            assert one is not None, "it is whole"
-            tensors[name] = (one.t() if transposed else one).cpu().contiguous()
+            factor = held_part(part_of(full, place))[1]
+            assert factor is not None, "it is whole"
+            tensors[name] = (factor.t() if transposed else factor).cpu().contiguous()
     written.step(lambda: _write_adapter(directory, tensors, _adapter_config(policy, base_model)))
     written.end(f"{directory}: the adapters could not be written")
 
@@ -417,11 +434,11 @@ def load_adapter(policy: Decoder, directory: str | Path) -> None:
         with safe_open(path, framework="pt", device="cpu") as handle:
             # PEFT may store the embedding's own weight beside its factors; that weight belongs to the base model.
             names = {name for name in handle.keys() if ".base_layer." not in name}  # noqa: SIM118
-            known = {name for _, _, own in places for name, _ in own}
+            known = {name for _, _, named_places in places for name, _ in named_places}
             if known != names:
                 raise UserError(f"{path} {_other_modules(known, names)}")
-            for parameter, transposed, own in places:
-                for name, place in own:
+            for parameter, transposed, named_places in places:
+                for name, place in named_places:
                     tensor, target = handle.get_tensor(name), part_of(parameter, place)
                     tensor = tensor.t() if transposed else tensor
                     if tensor.shape != target.shape:
@@ -435,14 +452,19 @@ def load_adapter(policy: Decoder, directory: str | Path) -> None:
 def _other_modules(known: set[str], names: set[str]) -> str:
     """Say how the tensors of an adapter's file differ from those that [lora] asks for, and what to do."""
     lacking, further = known - names, names - known
-    counts = [Counter(name.rpartition(".lora_")[0].rpartition(".")[2] for name in some) for some in (names, known)]
-    partly = sorted(module for module, count in counts[0].items() if module and 0 < count < counts[1][module])
+    found, asked = Counter(map(_adapted_module, names)), Counter(map(_adapted_module, known))
+    partly = sorted(module for module, count in found.items() if module and 0 < count < asked[module])
     if partly:
         text = f"adapts {_some(partly)} in some layers only (layers_to_transform), which is not supported"
         return f"{text}: {MERGE_FIRST}"
     what, some = ("lacks", lacking) if lacking else ("has", further)
     advice = "lora.target_modules and lora.modules_to_save must name the same modules"
     return f"{what} {min(some)}, of {len(some)} tensors in all: {advice}"
+
+
+def _adapted_module(name: str) -> str:
+    """q_proj for model.layers.0.self_attn.q_proj.lora_A.weight; empty for what is no adapter's factor."""
+    return name.rpartition(".lora_")[0].rpartition(".")[2]
 
 
 def _check_adapter_config(path: Path, lora: Lora) -> None:

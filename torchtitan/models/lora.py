@@ -134,10 +134,10 @@ _product.register_autograd(_backward, setup_context=_keep)
 def quantize_projections(policy: nn.Module, trained: Iterable[str]) -> None:
     """Hold weights of all projections but the `trained` ones in four bits. Load them after this, then add adapters."""
     for name, module in list(policy.named_modules()):
-        parent, _, own = name.rpartition(".")
-        if is_quantized(f"{name}.weight") and own not in trained:
+        parent, _, module_name = name.rpartition(".")
+        if is_quantized(f"{name}.weight") and module_name not in trained:
             assert isinstance(module, nn.Linear)
-            setattr(policy.get_submodule(parent), own, QuantizedLinear(module))
+            setattr(policy.get_submodule(parent), module_name, QuantizedLinear(module))
 
 
 class Adapter:
@@ -293,9 +293,9 @@ def whole_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name in files, whole tensor) of parameters, adapters merged, gathering one at a time (a collective)."""
     for name in names:
-        whole = merged_weight(policy, name, dtype)
-        for part, one in in_files(policy, {name: whole}).items():
-            tensor = held_part(one)[1]
+        merged = merged_weight(policy, name, dtype)
+        for part, weight in in_files(policy, {name: merged}).items():
+            tensor = held_part(weight)[1]
             assert tensor is not None, "it is whole"
             yield part, tensor
 

@@ -259,8 +259,8 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     if config.compile.enable:
         for layer in policy.layers:
             # A mixture's exchange of tokens stays outside the graph.
-            whole = not isinstance(layer.mlp, MoE)
-            _replace_forward(layer, _compiled(layer.forward, config.compile.backend, whole))
+            is_one_graph = not isinstance(layer.mlp, MoE)
+            _replace_forward(layer, _compiled(layer.forward, config.compile.backend, is_one_graph))
     if config.activation_checkpoint.mode != "none":
         # Checkpointing wraps compiled layers, because the compiler only accepts the layer's own function.
         apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
@@ -270,10 +270,10 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
         apply_fsdp(policy, dims, config)
 
 
-def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -> Callable[..., torch.Tensor]:
+def _compiled(forward: Callable[..., torch.Tensor], backend: str, full_graph: bool) -> Callable[..., torch.Tensor]:
     """Compile a layer's forward as one graph (without graph breaks if `whole`), shared by all layers that are alike."""
     try:
-        compiled = torch.compile(forward, backend=backend, fullgraph=whole)
+        compiled = torch.compile(forward, backend=backend, fullgraph=full_graph)
     except torch._dynamo.exc.InvalidBackend as error:
         known = torch.compiler.list_backends()
         names = ", ".join(known) + nearest(backend, known)
@@ -333,10 +333,10 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
         attention["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     parallelize_module(policy, mesh, plan)
     for layer in policy.layers:
-        own = layer_plan if not isinstance(layer.mlp, MoE) else mixture_plan(layer_plan, layer.mlp)
+        own_plan = layer_plan if not isinstance(layer.mlp, MoE) else mixture_plan(layer_plan, layer.mlp)
         if layer.mixer == "linear_attn":
             parallelize_module(layer.get_submodule("linear_attn"), mesh, HeadParallel())
-        parallelize_module(layer, mesh, own | (recurrence if layer.mixer == "linear_attn" else attention))
+        parallelize_module(layer, mesh, own_plan | (recurrence if layer.mixer == "linear_attn" else attention))
     policy.sequence_parts = mesh.size()
     policy.tie_weights()
 
@@ -363,7 +363,7 @@ class VocabularyShard:
         # Each rank's gradient of the hidden states covers only its own vocabulary, so they add up.
         return gathered.to_local(grad_placements=[Partial()]), weight.to_local()
 
-    def whole(self, logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def full_logits(self, logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the logits -> [N, V]."""
         shape = torch.Size((len(logits), weight.shape[0]))
         columns = DTensor.from_local(logits, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
@@ -396,11 +396,12 @@ def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint
         # tokens that other ranks do not expect.
         ops = [torch.ops.aten.topk.default] if isinstance(getattr(layer, "mlp", None), MoE) else []
         ops += ATTENTION if config.mode == "op" else []
-        kept: dict[str, Any] = (
+        selective: dict[str, Any] = (
             {"context_fn": functools.partial(create_selective_checkpoint_contexts, ops)} if ops else {}
         )
         _replace_forward(
-            layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random, **kept)
+            layer,
+            functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random, **selective),
         )
 
 

@@ -53,7 +53,11 @@ def matrices_of(policy: nn.Module, name: str) -> list[tuple[Sequence[int], range
     if heads == 1:
         return [(part, range(columns)) for part in apart]
     starts = range(0, rows, sum(sizes))
-    return [([start + row for start in starts for row in part], range(columns)) for part in apart]
+    matrices: list[tuple[Sequence[int], range]] = []
+    for part in apart:
+        of_all_heads = [start + row for start in starts for row in part]
+        matrices.append((of_all_heads, range(columns)))
+    return matrices
 
 
 def _parts(module: nn.Module, leaf: str, rows: int) -> tuple[tuple[int, ...], int]:

@@ -53,14 +53,14 @@ class TransformersPolicy(Decoder):
             with _parameters_on_meta():
                 hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
         except Exception as error:  # its checks of a config.json raise classes of their own
-            said = f"transformers {transformers.__version__} cannot make a model of its config.json: {error}"
-            raise UserError(f"model_type {args.family!r}: {said}") from error
+            problem = f"transformers {transformers.__version__} cannot make a model of its config.json: {error}"
+            raise UserError(f"model_type {args.family!r}: {problem}") from error
         # Check again, now with the defaults that the file leaves out.
         check_layers(config.to_dict())
         if config.tie_word_embeddings != args.tie_word_embeddings:
             has = "no head" if args.tie_word_embeddings else "a head"
-            said = f"has {has} in its files, for which tie_word_embeddings in config.json must say what it is"
-            raise UserError(f"model_type {args.family!r} {said}: true or false")
+            problem = f"has {has} in its files, for which tie_word_embeddings in config.json must say what it is"
+            raise UserError(f"model_type {args.family!r} {problem}: true or false")
         old = getattr(hf, "lm_head", None)
         if hf._is_stateful or not isinstance(old, nn.Linear):
             why = "has linear attention or another state" if hf._is_stateful else "has no head called lm_head"
@@ -87,8 +87,8 @@ class TransformersPolicy(Decoder):
 
     @property
     def layers(self) -> nn.ModuleList:
-        stacks = [one for one in self.hf.base_model.modules() if isinstance(one, nn.ModuleList)]
-        return next(one for one in stacks if len(one) == self.args.num_hidden_layers)
+        stacks = [module for module in self.hf.base_model.modules() if isinstance(module, nn.ModuleList)]
+        return next(stack for stack in stacks if len(stack) == self.args.num_hidden_layers)
 
     def names_in_files(self, name: str) -> list[tuple[str, Place]]:
         module, adapter, factor = name.partition(".lora_")
@@ -206,9 +206,9 @@ def check_packing(policy: TransformersPolicy, tolerance: float) -> None:
     tokens = torch.randint(policy.args.vocab_size, (sum(LENGTHS),), generator=generator).to(device())
     config, head, layout = policy.hf.config, policy.lm_head, PackedLayout(LENGTHS, device())
     windowed = [m for m in (config, *policy.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
-    before = [one.sliding_window for one in windowed], head.softcap, head.divisor
-    for one in windowed:
-        one.sliding_window = WINDOW
+    before = [module.sliding_window for module in windowed], head.softcap, head.divisor
+    for module in windowed:
+        module.sliding_window = WINDOW
     try:
         found, _ = policy(tokens, layout, tokens.roll(-1))
         # transformers applies its softcap and divisor to logits itself.
@@ -217,8 +217,8 @@ def check_packing(policy: TransformersPolicy, tolerance: float) -> None:
     finally:
         policy.alone, config._attn_implementation = False, ATTENTION
         windows, head.softcap, head.divisor = before
-        for one, window in zip(windowed, windows, strict=True):
-            one.sliding_window = window
+        for module, window in zip(windowed, windows, strict=True):
+            module.sliding_window = window
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 # No backward follows that would do so.

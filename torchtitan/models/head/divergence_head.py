@@ -31,11 +31,11 @@ from torchtitan.models.shape.costs import default_head_budget
 
 # (log p, log q, β) over all symbols [N, V] -> the divergence [N]: the plain computation, for few symbols.
 KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
-    "forward_kl": lambda own, other, beta: (other.exp() * (other - own)).sum(-1),
-    "reverse_kl": lambda own, other, beta: (own.exp() * (own - other)).sum(-1),
-    "jsd": lambda own, other, beta: (
-        beta * other.exp() * (other - own - _above(other - own, beta))
-        - (1 - beta) * own.exp() * _above(other - own, beta)
+    "forward_kl": lambda policy, teacher, beta: (teacher.exp() * (teacher - policy)).sum(-1),
+    "reverse_kl": lambda policy, teacher, beta: (policy.exp() * (policy - teacher)).sum(-1),
+    "jsd": lambda policy, teacher, beta: (
+        beta * teacher.exp() * (teacher - policy - _above(teacher - policy, beta))
+        - (1 - beta) * policy.exp() * _above(teacher - policy, beta)
     ).sum(-1),
 }
 # Beyond e^80 a quotient of two probabilities is as good as infinite, and still a number.
@@ -108,27 +108,33 @@ def fused_divergence(
     # Tiles have all columns only if many whole rows fit. A few would not save the backward its own products, and the
     # gradient of the whole weight would be read and written for each few.
     teacher = comparison.teacher
-    part, width = options.get("vocabulary"), max(one.shape[1] for one in weight)
+    part, width = options.get("vocabulary"), max(matrix.shape[1] for matrix in weight)
     total = len(weight[0]) if part is None else part.total
     budget = options.get("budget_bytes")
     if budget is None:
         budget = default_head_budget(len(targets), total, width, matmul_converts(weight[0]), on_gpu(targets))
     if isinstance(teacher, TopTokens):
-        own = make_projection(hidden, weight, targets, {**options, "budget_bytes": budget}, TILE_ROWS)
+        policy = make_projection(hidden, weight, targets, {**options, "budget_bytes": budget}, TILE_ROWS)
         check_targets(teacher.token_ids, total)
-        own.targets = torch.cat((targets[:, None], teacher.token_ids), -1)
-        log_probs, entropy, _ = _TwoPass.apply(own, None, comparison, accumulate, *own.hidden, *own.weight)
-        known, theirs = (_with_rest(one) for one in (log_probs[:, 1:], teacher.log_probs.clamp(min=LEAST_LOG_PROB)))
-        return log_probs[:, 0], entropy, KINDS[comparison.kind](known, theirs, comparison.beta)
+        policy.targets = torch.cat((targets[:, None], teacher.token_ids), -1)
+        log_probs, entropy, _ = _TwoPass.apply(policy, None, comparison, accumulate, *policy.hidden, *policy.weight)
+        policy_log_probs = _with_rest(log_probs[:, 1:])
+        teacher_log_probs = _with_rest(teacher.log_probs.clamp(min=LEAST_LOG_PROB))
+        return log_probs[:, 0], entropy, KINDS[comparison.kind](policy_log_probs, teacher_log_probs, comparison.beta)
     # Two tiles are held at a time.
     options["budget_bytes"] = budget // 2
-    own = make_projection(hidden, weight, targets, options, TILE_ROWS)
-    other = make_projection(teacher.hidden, teacher.weight, targets, {**options, "softcap": teacher.softcap})
-    if len(other.weight[0]) != len(own.weight[0]):
-        raise ValueError(f"policy and teacher have {len(own.weight[0])} and {len(other.weight[0])} tokens")
-    own.targets, other.tiling, other.row_step = targets[:, None], own.tiling, own.row_step
-    operands = (*own.hidden, *own.weight, *other.hidden, *other.weight)
-    log_probs, entropy, divergence = _TwoPass.apply(own, other, comparison, accumulate, *operands)
+    policy = make_projection(hidden, weight, targets, options, TILE_ROWS)
+    teacher_projection = make_projection(
+        teacher.hidden, teacher.weight, targets, {**options, "softcap": teacher.softcap}
+    )
+    if len(teacher_projection.weight[0]) != len(policy.weight[0]):
+        raise ValueError(
+            f"policy and teacher have {len(policy.weight[0])} and {len(teacher_projection.weight[0])} tokens"
+        )
+    policy.targets = targets[:, None]
+    teacher_projection.tiling, teacher_projection.row_step = policy.tiling, policy.row_step
+    operands = (*policy.hidden, *policy.weight, *teacher_projection.hidden, *teacher_projection.weight)
+    log_probs, entropy, divergence = _TwoPass.apply(policy, teacher_projection, comparison, accumulate, *operands)
     return log_probs[:, 0], entropy, divergence
 
 
@@ -158,9 +164,9 @@ class _Online:
     def reduce_(self, group: dist.ProcessGroup | None) -> None:
         """Combine with the ranks that hold the other columns."""
         if group is not None:
-            own = self.maximum.clone()
+            own_maximum = self.maximum.clone()
             dist.all_reduce(self.maximum, dist.ReduceOp.MAX, group=group)
-            self.sums *= (own - self.maximum).exp()
+            self.sums *= (own_maximum - self.maximum).exp()
             dist.all_reduce(self.sums, group=group)
 
     @property
@@ -174,18 +180,18 @@ class _Online:
 
 
 def _tiles(
-    own: Projection, other: Projection | None, sums: GradientSums | None = None
+    policy: Projection, teacher: Projection | None, sums: GradientSums | None = None
 ) -> Iterator[tuple[slice, slice, list[torch.Tensor], torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
     """(columns, rows, the policy's operands, its logits and their slope, the teacher's logits), tile by tile. `sums`
     is begun and ended with the columns."""
-    for columns in own.column_tiles():
-        operands = own.operands(columns)
-        others = [] if other is None else other.operands(columns)
+    for columns in policy.column_tiles():
+        operands = policy.operands(columns)
+        others = [] if teacher is None else teacher.operands(columns)
         if sums is not None:
             sums.begin(columns)
-        for rows in own.row_tiles():
-            logits, slope = own.logits(rows, columns, operands)
-            taught = None if other is None else other.logits(rows, columns, others)[0]
+        for rows in policy.row_tiles():
+            logits, slope = policy.logits(rows, columns, operands)
+            taught = None if teacher is None else teacher.logits(rows, columns, others)[0]
             yield columns, rows, operands, logits, slope, taught
         if sums is not None:
             sums.end()
@@ -197,46 +203,50 @@ def _blocks(rows: slice, tile: torch.Tensor) -> Iterator[tuple[slice, slice]]:
         yield block, slice(rows.start + block.start, rows.start + block.stop)
 
 
-def _statistics(own: Projection, other: Projection | None, kind: str) -> tuple[_Online, _Online, torch.Tensor]:
+def _statistics(policy: Projection, teacher: Projection | None, kind: str) -> tuple[_Online, _Online, torch.Tensor]:
     """Of the policy, of the teacher, and the logits of the targets [N, K]."""
-    count, device = len(own.targets), own.targets.device
-    reverse, forward = (other is not None and kind == one for one in ("reverse_kl", "forward_kl"))
-    mine, theirs = _Online(count, own.entropy + reverse, device), _Online(count, forward, device)
-    chosen = torch.zeros(own.targets.shape, device=device)
-    for columns, rows, _, logits, _, taught in _tiles(own, other):
-        column, inside = own.chosen(rows, columns)
+    count, device = len(policy.targets), policy.targets.device
+    reverse = teacher is not None and kind == "reverse_kl"
+    forward = teacher is not None and kind == "forward_kl"
+    policy_sums, teacher_sums = _Online(count, policy.entropy + reverse, device), _Online(count, forward, device)
+    chosen = torch.zeros(policy.targets.shape, device=device)
+    for columns, rows, _, logits, _, taught in _tiles(policy, teacher):
+        column, inside = policy.chosen(rows, columns)
         chosen[rows] += torch.where(inside, logits.gather(-1, column), 0.0)
         for block, of_all in _blocks(rows, logits):
             z, others = logits[block], []
-            if own.entropy:
+            if policy.entropy:
                 others.append(z)
             if taught is not None:
-                apart = [taught[block] - z] if reverse or forward else []
-                theirs.add(of_all, taught[block], *(apart if forward else []))
-                others += apart if reverse else []
-            mine.add(of_all, z, *others)
-    for one in (mine, theirs):
-        one.reduce_(own.group)
-    if own.group is not None:
-        dist.all_reduce(chosen, group=own.group)
-    return mine, theirs, chosen
+                weighted_by_teacher: list[torch.Tensor] = []
+                if reverse:
+                    others.append(taught[block] - z)
+                if forward:
+                    weighted_by_teacher.append(taught[block] - z)
+                teacher_sums.add(of_all, taught[block], *weighted_by_teacher)
+            policy_sums.add(of_all, z, *others)
+    policy_sums.reduce_(policy.group)
+    teacher_sums.reduce_(policy.group)
+    if policy.group is not None:
+        dist.all_reduce(chosen, group=policy.group)
+    return policy_sums, teacher_sums, chosen
 
 
 def _jensen_shannon(
-    own: Projection, other: Projection, beta: float, normalizer: torch.Tensor, theirs: torch.Tensor
+    policy: Projection, teacher: Projection, beta: float, normalizer: torch.Tensor, teacher_normalizer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(JSD, KL(p ‖ m)) [N] in float64."""
-    sums = torch.zeros(2, len(own.targets), dtype=torch.float64, device=own.targets.device)
-    for _, rows, _, logits, _, taught in _tiles(own, other):
+    sums = torch.zeros(2, len(policy.targets), dtype=torch.float64, device=policy.targets.device)
+    for _, rows, _, logits, _, taught in _tiles(policy, teacher):
         assert taught is not None
         for block, of_all in _blocks(rows, logits):
-            p, q = logits[block].sub_(normalizer[of_all, None]), taught[block].sub_(theirs[of_all, None])
+            p, q = logits[block].sub_(normalizer[of_all, None]), taught[block].sub_(teacher_normalizer[of_all, None])
             quotient = (q - p).clamp_(max=LARGEST_LOG_QUOTIENT)
             above = _above(quotient, beta)
             sums[0, of_all] += (q.exp_() * quotient.sub_(above)).sum(-1)
             sums[1, of_all] -= (p.exp_() * above).sum(-1)
-    if own.group is not None:
-        dist.all_reduce(sums, group=own.group)
+    if policy.group is not None:
+        dist.all_reduce(sums, group=policy.group)
     return beta * sums[0] + (1 - beta) * sums[1], sums[1]
 
 
@@ -247,32 +257,32 @@ class _TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        own: Projection,
-        other: Projection | None,
+        policy: Projection,
+        teacher: Projection | None,
         comparison: Comparison,
         accumulate: bool,
         *operands: torch.Tensor,
     ) -> Any:
         kind, beta = comparison.kind, comparison.beta
-        mine, theirs, chosen = _statistics(own, other, kind)
-        log_z, their_log_z = mine.normalizer, theirs.normalizer
-        entropy = log_z - mine.mean(1) if own.entropy else torch.zeros_like(log_z)
+        policy_sums, teacher_sums, chosen = _statistics(policy, teacher, kind)
+        log_z, teacher_log_z = policy_sums.normalizer, teacher_sums.normalizer
+        entropy = log_z - policy_sums.mean(1) if policy.entropy else torch.zeros_like(log_z)
         # In the gradient each z_j's deviation is from this.
         centre = divergence = torch.zeros_like(log_z)
-        if other is not None and kind == "reverse_kl":
-            centre = divergence = their_log_z - log_z - mine.mean(1 + own.entropy)
-        elif other is not None and kind == "forward_kl":
-            divergence = log_z - their_log_z + theirs.mean(1)
-        elif other is not None:
-            divergence, centre = _jensen_shannon(own, other, beta, log_z.float(), their_log_z.float())
-        for projection in (own, other):
+        if teacher is not None and kind == "reverse_kl":
+            centre = divergence = teacher_log_z - log_z - policy_sums.mean(1 + policy.entropy)
+        elif teacher is not None and kind == "forward_kl":
+            divergence = log_z - teacher_log_z + teacher_sums.mean(1)
+        elif teacher is not None:
+            divergence, centre = _jensen_shannon(policy, teacher, beta, log_z.float(), teacher_log_z.float())
+        for projection in (policy, teacher):
             if projection is not None:
                 projection.release()
         log_probs = chosen - log_z[:, None]
-        if own.derive and any(ctx.needs_input_grad):
-            ctx.own, ctx.other, ctx.comparison, ctx.accumulate = own, other, comparison, accumulate
-            statistics = (log_z, their_log_z, entropy, centre)
-            ctx.save_for_backward(*(one.float() for one in statistics), *operands)
+        if policy.derive and any(ctx.needs_input_grad):
+            ctx.policy, ctx.teacher, ctx.comparison, ctx.accumulate = policy, teacher, comparison, accumulate
+            statistics = (log_z, teacher_log_z, entropy, centre)
+            ctx.save_for_backward(*(statistic.float() for statistic in statistics), *operands)
             ctx.set_materialize_grads(False)
         return log_probs.float(), entropy.float(), divergence.float()
 
@@ -280,42 +290,46 @@ class _TwoPass(torch.autograd.Function):
     def backward(
         ctx: Any, by_log_probs: torch.Tensor | None, by_entropy: torch.Tensor | None, by_divergence: torch.Tensor | None
     ) -> Any:
-        log_z, their_log_z, entropy, centre, *operands = ctx.saved_tensors
-        own, other, kind, beta = ctx.own, ctx.other, ctx.comparison.kind, ctx.comparison.beta
-        pairs = len(own.hidden)
+        log_z, teacher_log_z, entropy, centre, *operands = ctx.saved_tensors
+        policy, teacher, kind, beta = ctx.policy, ctx.teacher, ctx.comparison.kind, ctx.comparison.beta
+        pairs = len(policy.hidden)
         # FSDP frees and gathers weights between the passes; the saved operands are the current weights.
-        own.hidden, own.weight = operands[:pairs], operands[pairs : 2 * pairs]
-        if other is not None:
+        policy.hidden, policy.weight = operands[:pairs], operands[pairs : 2 * pairs]
+        if teacher is not None:
             rest = operands[2 * pairs :]
-            other.hidden, other.weight = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+            teacher.hidden, teacher.weight = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         needed = ctx.needs_input_grad[4 : 4 + 2 * pairs]
-        sums = GradientSums(own, needed, places_of(own.weight, needed[pairs:]) if ctx.accumulate else [None] * pairs)
+        sums = GradientSums(
+            policy, needed, places_of(policy.weight, needed[pairs:]) if ctx.accumulate else [None] * pairs
+        )
         zero = torch.zeros_like(log_z)
-        by_target = zero[:, None].expand(own.targets.shape) if by_log_probs is None else by_log_probs / own.temperature
-        by_entropy = None if by_entropy is None or not own.entropy else by_entropy / own.temperature
-        weight = zero if by_divergence is None else by_divergence / own.temperature
+        by_target = (
+            zero[:, None].expand(policy.targets.shape) if by_log_probs is None else by_log_probs / policy.temperature
+        )
+        by_entropy = None if by_entropy is None or not policy.entropy else by_entropy / policy.temperature
+        weight = zero if by_divergence is None else by_divergence / policy.temperature
         # What a row's p_j are multiplied with, apart from what depends on j.
-        constant = -by_target.sum(-1) + (weight if other is not None and kind == "forward_kl" else zero)
+        constant = -by_target.sum(-1) + (weight if teacher is not None and kind == "forward_kl" else zero)
         constant = constant if by_entropy is None else constant - by_entropy * entropy
         factor = weight * (1 - beta) if kind == "jsd" else weight
-        for columns, rows, weights, logits, slope, taught in _tiles(own, other, sums):
+        for columns, rows, weights, logits, slope, taught in _tiles(policy, teacher, sums):
             for block, of_all in _blocks(rows, logits):
                 p, q = logits[block].sub_(log_z[of_all, None]), None
                 inner = constant[of_all, None]
                 if by_entropy is not None:
                     inner = inner - by_entropy[of_all, None] * p
                 if taught is not None:
-                    q = taught[block].sub_(their_log_z[of_all, None])
+                    q = taught[block].sub_(teacher_log_z[of_all, None])
                     if kind != "forward_kl":
                         apart = p - q if kind == "reverse_kl" else _above(q - p, beta).neg_()
                         inner = apart.sub_(centre[of_all, None]).mul_(factor[of_all, None]).add_(inner)
                 p.exp_().mul_(inner)
                 if q is not None and kind == "forward_kl":
                     p.addcmul_(q.exp_(), factor[of_all, None], value=-1)
-            column, inside = own.chosen(rows, columns)
+            column, inside = policy.chosen(rows, columns)
             logits.scatter_add_(-1, column, torch.where(inside, by_target[rows], 0.0))
             sums.add(rows, logits if slope is None else logits.mul_(slope), weights)
-        for projection in (own, other):
+        for projection in (policy, teacher):
             if projection is not None:
                 projection.release()
         return (None, None, None, None, *sums.results(), *(None for _ in operands[2 * pairs :]))

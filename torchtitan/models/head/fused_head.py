@@ -36,13 +36,14 @@ def statistics(projection: Projection) -> tuple[RowStatistics, torch.Tensor | No
     rows = projection.row_tiles()
     columns = projection.column_tiles()
     found = RowStatistics(len(projection.targets), projection.targets.device)
-    kept: torch.Tensor | None = None
+    last_tile: torch.Tensor | None = None
     for column in columns:
         operands = projection.operands(column)
         for row in rows:
-            kept, _ = projection.logits(row, column, operands)
-            found.take_(projection, kept, row, column, row)
-    return found, kept if len(rows) == len(columns) == 1 and projection.softcap is None else None
+            last_tile, _ = projection.logits(row, column, operands)
+            found.take_(projection, last_tile, row, column, row)
+    is_single = len(rows) == len(columns) == 1
+    return found, last_tile if is_single and projection.softcap is None else None
 
 
 def second_pass(
@@ -93,9 +94,9 @@ class TwoPass(torch.autograd.Function):
     def forward(ctx: Any, projection: Projection, accumulate: bool, *operands: torch.Tensor) -> Any:
         if not projection.derive and not projection.cut and (few := _whole_rows(projection)) is not None:
             return few.score(projection)
-        found, kept = statistics(projection)
+        found, last_tile = statistics(projection)
         projection.release()
-        local_maximum = found.maximum.clone() if kept is not None else None
+        local_maximum = found.maximum.clone() if last_tile is not None else None
         found.reduce_(projection.group)
         log_probs, normalizer = found.log_probs(), found.normalizer
         entropy = found.entropy() if projection.entropy else torch.zeros_like(log_probs)
@@ -104,7 +105,7 @@ class TwoPass(torch.autograd.Function):
         ctx.projection, ctx.accumulate = projection, accumulate
         scale = None if local_maximum is None else (local_maximum - normalizer).exp()
         # The first backward consumes these; another one recomputes the logits.
-        ctx.exponentials = kept
+        ctx.exponentials = last_tile
         ctx.save_for_backward(normalizer, entropy, scale, *operands)
         ctx.set_materialize_grads(False)
         if not projection.entropy:
@@ -114,7 +115,7 @@ class TwoPass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_log_prob: torch.Tensor | None, by_entropy: torch.Tensor | None) -> Any:
         normalizer, entropy, scale, *operands = ctx.saved_tensors
-        kept, ctx.exponentials = ctx.exponentials, None
+        exponentials, ctx.exponentials = ctx.exponentials, None
         projection: Projection = ctx.projection
         pairs = len(operands) // 2
         # FSDP frees and gathers weights between the passes; the saved operands are the current weights.
@@ -124,12 +125,14 @@ class TwoPass(torch.autograd.Function):
         sums = GradientSums(projection, needed, places)
         if by_log_prob is None:
             by_log_prob = torch.zeros_like(normalizer)
-        if kept is None:
+        if exponentials is None:
             gradients = second_pass(projection, normalizer, entropy, by_log_prob, by_entropy, sums)
         else:
             rows, columns = projection.row_tiles()[0], projection.column_tiles()[0]
             weights = projection.operands(columns)
-            gradient = logit_gradients_(projection, kept, scale, None, rows, columns, by_log_prob, by_entropy, entropy)
+            gradient = logit_gradients_(
+                projection, exponentials, scale, None, rows, columns, by_log_prob, by_entropy, entropy
+            )
             sums.begin(columns)
             sums.add(rows, gradient, weights)
             sums.end()
@@ -242,11 +245,11 @@ class OnePass(torch.autograd.Function):
                 else:
                     found = RowStatistics(len(logits), device)
                     found.take_(projection, logits, rows, columns[0], slice(None))
-                    own = found.maximum.clone()
+                    local_maximum = found.maximum.clone()
                     found.reduce_(projection.group)
                     log_probs[rows] = found.log_probs()
                     entropy[rows] = found.entropy() if projection.entropy else 0.0
-                    scale = (own - found.normalizer).exp()
+                    scale = (local_maximum - found.normalizer).exp()
                 part, by_log_prob, by_entropy = _ask(objective, log_probs[rows], entropy[rows], rows, True)
                 loss += part
                 if few is not None and by_entropy is None and slope is None:

@@ -229,27 +229,31 @@ class RowStatistics:
         self.maximum = torch.full((count,), -torch.inf, device=device)
         self.total, self.moment, self.target = torch.zeros(3, count, device=device).unbind()
 
-    def take_(self, projection: Projection, logits: torch.Tensor, rows: slice, columns: slice, own: slice) -> None:
+    def take_(
+        self, projection: Projection, logits: torch.Tensor, rows: slice, columns: slice, statistics_rows: slice
+    ) -> None:
         """Add a tile of logits [r, c], which is overwritten with e^(z - the row's maximum in this tile).
 
-        `own`: which of these statistics the rows belong to.
+        statistics_rows: which of these statistics the rows belong to.
         """
         column, inside = projection.chosen(rows, columns)
-        self.target[own] += torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+        self.target[statistics_rows] += torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
         largest, total, moment = exponentials_(logits, projection.entropy)
-        before = self.maximum[own]
+        before = self.maximum[statistics_rows]
         maximum = torch.maximum(before, largest)
-        old_total, old_moment = _rescaled(self.total[own], self.moment[own], before - maximum)
+        old_total, old_moment = _rescaled(self.total[statistics_rows], self.moment[statistics_rows], before - maximum)
         new_total, new_moment = _rescaled(total, moment, largest - maximum)
-        self.maximum[own], self.total[own], self.moment[own] = maximum, old_total + new_total, old_moment + new_moment
+        self.maximum[statistics_rows] = maximum
+        self.total[statistics_rows] = old_total + new_total
+        self.moment[statistics_rows] = old_moment + new_moment
 
     def reduce_(self, group: dist.ProcessGroup | None) -> None:
         """Combine with the ranks that hold the other columns: one maximum, one sum."""
         if group is None:
             return
-        own = self.maximum.clone()
+        own_maximum = self.maximum.clone()
         dist.all_reduce(self.maximum, dist.ReduceOp.MAX, group=group)
-        sums = torch.stack((*_rescaled(self.total, self.moment, own - self.maximum), self.target))
+        sums = torch.stack((*_rescaled(self.total, self.moment, own_maximum - self.maximum), self.target))
         dist.all_reduce(sums, group=group)
         self.total, self.moment, self.target = sums.unbind()
 
@@ -283,7 +287,7 @@ class GradientSums:
     def __init__(self, projection: Projection, needed: Sequence[bool], into: Sequence[torch.Tensor | None]):
         self.projection = projection
         pairs = len(projection.hidden)
-        whole = projection.tiling.columns >= len(projection.weight[0])
+        covers_vocabulary = projection.tiling.columns >= len(projection.weight[0])
         self.hidden = [
             torch.empty(tensor.shape, device=tensor.device) if need else None
             for tensor, need in zip(projection.hidden, needed[:pairs], strict=True)
@@ -292,9 +296,10 @@ class GradientSums:
         self.weight: list[torch.Tensor | None] = []
         for tensor, need, place in zip(projection.weight, needed[pairs:], into, strict=True):
             # If tiles cover only some of the columns, sums are rounded as soon as they are complete.
-            dtype = torch.float32 if whole else tensor.dtype
-            own = torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need and place is None else None
-            self.weight.append(own if place is None else place)
+            dtype = torch.float32 if covers_vocabulary else tensor.dtype
+            if need and place is None:
+                place = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+            self.weight.append(place)
         self._sums: list[torch.Tensor | None] = []
         self._started = False
         self._columns = slice(0)
@@ -302,12 +307,8 @@ class GradientSums:
     def begin(self, columns: slice) -> None:
         """Start summing over the rows of these columns."""
         self._columns, self._started = columns, False
-        self._sums = [
-            None
-            if gradient is None
-            else (gradient[columns] if gradient.dtype == torch.float32 else gradient[columns].float())
-            for gradient in self.weight
-        ]
+        # float() makes a copy of other types only: fp32 gradients are summed in place.
+        self._sums = [None if gradient is None else gradient[columns].float() for gradient in self.weight]
 
     def add(self, rows: slice, logit_gradients: torch.Tensor, operands: list[torch.Tensor]) -> None:
         """Add one tile [r, c]: gradients of the loss with respect to Σ hidden_i weight_iᵀ."""

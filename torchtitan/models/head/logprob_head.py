@@ -149,6 +149,16 @@ def fused_objective(
     return result
 
 
+def _fit(hidden: list[torch.Tensor], weight: list[torch.Tensor], targets: torch.Tensor) -> bool:
+    """Whether these are hidden [N, H_i], weight [V, H_i] and targets [N]."""
+    if len(hidden) != len(weight) or targets.dim() != 1 or any(tensor.dim() != 2 for tensor in hidden + weight):
+        return False
+    for states, matrix in zip(hidden, weight, strict=True):
+        if states.shape != (len(targets), matrix.shape[1]) or len(matrix) != len(weight[0]):
+            return False
+    return True
+
+
 def make_projection(
     hidden: torch.Tensor | Sequence[torch.Tensor],
     weight: torch.Tensor | Sequence[torch.Tensor],
@@ -161,10 +171,7 @@ def make_projection(
         raise TypeError(f"there is no option {', '.join(unknown)}; there are {', '.join(HeadOptions.__annotations__)}")
     hidden = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
     weight = [weight] if isinstance(weight, torch.Tensor) else list(weight)
-    fits = len(hidden) == len(weight) and targets.dim() == 1 and all(tensor.dim() == 2 for tensor in hidden + weight)
-    if not fits or any(
-        h.shape != (len(targets), w.shape[1]) or len(w) != len(weight[0]) for h, w in zip(hidden, weight, strict=True)
-    ):
+    if not _fit(hidden, weight, targets):
         shapes = f"hidden {[list(t.shape) for t in hidden]} and weight {[list(t.shape) for t in weight]}"
         raise ValueError(f"hidden [N, H] and weight [V, H] are needed for targets {list(targets.shape)}, not {shapes}")
     chunk = options.get("chunk_tokens", "auto")
@@ -274,7 +281,7 @@ class LogProbHead(nn.Module):
             hiddens, weights = [hidden, reduced], [weight, widening]
         if targets is None:
             logits = self._capped(_project(hiddens, weights))
-            return logits if self.shard is None else self.shard.whole(logits, self.weight)
+            return logits if self.shard is None else self.shard.full_logits(logits, self.weight)
         if function is not None:
             return function(hiddens, weights, targets, options)
         if objective is not None:

@@ -183,8 +183,8 @@ def _forward(
             _sequences_forward(*part, start, window, scale, softcap)
             for part, start in zip(_operands(buckets, q, k, v), buckets.starts, strict=True)
         ]
-        out = buckets.join([one.transpose(1, 2) for one, _ in done], len(q))
-        total = buckets.join([one.transpose(1, 2) for _, one in done], len(q))
+        out = buckets.join([of_bucket.transpose(1, 2) for of_bucket, _ in done], len(q))
+        total = buckets.join([of_bucket.transpose(1, 2) for _, of_bucket in done], len(q))
     return (out, total) if sinks is None else with_sinks(out, total, sinks)
 
 

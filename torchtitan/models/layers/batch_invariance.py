@@ -116,8 +116,8 @@ def key_length(length: int, head_dim: int, dtype: torch.dtype, device: torch.dev
     good = _attention_sizes(head_dim, torch.get_num_threads()).key_lengths
     if not good:
         return length
-    whole, rest = divmod(length - 1, KEY_BLOCK)
-    return whole * KEY_BLOCK + next(one for one in good if one > rest)
+    blocks, rest = divmod(length - 1, KEY_BLOCK)
+    return blocks * KEY_BLOCK + next(length for length in good if length > rest)
 
 
 def _counts(dtype: torch.dtype, device: torch.device) -> bool:
@@ -142,7 +142,7 @@ def _undisturbed(function: Callable[[Subject, int], Found]) -> functools._lru_ca
     tensors, counters, default devices) do not affect it."""
 
     @torch.no_grad()
-    def look(subject: Subject, threads: int) -> Found:
+    def probe(subject: Subject, threads: int) -> Found:
         # A new thread would otherwise use the number of threads that the process started with.
         torch.set_num_threads(threads)
         return function(subject, threads)
@@ -150,7 +150,7 @@ def _undisturbed(function: Callable[[Subject, int], Found]) -> functools._lru_ca
     @functools.lru_cache
     def run(subject: Subject, threads: int) -> Found:
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(look, subject, threads).result()
+            return pool.submit(probe, subject, threads).result()
 
     return run
 
@@ -165,15 +165,15 @@ def _row_step(shapes: tuple[tuple[int, int], ...], threads: int) -> int | None:
     for width, outputs in shapes:
         x = inputs[: REFERENCE_ROWS * width].view(REFERENCE_ROWS, width)
         weight = numbers[: width * outputs].view(outputs, width)
-        whole = F.linear(x, weight)
+        product = F.linear(x, weight)
         # Threads may split the longer side of a product, so a pack with more tokens than outputs must agree too.
         if threads > 1 and outputs >= REFERENCE_ROWS:
             more = F.linear(x.repeat(1 + -(-outputs // REFERENCE_ROWS), 1), weight)
-            if not torch.equal(more[:REFERENCE_ROWS], whole):
+            if not torch.equal(more[:REFERENCE_ROWS], product):
                 return None
         # If a step works, so do its multiples: the first one that works is the answer.
         while possible and not all(
-            torch.equal(F.linear(x[:rows], weight), whole[:rows]) for rows in _multiples(possible[0], COMPARED_ROWS)
+            torch.equal(F.linear(x[:rows], weight), product[:rows]) for rows in _multiples(possible[0], COMPARED_ROWS)
         ):
             possible.pop(0)
     return possible[0] if possible else None
@@ -199,22 +199,22 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
     longest = KEY_BLOCKS * KEY_BLOCK
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, longest, head_dim, generator=generator) for _ in range(3))
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    full_output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def generated(queries: int, length: int) -> bool:
         """Whether a token over `length` keys, some of them masked, gets the same result as in the whole sequence."""
-        seen = sorted({max(1, length - back) for back in (0, 3, 21, 70, 200, 333, length // 2, length - 7)})
-        places = torch.tensor(seen) - 1
+        key_counts = sorted({max(1, length - back) for back in (0, 3, 21, 70, 200, 333, length // 2, length - 7)})
+        places = torch.tensor(key_counts) - 1
         query = F.pad(q[0, :, places].transpose(0, 1)[:, :, None], (0, 0, 0, queries - 1))
         mask = torch.where(torch.arange(length) <= places[:, None], 0.0, float("-inf"))[:, None, None]
-        keys, values = (x[:, :, :length].expand(len(seen), -1, -1, -1) for x in (k, v))
+        keys, values = (x[:, :, :length].expand(len(key_counts), -1, -1, -1) for x in (k, v))
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        return torch.equal(out[:, :, 0], whole[0, :, places].transpose(0, 1))
+        return torch.equal(out[:, :, 0], full_output[0, :, places].transpose(0, 1))
 
     def sequence(length: int, keys: int) -> bool:
         """Whether a shorter sequence, with this many keys, gets the same results as the longer one."""
         out = F.scaled_dot_product_attention(q[:, :, :length], k[:, :, :keys], v[:, :, :keys], is_causal=True)
-        return torch.equal(out, whole[:, :, :length])
+        return torch.equal(out, full_output[:, :, :length])
 
     def continued(start: int, length: int, keys: int) -> bool:
         """Whether the rest of a sequence, behind what several have in common, gets the same results as in the whole."""
@@ -222,24 +222,25 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
         mask = torch.where(torch.arange(keys) <= positions, 0.0, float("-inf"))
         query = q[:, :, start : start + length]
         out = F.scaled_dot_product_attention(query, k[:, :, :keys], v[:, :, :keys], attn_mask=mask)
-        return torch.equal(out, whole[:, :, start : start + length])
+        return torch.equal(out, full_output[:, :, start : start + length])
 
-    fitting = (step for step in STEPS[:5] if all(generated(rows, longest) for rows in _multiples(step, 16)))
-    queries = next(fitting, None)
+    def queries_fit(step: int) -> bool:
+        return all(generated(rows, longest) for rows in _multiples(step, 16))
+
+    queries = next(filter(queries_fit, STEPS[:5]), None)
     if queries is None:
         return _AttentionSizes(None, ())
-    lengths = range(KEY_STEP, KEY_BLOCK + 1, KEY_STEP)
-    good = tuple(
-        length
-        for length in lengths
-        if all(generated(queries, block * KEY_BLOCK + length) for block in range(KEY_BLOCKS))
-    )
+
+    def keys_fit(length: int) -> bool:
+        return all(generated(queries, block * KEY_BLOCK + length) for block in range(KEY_BLOCKS))
+
+    good = tuple(filter(keys_fit, range(KEY_STEP, KEY_BLOCK + 1, KEY_STEP)))
     if not good or good[-1] != KEY_BLOCK:
         return _AttentionSizes(queries, ())
     # The trainer attends with one query per token of the sequence.
     for length in (KEY_STEP, 80, 208, 336, 464, KEY_BLOCK + 96, 2 * KEY_BLOCK - 80):
         rest = (length - 1) % KEY_BLOCK
-        keys = length - 1 - rest + next(one for one in good if one > rest)
+        keys = length - 1 - rest + next(size for size in good if size > rest)
         if not (sequence(length, keys) and continued(length // 3, length - length // 3, keys)):
             return _AttentionSizes(queries, ())
     return _AttentionSizes(queries, good)
@@ -267,11 +268,11 @@ def _delta_is_alike(sizes: Delta, threads: int) -> bool:
     everything = (q, k, v, g, beta, state)
     out, after = outputs(*everything)
     for chunk, place in enumerate((0, 1, CHUNK // 2, CHUNK - 2, CHUNK - 1)):
-        alone = [one[chunk : chunk + 1].clone() for one in everything]
-        for one in alone[:5]:
-            one[:, :, place + 1 :] = 0
+        alone = [operand[chunk : chunk + 1].clone() for operand in everything]
+        for operand in alone[:5]:
+            operand[:, :, place + 1 :] = 0
         alone[0][:, :, :place] = 0
-        own, own_after = outputs(*alone)
-        if not torch.equal(own[0, :, place], out[chunk, :, place]):
+        alone_out, alone_after = outputs(*alone)
+        if not torch.equal(alone_out[0, :, place], out[chunk, :, place]):
             return False
-    return torch.equal(own_after[0], after[-1])
+    return torch.equal(alone_after[0], after[-1])

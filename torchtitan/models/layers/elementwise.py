@@ -175,8 +175,8 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: Scaling, width: int)
     low, high = max(low, 0.0), min(high, width - 1.0)
     if low == high:
         high += 0.001
-    kept = 1 - ((torch.arange(width // 2).float() - low) / (high - low)).clamp(0, 1)
-    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+    unscaled_share = 1 - ((torch.arange(width // 2).float() - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * (1 - unscaled_share) + frequencies * unscaled_share
 
 
 def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) -> list[RotaryTables]:

@@ -34,10 +34,10 @@ class Forest:
         self.lengths, self.starts, self.parents = [], [], [parent for _, parent in bounds[:-1]]
         self.paths: list[torch.Tensor] = []
         for (offset, parent), (end, _) in itertools.pairwise(bounds):
-            own = torch.arange(offset, end)
-            self.paths.append(own if parent < 0 else torch.cat((self.paths[parent], own)))
+            run = torch.arange(offset, end)
+            self.paths.append(run if parent < 0 else torch.cat((self.paths[parent], run)))
             self.lengths.append(end - offset)
-            self.starts.append(len(self.paths[-1]) - len(own))
+            self.starts.append(len(self.paths[-1]) - len(run))
 
     @functools.lru_cache(maxsize=2)  # noqa: B019
     def keys(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -91,10 +91,13 @@ class Buckets:
             paths = [forest.paths[run] for run in members]
             queries.add([path[start:] for path in paths], 0, width)
             keys.add(paths, start, further)
-            parents = {forest.parents[run]: None for run in members} if start else {}
-            number = {parent: place for place, parent in enumerate(parents)}
-            which = torch.tensor([number[forest.parents[run]] for run in members] if start else [], dtype=torch.int64)
-            rows = torch.stack([forest.paths[parent] for parent in parents]) if start else which[:, None]
+            which = torch.empty(0, dtype=torch.int64)
+            rows = which[:, None]
+            if start:
+                parents = list(dict.fromkeys(forest.parents[run] for run in members))
+                number = {parent: place for place, parent in enumerate(parents)}
+                which = torch.tensor([number[forest.parents[run]] for run in members], dtype=torch.int64)
+                rows = torch.stack([forest.paths[parent] for parent in parents])
             rows = (rows[:, None] * heads + torch.arange(heads)[:, None]).flatten()
             self._ancestors.append((which.to(device), rows.to(device)))
             first = end
@@ -125,11 +128,11 @@ class Buckets:
 
     def join(self, parts: list[torch.Tensor], rows: int) -> torch.Tensor:
         """Invert `split`: [runs × key heads, width, ...] to `rows` rows; those past the last token are 0."""
-        return padded(self._own(parts, self.queries).flatten(1, 2), rows)
+        return padded(self._own_rows(parts, self.queries).flatten(1, 2), rows)
 
     def join_keys(self, parts: list[torch.Tensor], rows: int) -> torch.Tensor:
         """The transpose of `split_keys`: [runs × key heads, keys, D], summed over the paths that a token is in."""
-        joint = self._own(parts, self.keys)
+        joint = self._own_rows(parts, self.keys)
         for part, start, (which, ancestors) in zip(parts, self.starts, self._ancestors, strict=True):
             if start:
                 # Runs that continue the same one are summed first, as whole blocks.
@@ -139,7 +142,7 @@ class Buckets:
                 joint.flatten(0, 1).index_add_(0, ancestors, summed.view(-1, part.shape[-1]))
         return padded(joint, rows)
 
-    def _own(self, parts: list[torch.Tensor], of: _Rows) -> torch.Tensor:
+    def _own_rows(self, parts: list[torch.Tensor], of: _Rows) -> torch.Tensor:
         """Every token's row of its own run [T, key heads, ...]."""
         flat = [part.flatten(0, 1) for part in parts]
         joint = (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, of.places)
@@ -163,8 +166,8 @@ class _Rows:
         inside = rows >= 0
         token = torch.where(inside, rows * self.heads + torch.arange(self.heads)[:, None], 0)
         place = self.base + torch.arange(token.numel()).view(token.shape)
-        own = inside & (torch.arange(width) >= start)
-        self.places[token[own]] = place[own]
+        is_own_token = inside & (torch.arange(width) >= start)
+        self.places[token[is_own_token]] = place[is_own_token]
         self.tokens = torch.cat((self.tokens, token.flatten()))
         self.padding = torch.cat((self.padding, place[~inside]))
         self.base += token.numel()

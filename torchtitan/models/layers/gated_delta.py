@@ -50,7 +50,7 @@ class HeadShard:
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         self.widths = (keys, keys, values)
 
-    def own(self, channels: torch.Tensor) -> torch.Tensor:
+    def rank_channels(self, channels: torch.Tensor) -> torch.Tensor:
         """[channels, ...] -> [this rank's channels, ...]."""
         return torch.cat([kind.chunk(self.ranks)[self.rank] for kind in channels.split(self.widths)])
 
@@ -107,7 +107,7 @@ class GatedDeltaNet(nn.Module):
         """x [T, H] -> [T, H]."""
         mixed, z, b, a = self._project(x)
         wide = torch.promote_types(x.dtype, torch.float32)
-        rate, bias = (local_tensor(one).to(wide) for one in (self.A_log, self.dt_bias))
+        rate, bias = (local_tensor(parameter).to(wide) for parameter in (self.A_log, self.dt_bias))
         g = -rate.exp() * softplus(a.to(wide) + bias)
         recur: Recurrence = getattr(attend, "recur", None) or functools.partial(
             recur_pack, attend.cumulative, attend.bounds[:, 0]
@@ -123,7 +123,7 @@ class GatedDeltaNet(nn.Module):
             return joint, self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
         # Each key head's rows lie together.
         rows = self.in_proj_qkvz(x).unflatten(-1, (sizes.key_heads, -1))
-        *mixed, z = (one.flatten(-2) for one in rows.split(sizes.parts["in_proj_qkvz"], -1))
+        *mixed, z = (part.flatten(-2) for part in rows.split(sizes.parts["in_proj_qkvz"], -1))
         b, a = self.in_proj_ba(x).unflatten(-1, (sizes.key_heads, -1)).split(sizes.parts["in_proj_ba"], -1)
         return torch.cat(mixed, -1), z, b.flatten(-2), a.flatten(-2)
 
@@ -131,7 +131,7 @@ class GatedDeltaNet(nn.Module):
         """taps: the tokens' inputs [T, channels], those of the tokens before them, and so on, 0 before a sequence ->
         the convolution's output, activated."""
         weight = local_copy(self.conv1d.weight).squeeze(1)
-        weight = weight if self.shard is None else self.shard.own(weight)
+        weight = weight if self.shard is None else self.shard.rank_channels(weight)
         out = taps[0] * weight[:, -1]
         for back, tap in enumerate(taps[1:], 2):
             out = out + tap * weight[:, -back]
@@ -142,8 +142,8 @@ class GatedDeltaNet(nn.Module):
         sizes = self.sizes
         wide = convolved.to(torch.promote_types(convolved.dtype, torch.float32))
         q, k, v = wide.split((sizes.key_heads * sizes.key_dim,) * 2 + (sizes.value_heads * sizes.value_dim,), -1)
-        q, k = (one.unflatten(-1, (sizes.key_heads, -1)) for one in (q, k))
-        q, k = (one * (one.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for one in (q, k))
+        q, k = (heads.unflatten(-1, (sizes.key_heads, -1)) for heads in (q, k))
+        q, k = (heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for heads in (q, k))
         return q * sizes.key_dim**-0.5, k, v.unflatten(-1, (sizes.value_heads, -1))
 
 
@@ -180,9 +180,9 @@ def _by_kernel(
     used: int,
 ) -> torch.Tensor:
     share = v.shape[1] // k.shape[1]
-    q, k = (one.repeat_interleave(share, 1) for one in (q, k))
+    q, k = (heads.repeat_interleave(share, 1) for heads in (q, k))
     # Its products are in half precision, like the layer's; decays stay fp32.
-    operands = [one[None, :used].bfloat16() for one in (q, k, v)]
+    operands = [operand[None, :used].bfloat16() for operand in (q, k, v)]
     out, _ = kernel(*operands, g[None, :used], beta[None, :used].bfloat16(), scale=1.0, cu_seqlens=cumulative.long())
     return F.pad(out[0], (0, 0, 0, 0, 0, len(v) - used))
 

@@ -345,8 +345,8 @@ class MoE(nn.Module):
         out = self.experts(x, experts, weights, routing.rows)
         if self.shared_experts is None:
             return out
-        own = self.shared_experts(x)
+        shared = self.shared_experts(x)
         if self.shared_expert_gate is not None:
             # A sum over each row: a product with one output would depend on the number of rows.
-            own = sigmoid((x * local_copy(self.shared_expert_gate.weight)).sum(-1, keepdim=True)) * own
-        return out + own
+            shared = sigmoid((x * local_copy(self.shared_expert_gate.weight)).sum(-1, keepdim=True)) * shared
+        return out + shared

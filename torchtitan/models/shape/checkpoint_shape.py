@@ -235,13 +235,18 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
 def check_layers(config: dict[str, Any]) -> None:
     """Raise UserError if a config.json has layers that do not support packs, or weights that cannot be trained."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    each = [one for one in ropes.values() if isinstance(one, dict)] or [ropes]
+    by_layer_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
     strange = sorted({*(config.get("layer_types") or ())} - FOREIGN_ATTENTION)
-    strange += sorted({one.get("rope_type") or one.get("type") or "default" for one in each} - FOREIGN_ROPES)
-    for one in each:
-        if (kind := one.get("rope_type") or one.get("type") or "default") in SCALINGS:
-            check_scaling(kind, {LENGTH: config.get("max_position_embeddings"), **one})
-    strange += ["quantization_config"] * bool(config.get("quantization_config"))
+    strange_ropes: set[str] = set()
+    for rope in by_layer_type or [ropes]:
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in FOREIGN_ROPES:
+            strange_ropes.add(kind)
+        if kind in SCALINGS:
+            check_scaling(kind, {LENGTH: config.get("max_position_embeddings"), **rope})
+    strange += sorted(strange_ropes)
+    if config.get("quantization_config"):
+        strange.append("quantization_config")
     if strange:
         raise UserError(f"{', '.join(strange)} in config.json: not trained here, whatever computes it")
 
@@ -304,11 +309,13 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
         args = replace(args, intermediate_size=args.experts.intermediate_size)
     shapes = {name: (*shape, counts[name]) for name, shape in args.projection_shapes().items()}
     shapes |= {"lm_head": (*vocabulary, 1), "embed_tokens": (*vocabulary, 1)}
-    adapters = sum(
-        count * (rows + columns)
-        for rows, columns, count in (shapes[name] for name in lora.target_modules if name in shapes)
-    )
-    return sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save), lora.rank * adapters
+    adapter_rows = 0
+    for name in lora.target_modules:
+        if name in shapes:
+            rows, columns, count = shapes[name]
+            adapter_rows += count * (rows + columns)
+    saved_modules = sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save)
+    return saved_modules, lora.rank * adapter_rows
 
 
 def read_teacher_shape(config: JobConfig) -> ModelArgs:

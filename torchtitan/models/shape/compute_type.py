@@ -17,16 +17,16 @@ REAL_PARAMETERS = 50_000_000
 def choose_types(config: JobConfig) -> str:
     """Replace "auto" in training.mixed_precision_param and inference.dtype. Returns what was chosen and why, or an
     empty string where nothing had to be chosen."""
-    said = []
+    choices = []
     training, inference = config.training, config.inference
     if training.mixed_precision_param == "auto":
         training.mixed_precision_param, why = _automatic(config, trains_on_gpu())
-        said.append(f"training.mixed_precision_param = {training.mixed_precision_param}, because {why}")
+        choices.append(f"training.mixed_precision_param = {training.mixed_precision_param}, because {why}")
     if inference.dtype == "auto":
         # Some engines compute on the CPU whatever the trainer has.
         inference.dtype, why = _automatic(config, trains_on_gpu() and spec_of(config).on_gpus)
-        said.append(f"inference.dtype = {inference.dtype}, because {why}")
-    return "; ".join(said)
+        choices.append(f"inference.dtype = {inference.dtype}, because {why}")
+    return "; ".join(choices)
 
 
 def _automatic(config: JobConfig, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:

@@ -107,8 +107,8 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     tensor = parallelism.tensor_parallel_degree
     sharing = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree * tensor
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
-    own, adapters = trained_parameters(config, args)
-    trained = -(-(own + adapters) // sharing)
+    full, adapters = trained_parameters(config, args)
+    trained = -(-(full + adapters) // sharing)
     # modules_to_save are fp32, like adapters.
     trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
     quantized, largest = _quantized_elements(config, args)
@@ -120,7 +120,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     fsdp = ranks > 1 or len(types) > 1 or (reference > 0 and reference_on_host(config))
     root, shared, alone = _gathered_bytes(config, args, ranks) if fsdp else (0, 0, 0)
     stays = root + args.num_hidden_layers * alone
-    kept, one = _activation_bytes(config, args)
+    kept_bytes, layer_bytes = _activation_bytes(config, args)
     # Adapters' gradients are negligible here.
     trains, sent = fsdp and not config.lora.rank, BYTES[training.mixed_precision_reduce]
     head = args.vocab_size * args.hidden_size // tensor * trains
@@ -128,14 +128,14 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     moments = (
         # gathered, activations, logits, unreduced
         (muon_bytes(config, args, ranks) + optimizer * (training.enable_cpu_offload == "optimizer"), 0, 0, 0),
-        (stays + shared, kept, _logits_bytes(config, args), head * (BYTES["float32"] + computed)),
-        (stays + 2 * shared, kept + one, 0, in_layer),
+        (stays + shared, kept_bytes, _logits_bytes(config, args), head * (BYTES["float32"] + computed)),
+        (stays + 2 * shared, kept_bytes + layer_bytes, 0, in_layer),
         (stays, 0, 0, root * (computed + sent) // computed * trains),
     )
     gathered, activations, logits, unreduced = max(moments, key=sum)
     whole_gradients = 0
     if ranks > 1 and parallelism.fsdp_reduce_gradients == "optimizer_step":
-        whole_gradients = (own + adapters) // tensor * sent
+        whole_gradients = (full + adapters) // tensor * sent
     slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
     saves = config.checkpoint.enable and config.checkpoint.async_mode == "async"
     return MemoryEstimate(
@@ -184,7 +184,10 @@ def _gathered_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[int
     held = dense * computed + int(quantized * QUANTIZED_BITS / 8)
     shared = alone = 0
     for part, over in (held // tensor, tensor), (experts * computed // spread, spread):
-        shared, alone = (shared, alone + part) if keeps_unshared(config) and over == ranks else (shared + part, alone)
+        if keeps_unshared(config) and over == ranks:
+            alone += part
+        else:
+            shared += part
     return root * computed // tensor, shared, alone
 
 
@@ -211,8 +214,8 @@ def _activation_bytes(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
         per_token += of_op * (args.num_hidden_layers - len(args.delta_layers))
     bytes_per_element = _computed_tokens(config) * computed
     tensor = config.parallelism.tensor_parallel_degree
-    one = bytes_per_element * (kept + largest) // tensor if checkpointed else 0
-    return bytes_per_element * per_token // tensor, one
+    layer_bytes = bytes_per_element * (kept + largest) // tensor if checkpointed else 0
+    return bytes_per_element * per_token // tensor, layer_bytes
 
 
 def _computed_tokens(config: JobConfig) -> int:
@@ -233,9 +236,11 @@ def _logits_bytes(config: JobConfig, args: ModelArgs) -> int:
 
 def _by_muon(config: JobConfig, args: ModelArgs) -> int:
     """Trained elements that Muon updates; lora.modules_to_save are embedding and head, as a rule."""
-    own, adapters = trained_parameters(config, args)
+    full, adapters = trained_parameters(config, args)
     root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
-    return own + adapters - min(own, root) if config.optimizer.name == "Muon" else 0
+    if config.optimizer.name != "Muon":
+        return 0
+    return full + adapters - min(full, root)
 
 
 def _state_share(config: JobConfig, args: ModelArgs) -> float:

@@ -106,8 +106,11 @@ def name_end_tokens(directory: Path, end_token_ids: Sequence[int]) -> None:
     # Without the file transformers takes these from config.json.
     start = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if model.get(key) is not None}
     settings = read_json(path) if path.is_file() else start
-    known = settings.get("eos_token_id")
-    before = known if isinstance(known, list) else [] if known is None else [known]
+    before = settings.get("eos_token_id")
+    if before is None:
+        before = []
+    elif not isinstance(before, list):
+        before = [before]
     ends = list(dict.fromkeys([*before, *end_token_ids]))
     if ends != before:
         settings["eos_token_id"] = ends if len(ends) > 1 else ends[0]

@@ -104,12 +104,16 @@ _MTP_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
 def _gated_delta(key_heads: int, joint: bool = False, experts: bool = False, **defaults: Any) -> dict[str, Any]:
     sizes: dict[str, Any] = {"num_key_value_heads": key_heads, "head_dim": 256}
-    sizes |= {"partial_rotary_factor": 0.25, **DELTA_SIZES, **(_SHARED if experts else {})}
+    sizes |= {"partial_rotary_factor": 0.25, **DELTA_SIZES}
+    keys = (*DELTA_SIZES, *_MTP_KEYS)
+    if experts:
+        sizes |= _SHARED
+        keys = (*_EXPERTS, *DELTA_SIZES, *_SHARED, *_MTP_KEYS)
     return {
         "qk_norm": "heads",
         "zero_norms": True,
         "delta": "joint" if joint else "apart",
-        "keys": (*(_EXPERTS if experts else ()), *DELTA_SIZES, *(_SHARED if experts else ()), *_MTP_KEYS),
+        "keys": keys,
         # Text has one position per token, whichever axis of an image's positions it is.
         "only": {"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
         "defaults": sizes | defaults,
@@ -277,7 +281,10 @@ def check_types(config: dict[str, Any], keys: Iterable[str], file: str = "config
         value, (words, types) = config[key], _TYPES.get(key, ("a whole number", (int,)))
         fits = isinstance(value, types) and (not isinstance(value, bool) or bool in types)
         fits = fits or (value is None and key not in _NEVER_NULL)
-        if not fits or (isinstance(value, list) and {*map(type, value)} - {str if "string" in words else int}):
+        if fits and isinstance(value, list):
+            item_type = str if "string" in words else int
+            fits = all(type(item) is item_type for item in value)
+        if not fits:
             wrong.append(f"{key} must be {words}, not {json.dumps(value)}")
     if wrong:
         raise UserError(f"in {file} {', '.join(wrong)}")
@@ -301,8 +308,8 @@ def find_family(config: dict[str, Any]) -> Family:
     known |= {*family.only, *notes}
     ignored = sorted(wrong | {key for key, value in config.items() if key not in known and value})
     if ignored:
-        said = ", ".join(f"{key} = {config[key]!r}" for key in ignored)
-        raise UserError(f"{said} in config.json: the decoder does not honour that for model_type {name}")
+        not_honoured = ", ".join(f"{key} = {config[key]!r}" for key in ignored)
+        raise UserError(f"{not_honoured} in config.json: the decoder does not honour that for model_type {name}")
     activation = config.get("hidden_activation") or config.get("hidden_act") or family.activation
     if activation != family.activation:
         raise UserError(f"hidden_act {activation!r} in config.json is not supported; supported: {family.activation}")
@@ -365,9 +372,9 @@ def read_ropes(config: dict[str, Any]) -> tuple[tuple[Rope, Rope | None], float]
         full = nested.get("full_attention") or {}
         sliding = nested.get("sliding_attention") or {}
     else:
-        given = [one for one in (nested, config.get("rope_scaling")) if one]
+        given = [rope for rope in (nested, config.get("rope_scaling")) if rope]
         is_said = config.get("rope_scaling") is not FAMILIES[config["model_type"]].defaults.get("rope_scaling")
-        if is_said and len({_rope(one, theta, config) for one in given}) > 1:
+        if is_said and len({_rope(rope, theta, config) for rope in given}) > 1:
             # transformers 5 uses the second, without the first one's theta.
             raise UserError("rope_parameters and rope_scaling in config.json differ: keep one, and its rope_theta")
         full = given[0] if given else {}
@@ -379,8 +386,8 @@ def read_ropes(config: dict[str, Any]) -> tuple[tuple[Rope, Rope | None], float]
         share = config["rotary_dim"] / config["head_dim"]
     if share != 1.0 and config["model_type"] not in _PARTLY_TURNED:
         raise UserError(f"partial_rotary_factor = {share} in config.json is not supported for {config['model_type']}")
-    whole, windowed = _rope(full, theta, config), _rope(sliding, theta, config)
-    return (whole, None if windowed == whole else windowed), share
+    full_rope, windowed = _rope(full, theta, config), _rope(sliding, theta, config)
+    return (full_rope, None if windowed == full_rope else windowed), share
 
 
 def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> Rope:
@@ -410,8 +417,11 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
 def check_scaling(kind: str, parameters: dict[str, Any]) -> None:
     """Raise UserError if rotary parameters lack what their kind computes with; the rest of yarn's have defaults."""
     needed = ("factor", LENGTH) if kind == "yarn" else SCALINGS[kind]
-    if lacking := ", ".join(name for name in needed if parameters.get(name) is None):
-        raise UserError(f"rope_scaling of rope_type {kind} in config.json lacks {lacking}: take the published file")
+    lacking = [name for name in needed if parameters.get(name) is None]
+    if lacking:
+        raise UserError(
+            f"rope_scaling of rope_type {kind} in config.json lacks {', '.join(lacking)}: take the published file"
+        )
 
 
 def _attention_factor(parameters: dict[str, Any]) -> float:

@@ -102,15 +102,20 @@ def read_expert_args(family: str, config: dict[str, Any]) -> ExpertArgs | None:
     lacking = [name for name, value in needed.items() if not value]
     if count is None or size is None or lacking:
         raise UserError(f"config.json lacks {', '.join(lacking)}")
-    shared = size * (config.get("n_shared_experts") or 0) if fixed.shared else 0
+    shared = 0
+    if fixed.shared:
+        shared = size * (config.get("n_shared_experts") or 0)
     if fixed.shared_gate:
         shared = config["shared_expert_intermediate_size"]
+    normalize = fixed.normalize
+    if normalize is None:
+        normalize = bool(config.get("norm_topk_prob"))
     return ExpertArgs(
         count=count,
         per_token=config["num_experts_per_tok"],
         intermediate_size=size,
         score=fixed.score,
-        normalize=bool(config.get("norm_topk_prob")) if fixed.normalize is None else fixed.normalize,
+        normalize=normalize,
         scale=config.get("routed_scaling_factor") or 1.0,
         bias=fixed.bias,
         groups=config.get("n_group") or 1,

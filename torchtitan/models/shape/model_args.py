@@ -342,7 +342,9 @@ class ModelArgs:
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_model_args(directory: str | Path) -> ModelArgs:
