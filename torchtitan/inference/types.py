@@ -138,9 +138,9 @@ class Completion:
     """What the teacher reads in place of the prompt"""
     actor: str = ""
     """Name of the actor that sampled it"""
-    asked_at: int | None = None
+    asked_at: int | None = field(default=None, compare=False)
     """The newest version that the actor was known to hold when it was asked. None: not known, or the actor is not one
-    of this start of the run"""
+    of this start of the run: so it says nothing about the sample, and a recorded one is equal to it"""
 
     def first(self, length: int) -> Completion:
         """Return its first tokens, as if sampling had stopped there."""
