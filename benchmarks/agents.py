@@ -103,11 +103,11 @@ class Stand:
         self.config = config = JobConfig()
         config.model.hf_assets_path = str(model)
         config.training.seq_len, config.environment.max_turns = LENGTH, 64
-        config.inference.backend, config.inference.engine_python = backend, python
+        config.inference.backend, config.inference.engine.python = backend, python
         config.inference.num_actors, config.inference.threads_per_actor = actors, 1
         config.inference.max_sequences = 64
         config.inference.startup_timeout_s = START_SECONDS
-        config.inference.engine_args = {"sglang": {"enable-metrics": True}}.get(backend, {})
+        config.inference.engine.args = {"sglang": {"enable-metrics": True}}.get(backend, {})
         self.epoch, token = f"bench-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         os.environ.pop(TOKEN_VARIABLE, None)
         parameters = unique_parameters(dict(self.policy.named_parameters()))
@@ -321,7 +321,7 @@ async def measure(backend: str, python: str, quick: bool, repeats: int, conditio
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--backend", choices=tuple(COUNTERS), default="embedded")
-    parser.add_argument("--engine-python", default="", help="as inference.engine_python")
+    parser.add_argument("--engine-python", default="", help="as inference.vllm.python")
     parser.add_argument("--faults", action="store_true", help="only episodes_lost and what stands beside it")
     parser.add_argument("--episodes", type=int, help="with faults (1,000, or 40 of a foreign engine)")
     parser.add_argument("--repeats", type=int, default=5, help="of gateway_overhead")

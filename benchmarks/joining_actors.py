@@ -201,7 +201,7 @@ def main() -> None:
         "--model", str(model), "--join", f"127.0.0.1:{port}",
         "--max-length", "32", "--threads", "1", "--cache-mb", "64",
     ]  # fmt: skip
-    joining = {"inference.launch": "false", "inference.discover": "true", "weight_sync.port": port}
+    joining = {"inference.num_actors": "0", "inference.discover": "true", "weight_sync.port": port}
     with tempfile.TemporaryDirectory(prefix="joining_actors_") as name:
         folder = Path(name)
         common.progress("with actors of its own")

@@ -57,7 +57,7 @@ class Run:
             "--job.config_file", REPOSITORY / "train_configs" / "debug_cpu.toml", "--job.dump_folder", folder / "runs",
             "--model.hf_assets_path", model, "--training.steps", steps, "--training.threads", 1,
             "--checkpoint.interval", interval, "--comm.train_timeout_seconds", 10,
-            "--inference.servers", url, "--inference.launch", "false",
+            "--inference.servers", url, "--inference.num_actors", "0",
             "--eval.interval", 0, "--metrics.log_freq", 10, *options,
         )  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), TOKEN_VARIABLE: token}

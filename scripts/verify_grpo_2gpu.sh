@@ -38,7 +38,7 @@ memory=()
 if [[ "$engine" != embedded ]]; then
     python="$("$root/scripts/install_engine.sh" "$kind")"
     # The debug checkpoint needs no more on a CPU. A GPU belongs to the engine alone, and MODEL may be large.
-    [[ "$kind" != *-cpu ]] || memory=(--inference.engine_memory_gb 0.5)
+    [[ "$kind" != *-cpu ]] || memory=("--inference.$engine.memory_gb" 0.5)
 fi
 
 source "$root/scripts/setup_env.sh"
@@ -58,7 +58,7 @@ run() { # $1: name, then more arguments
     NGPU=1 CONFIG_FILE="$root/train_configs/debug_cpu.toml" "$root/run_grpo.sh" --job.dump_folder "$folder/$name" \
         --job.name "$name" --model.hf_assets_path "$model" --training.steps "$steps" --training.global_batch_size 128 \
         --inference.backend "$engine" --inference.num_actors 1 --inference.startup_timeout_s 900 \
-        ${python:+--inference.engine_python "$python"} "${memory[@]}" \
+        ${python:+"--inference.$engine.python" "$python"} "${memory[@]}" \
         --weight_sync.verify probe --eval.enable false --checkpoint.enable false "$@" >"$folder/$name.log" 2>&1 || {
         tail -n 30 "$folder/$name.log" >&2
         say "$name FAILED ($folder/$name.log)"

@@ -31,7 +31,7 @@ from typing import Any
 
 from torchtitan.api import FOLDER
 from torchtitan.config.derived import from_torchrun
-from torchtitan.config.engines import backends
+from torchtitan.config.engines import engine_names
 from torchtitan.config.evaluations import OF_EVAL, sets_of
 from torchtitan.config.job_config import Checkpoint, JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
@@ -233,7 +233,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--config", default="", metavar="FILE", help="TOML file that says on what to evaluate")
-    parser.add_argument("--backend", help=f"for inference.backend: {' or '.join(backends())}")
+    parser.add_argument("--backend", help=f"for inference.backend: {' or '.join(engine_names())}")
     parser.add_argument("--samples", help="for eval.samples_per_prompt")
     parser.add_argument("--prompts", help="for eval.num_prompts")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME", help="of [[eval.set]] or [[source]]; else all")

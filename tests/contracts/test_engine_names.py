@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.engines import EngineSpec, backends, engine_specs, modes
+from torchtitan.config.engines import engine_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "torchtitan" / "inference" / "engines"
-NAMES = {*engine_specs(), *backends(), *modes()} - {EngineSpec.mode}
+NAMES = set(engine_specs())
 # Methods that compare their argument with something.
 COMPARING = ("get", "pop", "setdefault", "startswith", "endswith", "removeprefix", "removesuffix", "index", "count")
 
@@ -23,17 +23,11 @@ def texts(node: ast.AST) -> set[str]:
     return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
 
-def is_mode(node: ast.AST) -> bool:
-    """Whether this reads inference.mode."""
-    return isinstance(node, ast.Attribute) and node.attr == "mode" and "inference" in ast.unparse(node.value)
-
-
 def knows_name(node: ast.AST) -> bool:
     """Whether this node of a syntax tree compares with an engine's name, or looks something up by it."""
     if isinstance(node, ast.Compare):
         parts = [node.left, *node.comparators]
-        names = set[str]().union(*map(texts, parts))
-        return bool(names & NAMES) or (EngineSpec.mode in names and any(map(is_mode, parts)))
+        return bool(set[str]().union(*map(texts, parts)) & NAMES)
     if isinstance(node, (ast.MatchValue, ast.MatchMapping)):
         return bool(texts(node) & NAMES)
     if isinstance(node, ast.Dict):
@@ -44,7 +38,7 @@ def knows_name(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         function = node.func
         named = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-        compares = named in COMPARING or named in ("Names", "load_engine", "server_of", "find_spec")
+        compares = named in COMPARING or named in ("Names", "load_engine")
         keywords = named == "dict" and bool({keyword.arg for keyword in node.keywords} & NAMES)
         return keywords or (compares and any(texts(argument) & NAMES for argument in node.args))
     if isinstance(node, ast.ImportFrom):
@@ -73,8 +67,7 @@ def test_nothing_outside_of_the_engines_compares_with_an_engines_name() -> None:
         'backend == "vllm"',
         '"sglang" != backend',
         'backend in ("vllm", "sglang")',
-        'config.inference.mode == "server"',
-        'inference.mode != "colocate"',
+        'config.inference.backend != "colocated"',
         'match backend:\n    case "embedded":\n        pass',
         'match backend:\n    case "vllm" | "sglang":\n        pass',
         '{"vllm": 1}[backend]',
@@ -99,7 +92,6 @@ def test_the_walk_sees_each_way_to_know_a_name(source: str) -> None:
     [
         'backend: str = "embedded"',
         'text = f"needs inference.backend {backend}, such as vllm"',
-        'job.mode == "server"',
         "from torchtitan.inference.engines.registry import engine_of",
         'NAMES = {"use_vllm": "inference.backend"}',
     ],

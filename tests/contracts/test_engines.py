@@ -23,10 +23,12 @@ import pytest
 from tests.contracts.stand_ins import STAND_INS, StandIn
 from tests.patience import PATIENCE_S
 from tests.unit_tests.inference.json_server import serving
-from torchtitan.config.engines import engine_specs
+from torchtitan.config.engine_tables import EngineTable
+from torchtitan.config.engines import engine_specs, engine_tables
 from torchtitan.config.job_config import Inference, JobConfig
+from torchtitan.config.reading import PLACE, Draft
 from torchtitan.config.reference import markdown
-from torchtitan.config.rollout_tables import WeightSync
+from torchtitan.config.sources import fields_of
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import (
     ActorClient,
@@ -37,7 +39,6 @@ from torchtitan.inference.actor_client import (
     RequestRefused,
     TokenRefused,
 )
-from torchtitan.inference.engines import checks
 from torchtitan.inference.engines.descriptor import EngineDescriptor
 from torchtitan.inference.engines.documentation import TITLES, engines_table
 from torchtitan.inference.engines.embedded.__main__ import parse_arguments as parse_embedded
@@ -79,10 +80,15 @@ SAMPLES = [
 
 def config_of(engine: str) -> JobConfig:
     """A configuration that chooses this engine, and asks it for nothing that it does not have to do."""
-    config, spec = JobConfig(), engine_specs()[engine]
-    config.inference.backend, config.inference.mode = spec.backend, spec.mode
+    config = JobConfig()
+    config.inference.backend = engine
     config.model.hf_assets_path, config.model.name, config.model.flavor = "/a/model", "qwen3", "0.6B"
     return config
+
+
+def keys_of_table(name: str) -> set[str]:
+    """The keys of [inference.NAME]."""
+    return set(fields_of(engine_tables()[name])) if name in engine_tables() else set()
 
 
 # What it says of itself
@@ -93,12 +99,15 @@ def test_an_engine_says_what_it_is_in_words_that_the_configuration_knows(name: s
     engine = load_engine(name)
     features, keys = engine.features, get_type_hints(Inference)
     assert engine_of(config_of(name)) is engine
-    assert set(features.options) <= keys.keys()
-    assert 0 in features.sleep_levels and set(features.sleep_levels) <= {0, 1, 2}
+    # What all engines are asked for is said in one place; a table without a key has the value there.
+    shared = vars(EngineTable)
+    for key in keys_of_table(name) & shared.keys():
+        assert getattr(engine_tables()[name](), key) == shared[key], key
     assert "keep" in features.in_flight_kv and set(features.in_flight_kv) <= set(get_args(keys["in_flight_kv"]))
     assert "in_flight" in features.update_modes and set(features.update_modes) <= set(get_args(keys["update_mode"]))
-    assert set(features.routes) < set(get_args(get_type_hints(WeightSync)["route"]))
-    assert bool(features.routes) is isinstance(engine, ServedEngine)
+    if isinstance(engine, ServedEngine):
+        assert engine.foreign.find_route("auto") == engine.foreign.routes[0]
+        assert ("route" in keys_of_table(name)) is (len(engine.foreign.routes) > 1)
     assert engine.spec.in_ranks or name in STAND_IN, "an engine with a server needs a stand-in in stand_ins.py"
 
 
@@ -106,7 +115,8 @@ def test_an_engine_says_what_it_is_in_words_that_the_configuration_knows(name: s
 def test_the_pages_that_list_engines_are_up_to_date(name: str) -> None:
     assert load_engine(name).documentation.keys() == set(TITLES)
     assert engines_table() in (ROOT / "docs" / "engines.md").read_text()
-    assert f"{engine_specs()[name].backend} ({engine_specs()[name].about})" in markdown()
+    assert f"{name} ({engine_specs()[name].about})" in markdown()
+    assert all(f"[inference.{name}]" in markdown() for _ in keys_of_table(name))
 
 
 def test_all_engines_are_described_without_torch_or_an_engines_package() -> None:
@@ -130,23 +140,11 @@ def refused_keys(config: JobConfig, ranks: int = 1) -> set[str]:
 def test_an_engine_takes_what_it_can_do_and_refuses_everything_else(name: str) -> None:
     engine = load_engine(name)
     assert not refused_keys(config_of(name))
-    options: dict[str, Any] = {
-        "tensor_parallel_size": 2,
-        "engine_args": {"some-option": 1},
-        "engine_python": "/a/python",
-        "engine_memory_gb": 1.5,
-        "exact": True,
-        "offload_optimizer": True,
-    }
-    assert options.keys() == {key for other in ENGINES for key in load_engine(other).features.options}
-    settings = [("inference", key, value, key in engine.features.options) for key, value in options.items()]
-    settings += [("inference", "sleep_level", level, level in engine.features.sleep_levels) for level in (1, 2)]
+    settings: list[tuple[str, str, Any, bool]] = []
     for key in ("update_mode", "in_flight_kv"):
         supported = getattr(engine.features, "update_modes" if key == "update_mode" else key)
         values = get_args(get_type_hints(Inference)[key])
         settings += [("inference", key, value, value in supported) for value in values]
-    for route in ("direct", "agent"):
-        settings.append(("weight_sync", "route", route, route in engine.features.routes))
     settings.append(("weight_sync", "verify", "digest", not engine.digest_problem(config_of(name))))
     settings.append(("grpo", "routing_replay", True, engine.features.reports_experts))
     for table, key, value, supported in settings:
@@ -157,14 +155,17 @@ def test_an_engine_takes_what_it_can_do_and_refuses_everything_else(name: str) -
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_mode_that_an_engines_backend_lacks_is_refused_by_name(name: str) -> None:
-    spec = engine_specs()[name]
-    modes = {other.mode for other in engine_specs().values() if other.backend == spec.backend}
-    for mode in {other.mode for other in engine_specs().values()} - modes:
-        config = config_of(name)
-        config.inference.mode = mode
-        ((key, text),) = checks.problems(config, 1)
-        assert key == "inference.mode" and f"{spec.backend} runs with inference.mode = server only" in text
+def test_a_key_that_an_engines_table_lacks_is_unknown_and_one_of_another_engine_has_no_effect(name: str) -> None:
+    for key, default in ((key, value) for key, value in vars(EngineTable).items() if not key.startswith("_")):
+        draft = Draft(values={"inference.backend": name})
+        draft.set(f"inference.{name}.{key}", dict(default) if key == "args" else default, PLACE)
+        known = key in keys_of_table(name)
+        assert known is not any("unknown key" in problem.text for problem in draft.build()[1])
+        if known:
+            other = next(engine for engine in ENGINES if engine != name)
+            draft.set("inference.backend", other, PLACE)
+            ((found, text),) = [(problem.key, problem.text) for problem in draft.build()[1]]
+            assert found.startswith(f"inference.{name}.{key}") and f'inference.backend is "{other}"' in text
 
 
 # Starting it
@@ -175,8 +176,8 @@ def test_an_actors_command_line_is_one_that_its_program_reads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, config = load_engine(name), config_of(name)
-    if "engine_python" in engine.features.options:
-        config.inference.engine_python = sys.executable
+    if "python" in keys_of_table(name):
+        config.inference.engine.python = sys.executable
     monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", TOKEN)
     command = engine.command(config, tmp_path / "actor.port", 1)
     assert TOKEN not in " ".join(command)
@@ -340,7 +341,7 @@ def test_log_probs_of_given_tokens_come_with_their_version(stage: Stage) -> None
 async def ask_as_teacher(stage: Stage, top: int) -> Any:
     client = JsonClient(stage.url, TOKEN)
     try:
-        return await ask_teacher(client, stage.engine.spec.backend, PROMPT, top, PATIENCE_S)
+        return await ask_teacher(client, stage.engine.spec.name, PROMPT, top, PATIENCE_S)
     finally:
         await client.close()
 

@@ -41,7 +41,7 @@ class Colocated:
     """A trainer's rank with its engine: a policy from `model`, sharded as `options` say, and its weight path."""
 
     def __init__(self, folder: str, model: str, options: list[str]):
-        settings = ["--model.hf_assets_path", model, "--inference.backend", "vllm", "--inference.mode", "colocate"]
+        settings = ["--model.hf_assets_path", model, "--inference.backend", "colocated"]
         settings += ["--training.seq_len", "256", "--rollout.max_completion_tokens", "200"]
         settings += ["--training.threads", "1", "--inference.max_sequences", "32"]
         self.config = load_config([*settings, "--job.dump_folder", folder, *options])
@@ -68,7 +68,7 @@ class Colocated:
 
     @property
     def replicas(self) -> int:
-        return device.world_size() // self.config.inference.tensor_parallel_size
+        return device.world_size() // self.config.inference.engine.tensor_parallel_size
 
     def publish(self) -> None:
         self.version += 1

@@ -23,7 +23,7 @@ TOLERANCE = {"float32": (FP32_TOLERANCE, 1e-5), "bfloat16": (8 * BF16_SPREAD, BF
 # Ranks, options of the job, whether the head is tied, the engine's type, what happens to KV caches in flight.
 LAYOUTS = {
     "one rank": (1, [], True, "float32", "keep"),
-    "FSDP2, engine TP 2": (2, ["--inference.tensor_parallel_size", "2"], False, "bfloat16", "keep"),
+    "FSDP2, engine TP 2": (2, ["--inference.colocated.tensor_parallel_size", "2"], False, "bfloat16", "keep"),
     "trainer TP 2, two replicas": (2, ["--parallelism.tensor_parallel_degree", "2"], True, "float32", "recompute"),
 }
 ADAPTED = "adapters"

@@ -27,9 +27,8 @@ def test_an_openai_client_plays_with_tools_on(
     path = install(tmp_path / "plugins", vllm_forking.GROUP, vllm_forking.FUNCTION)
     monkeypatch.setenv("PYTHONPATH", path)
     model = make_chat_model(tmp_path / "chat")
-    config = make_config(
-        model, backend=backend, engine_python=str(python), max_sequences=8, startup_timeout_s=START_SECONDS
-    )
+    config = make_config(model, backend=backend, max_sequences=8, startup_timeout_s=START_SECONDS)
+    config.inference.engine.python = str(python)
     # The start of the engine has its own deadline, in `playing`.
     asyncio.run(asyncio.wait_for(play(config, tmp_path / "run"), START_SECONDS + 3 * PATIENCE_S))
 

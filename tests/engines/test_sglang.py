@@ -284,7 +284,7 @@ def test_a_run_trains_through_an_update_that_is_killed(
         processes, "debug_cpu_sglang", debug_checkpoint, tmp_path,
         "--training.steps", "8", "--optimizer.lr", "1e-5", "--training.global_batch_size", "128",
         "--checkpoint.enable", "false", "--eval.enable", "false", "--metrics.console", "plain",
-        "--inference.engine_python", sglang_python,
+        "--inference.sglang.python", sglang_python,
     )  # fmt: skip
     run.wait(lambda: len(run.steps()) >= 3)
     kill_in_an_update(run.process, run.folder / "logs" / "actor-0.log")

@@ -26,7 +26,7 @@ def test_raw_log_probs_at_a_low_temperature_end_the_run_before_its_first_step_wi
     """Its weights are right. A server that does not report its mode is caught by what it samples (test_parity.py)."""
     run = Run(
         processes, "debug_cpu_vllm", engine_model(tied=False), tmp_path, *BLOCKING, "--training.steps", "6",
-        "--inference.engine_args.logprobs-mode", "raw_logprobs",
+        "--inference.vllm.args.logprobs-mode", "raw_logprobs",
     )  # fmt: skip
     run.end(1)
     assert run.steps() == []

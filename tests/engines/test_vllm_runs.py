@@ -63,7 +63,7 @@ def test_gpt_oss_of_transformers_trains_with_vllm_though_the_engine_is_killed(
         "--training.steps", str(STEPS), "--training.global_batch_size", "64", "--eval.enable", "false",
         "--inference.max_sequences", "64",
         "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
-        f"--inference.engine_args.{ONE_PROCESS[0].removeprefix('--')}", ONE_PROCESS[1],
+        f"--inference.vllm.args.{ONE_PROCESS[0].removeprefix('--')}", ONE_PROCESS[1],
     )  # fmt: skip
     run.wait(lambda: len(run.steps()) >= KILL_AT)
     (worker,) = holding_weights(run.process)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "torchtitan/inference/engines/unigram"
 STAND_INS = "tests/contracts/stand_ins.py"
 # The end of a list in the message of a wrong backend.
-REFUSAL = "must be embedded or sglang or vllm"
+REFUSAL = "must be colocated or embedded or sglang or vllm"
 RUN = """
 import json, sys
 from pathlib import Path
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     config, policy = make_config(folder / "checkpoint")
     column = policy.get_parameter("model.embed_tokens.weight").detach()[:, 0].double()
     config.inference.backend, config.inference.num_actors = "unigram", 1
-    config.inference.engine_python, config.weight_sync.verify = sys.executable, "off"
+    config.inference.engine.python, config.weight_sync.verify = sys.executable, "off"
     with running(config, policy, folder / "run") as run:
         run.steps_until(lambda: run.version >= 3)
     samples = [sample for batch in run.batches for sample in batch.samples]

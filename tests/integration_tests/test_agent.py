@@ -48,7 +48,7 @@ def foreign(tmp_path: Path, change: Callable[[JobConfig], None] = lambda config:
 def foreign_config(tmp_path: Path) -> tuple[JobConfig, Decoder]:
     config, policy = make_config(tmp_path / "checkpoint")
     config.inference.backend, config.inference.num_actors = "sglang", 1
-    config.inference.engine_python = str(fake_python(tmp_path))
+    config.inference.engine.python = str(fake_python(tmp_path))
     config.weight_sync.verify = "off"
     return config, policy
 
@@ -224,9 +224,9 @@ def test_mistakes_are_said_in_one_line(
     common = ["--engine", "sglang", "--model", str(tmp_path), "--log-file", str(tmp_path / "log"), "--python"]
     python = str(fake_python(tmp_path))
     for wrong, said in (
-        (["/nowhere/python"], "inference.engine_python = '/nowhere/python' is not a program"),
+        (["/nowhere/python"], "inference.sglang.python = '/nowhere/python' is not a program"),
         ([python, "--update-mode", "drain"], "sglang cannot let running requests finish"),
-        ([python, "--route", "direct"], "--route direct: sglang takes weights by agent"),
+        ([python, "--route", "direct"], "route = 'direct': sglang takes weights by agent"),
     ):
         assert main([*common, *wrong]) == 1
         (line,) = capsys.readouterr().err.splitlines()

@@ -247,7 +247,7 @@ async def test_what_ails_an_actor_for_a_while_costs_no_restart(tmp_path: Path) -
             await pool.generate(request(0, token=13))
         with pytest.raises(UserError, match=r"failed 2 times .*413"):
             await pool.generate(request(0, token=14))
-        with pytest.raises(UserError, match=r"failed 2 times .inference.max_retries = 1.*malformed"):
+        with pytest.raises(UserError, match=r"failed 2 times .1 retries.*malformed"):
             await pool.generate(request(1, token=17))
         assert await pool.generate(request(2))
         assert pool.statistics["evictions"] == 0

@@ -36,7 +36,7 @@ class Job:
     def __init__(self, checkpoint: Path, folder: Path):
         self.config = config = JobConfig()
         config.model.hf_assets_path, config.training.seq_len = str(checkpoint), LENGTH
-        config.inference.launch, config.inference.discover = False, True
+        config.inference.num_actors, config.inference.discover = 0, True
         config.inference.health_timeout_s = 2.0
         config.inference.max_sequences = 8
         self.folder, self.checkpoint = folder, checkpoint

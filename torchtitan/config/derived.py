@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan.config.engines import EngineSpec, find_spec
+from torchtitan.config.engines import engine_specs
 from torchtitan.config.job_config import JobConfig, Parallelism, WeightSync
 from torchtitan.config.sources import IN_TABLE, Source
 from torchtitan.config.transports import TRANSPORTS
@@ -36,7 +36,6 @@ SLURM = "slurm:"
 # More is a slip of the pen, and would fill the memory.
 MAX_SERVERS = 4096
 SLURM_FORM = "slurm:NODES:PORT such as slurm:gpu[01-04,7]:8000 or slurm:gpu1,gpu2:8000-8003"
-ENGINE_ARGS = "inference.engine_args"
 
 
 def trains_on_gpu() -> bool:
@@ -54,7 +53,7 @@ def device_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     if not trains_on_gpu():
         return {}
     defaults = dict(ON_GPU)
-    spec = find_spec(given.get("inference.backend", JobConfig().inference.backend))
+    spec = engine_specs().get(given.get("inference.backend", JobConfig().inference.backend))
     if spec is None or spec.on_gpus:
         defaults |= ENGINE_ON_GPU
     return {key: value for key, value in defaults.items() if key not in given}
@@ -173,9 +172,8 @@ def has_engines(config: JobConfig) -> bool:
 def started_actors(config: JobConfig) -> int:
     """How many actors the run starts as processes of their own."""
     inference = config.inference
-    has_actors = has_engines(config) and not spec_of(config).in_ranks
-    starts = has_actors and inference.launch and not inference.servers
-    return inference.num_actors if starts else 0
+    has_actors = has_engines(config) and not config.inference.spec.in_ranks
+    return inference.num_actors if has_actors and not inference.servers else 0
 
 
 def learns_from_rewards(config: JobConfig) -> bool:
@@ -238,24 +236,15 @@ def group_size(config: JobConfig) -> int:
     return 1 if config.job.stage == "sft" else config.grpo.group_size
 
 
-def spec_of(config: JobConfig) -> EngineSpec:
-    """Return the engine of a configuration. Where its backend does not have its mode, which preflight refuses, it is
-    the backend's in the default mode."""
-    inference = config.inference
-    spec = find_spec(inference.backend, inference.mode) or find_spec(inference.backend)
-    assert spec is not None, f"inference.backend = {inference.backend!r} has passed the check of its key"
-    return spec
-
-
 def is_colocated(config: JobConfig) -> bool:
     """Whether the engines run inside the trainer's ranks."""
-    return spec_of(config).in_ranks and has_engines(config)
+    return config.inference.spec.in_ranks and has_engines(config)
 
 
 def shares_devices(config: JobConfig) -> bool:
     """Whether the servers that the run starts have the ranks' own GPUs, in turns with the trainer."""
-    spec, inference = spec_of(config), config.inference
-    takes_turns = spec.on_gpus and not spec.in_ranks and inference.sleep_level > 0
+    spec, inference = config.inference.spec, config.inference
+    takes_turns = spec.on_gpus and not spec.in_ranks and inference.engine.sleep_level > 0
     return takes_turns and not inference.servers and has_engines(config)
 
 
@@ -263,8 +252,10 @@ def stages_on_device(config: JobConfig) -> bool:
     """Whether engines receive versions in the memory of their GPU. Workers that share a version, and agents that write
     files, receive them in host memory."""
     sync = config.weight_sync
-    alone = spec_of(config).stages_on_device and config.inference.tensor_parallel_size == 1
-    return alone and sync.route != "agent" and TRANSPORTS[sync.transport].on_device and trains_on_gpu()
+    alone = config.inference.spec.stages_on_device and config.inference.engine.tensor_parallel_size == 1
+    return (
+        alone and config.inference.engine.route != "agent" and TRANSPORTS[sync.transport].on_device and trains_on_gpu()
+    )
 
 
 def allocator_settings(config: JobConfig) -> str:
@@ -276,14 +267,14 @@ def allocator_settings(config: JobConfig) -> str:
         settings.append("expandable_segments:True")
     # Pinned blocks of more than 1 MiB then have the size that was asked for, not the next power of two, and go back to
     # the system when they are freed. FSDP2's offload and vLLM's sleep of level 1 take new ones all the time.
-    if config.training.enable_cpu_offload is not True and not (colocated and config.inference.sleep_level == 1):
+    if config.training.enable_cpu_offload is not True and not (colocated and config.inference.engine.sleep_level == 1):
         settings.append("pinned_max_cached_size_mb:1")
     return ",".join(settings)
 
 
 def sleeps_between_batches(config: JobConfig) -> bool:
     """Whether actors that are processes of their own sleep while the trainer trains."""
-    return has_engines(config) and not spec_of(config).in_ranks and config.inference.sleep_level > 0
+    return has_engines(config) and not config.inference.spec.in_ranks and config.inference.engine.sleep_level > 0
 
 
 def verification(config: JobConfig) -> str:
@@ -292,7 +283,7 @@ def verification(config: JobConfig) -> str:
     if chosen != "auto":
         return chosen
     # Actors with adapters have no tensor that is what was sent.
-    return "digest" if spec_of(config).digests and config.lora.rank == 0 else "probe"
+    return "digest" if config.inference.spec.digests and config.lora.rank == 0 else "probe"
 
 
 def apply_timeout(sync: WeightSync, applied_bytes: int, drain_s: float) -> float:
@@ -434,9 +425,3 @@ def _numbers(text: str) -> list[str]:
             raise ValueError(f"[{text}]: {first} to {last} is not a range of 1 to {MAX_SERVERS} nodes")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
-
-
-def option_name(key: str) -> str:
-    """A key as the engine's option is spelled, without its hyphens: max_model_len and max-model-len are the same."""
-    head, dot, rest = key.partition(".")
-    return head.replace("_", "-") + dot + rest

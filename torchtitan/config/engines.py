@@ -1,12 +1,13 @@
-"""What is known of each engine (inference.backend, inference.mode) before anything of it is imported.
+"""What is known of each engine (inference.backend) before it runs.
 
-It is the file engine.toml in the engine's folder, torchtitan/inference/engines/NAME: plain data, with which
-configurations are read, checked and planned, without torch. What an engine does is in the descriptor.py beside it. To
-add an engine, see docs/adding_an_engine.md.
+It is in the engine's folder, torchtitan/inference/engines/NAME: the file engine.toml, plain data, and the table
+[inference.NAME] in table.py, if it has keys of its own. Configurations are read, checked and planned with these,
+without torch. What an engine does is in the descriptor.py beside them. To add an engine, see docs/adding_an_engine.md.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import field
 from functools import cache
 from pathlib import Path
@@ -14,10 +15,12 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
+from torchtitan.config.engine_tables import EngineTable
 from torchtitan.config.values import TABLE, read_toml
 
 FOLDER = Path(__file__).resolve().parent.parent / "inference" / "engines"
-FILE = "engine.toml"
+PACKAGE = "torchtitan.inference.engines"
+FILE, TABLE_FILE = "engine.toml", "table.py"
 
 
 @dataclass(config=TABLE, frozen=True)
@@ -25,13 +28,9 @@ class EngineSpec:
     """One engine."""
 
     name: str
-    """That of its folder"""
-    backend: str
-    """The value of inference.backend that chooses it"""
+    """That of its folder, and the value of inference.backend that chooses it"""
     about: str
     """What it is, for the reference of the configuration"""
-    mode: str = "server"
-    """The value of inference.mode that chooses it"""
     in_ranks: bool = False
     """Whether it runs in the trainer's own processes: then it has no actors"""
     on_gpus: bool = False
@@ -41,14 +40,14 @@ class EngineSpec:
     digests: bool = False
     """Whether it proves by itself, unless told otherwise, that its weights are those that were sent"""
     eager_options: list[str] = field(default_factory=list)
-    """Options of its own ([inference.engine_args]) with which it captures no graphs on a GPU, for the plan's memory"""
+    """Options of its own ([inference.NAME.args]) with which it captures no graphs on a GPU, for the plan's memory"""
     teaches: bool = False
     """Whether a server of it can be a teacher (distill.teacher_backend)"""
 
 
 @cache
 def engine_specs() -> dict[str, EngineSpec]:
-    """Return all engines by the names of their folders. Raises ValueError for a file that says nothing of use."""
+    """Return all engines by their names. Raises ValueError for a file that says nothing of use."""
     return {path.parent.name: _read(path) for path in sorted(FOLDER.glob(f"*/{FILE}"))}
 
 
@@ -62,37 +61,18 @@ def _read(path: Path) -> EngineSpec:
         raise ValueError(f"{path} does not describe an engine: {error}") from error
 
 
-def backends(*, teaching: bool = False) -> tuple[str, ...]:
-    """Return the values that inference.backend may have. teaching: those of distill.teacher_backend."""
-    found = [spec.backend for spec in engine_specs().values() if spec.teaches or not teaching]
-    return tuple(sorted(set(found)))
+def engine_tables() -> dict[str, type[EngineTable]]:
+    """Return the tables of all engines that have keys of their own, by the engines' names."""
+    found = [name for name in engine_specs() if (FOLDER / name / TABLE_FILE).is_file()]
+    return {name: importlib.import_module(f"{PACKAGE}.{name}.table").Table for name in found}
 
 
-def modes() -> tuple[str, ...]:
-    """Return the values that inference.mode may have; the first is the default."""
-    others = {spec.mode for spec in engine_specs().values()} - {EngineSpec.mode}
-    return (EngineSpec.mode, *sorted(others))
+def engine_names(*, teaching: bool = False) -> tuple[str, ...]:
+    """Return the values that inference.backend may have. teaching: those that a teacher's server may have."""
+    return tuple(name for name, spec in engine_specs().items() if spec.teaches or not teaching)
 
 
-def find_spec(backend: str, mode: str = EngineSpec.mode) -> EngineSpec | None:
-    """Return the engine of this backend and mode, or None where there is none."""
-    for spec in engine_specs().values():
-        if (spec.backend, spec.mode) == (backend, mode):
-            return spec
-    return None
-
-
-def backends_meaning() -> str:
+def engines_meaning() -> str:
     """Return what inference.backend is, for the reference of the configuration."""
-    return f"Engine that samples: {_about(EngineSpec.mode)}; see docs/engines.md"
-
-
-def modes_meaning() -> str:
-    """Return what inference.mode is, for the reference of the configuration."""
-    others = [f"{mode}: {_about(mode)}" for mode in modes()[1:]]
-    return "; or ".join(["Actors are separate processes (server)", *others])
-
-
-def _about(mode: str) -> str:
-    found = [spec for spec in engine_specs().values() if spec.mode == mode]
-    return ", ".join(f"{spec.backend} ({spec.about})" for spec in sorted(found, key=lambda spec: spec.backend))
+    about = ", ".join(f"{spec.name} ({spec.about})" for spec in engine_specs().values())
+    return f"Engine that samples: {about}; see docs/engines.md"

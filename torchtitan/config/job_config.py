@@ -8,7 +8,8 @@ The string under a field is its documentation.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import asdict, field
+from collections.abc import Iterator
+from dataclasses import field
 from functools import cache
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
@@ -25,7 +26,7 @@ from torchtitan.config.rollout_tables import (
     Rollout,
     WeightSync,
 )
-from torchtitan.config.sources import Source
+from torchtitan.config.sources import Source, fields_of
 from torchtitan.config.training_tables import (
     GRPO,
     ActivationCheckpoint,
@@ -49,7 +50,7 @@ __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
     "Inference", "Job", "JobConfig", "Judge", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
     "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
-    "known_keys", "table_types",
+    "known_keys", "table_types", "value_at",
 ]  # fmt: skip
 
 
@@ -174,28 +175,46 @@ class JobConfig:
 
 @cache
 def table_types() -> dict[str, Any]:
-    """TOML table -> its dataclass."""
-    return {name: kind for name, kind in get_type_hints(JobConfig).items() if dataclasses.is_dataclass(kind)}
+    """TOML table -> its dataclass; tables inside a table come after it."""
+    outer = {name: kind for name, kind in get_type_hints(JobConfig).items() if dataclasses.is_dataclass(kind)}
+    return {name: kind for table, of_table in outer.items() for name, kind in _with_inner(table, of_table)}
+
+
+def _with_inner(table: str, kind: Any) -> Iterator[tuple[str, Any]]:
+    yield table, kind
+    for key, info in fields_of(kind).items():
+        if dataclasses.is_dataclass(info.annotation):
+            yield from _with_inner(f"{table}.{key}", info.annotation)
 
 
 @cache
 def known_keys() -> dict[str, FieldInfo]:
     """`table.key` -> its type (`annotation`), rules (`metadata`) and default."""
-    tables = table_types().items()
-    return {f"{table}.{key}": info for table, kind in tables for key, info in kind.__pydantic_fields__.items()}
+    tables = table_types()
+    keys = [(f"{table}.{key}", info) for table, kind in tables.items() for key, info in fields_of(kind).items()]
+    return {name: info for name, info in keys if name not in tables}
 
 
 def free_table(name: str) -> str:
-    """The key whose table of free names has `name` (inference.engine_args of inference.engine_args.seed), or empty."""
+    """The key whose table of free names has `name` (inference.vllm.args of inference.vllm.args.seed), or empty."""
     keys = known_keys().items()
     return next((key for key, info in keys if get_origin(info.annotation) is dict and name.startswith(f"{key}.")), "")
+
+
+def value_at(config: JobConfig, name: str) -> Any:
+    """The value of `table.key`, or the table of that name."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def config_to_toml(config: JobConfig) -> str:
     """The whole configuration as TOML that loads to the same configuration."""
     lines: list[str] = []
     for table in table_types():
-        values = asdict(getattr(config, table))
+        values = {key: value_at(config, f"{table}.{key}") for key in fields_of(table_types()[table])}
+        values = {key: value for key, value in values.items() if f"{table}.{key}" in known_keys()}
         lines.append(f"[{table}]")
         # What follows a table's own table would belong to that.
         inner = {name: value for name, value in values.items() if isinstance(value, dict)}

@@ -14,7 +14,8 @@ _LOW, _HIGH, _DUAL = "grpo.epsilon_low", "grpo.epsilon_high", "grpo.delta"
 _MODEL, _DATA, _RATE = "model.hf_assets_path", "rollout.dataset", "optimizer.lr"
 _STEPS, _WARMUP = "training.steps (in batches)", "lr_scheduler.warmup_steps (in batches)"
 _MINIBATCHES = "grpo.num_minibatches (how many a batch is divided into)"
-_MEMORY = "inference.engine_memory_gb (an amount, not a share)"
+_ENGINE = "inference.vllm"
+_MEMORY = f"{_ENGINE}.memory_gb (an amount, not a share)"
 
 OTHER_NAMES: dict[str, str] = {
     # GRPOConfig and ModelConfig of TRL, and what it has from transformers' TrainingArguments
@@ -56,9 +57,9 @@ OTHER_NAMES: dict[str, str] = {
     "vllm_gpu_memory_utilization": _MEMORY,
     "vllm_importance_sampling_clip_max": "grpo.importance_cap",
     "vllm_importance_sampling_correction": "grpo.off_policy_correction",
-    "vllm_mode": "inference.mode",
+    "vllm_mode": "inference.backend (vllm, or colocated)",
     "vllm_server_base_url": "inference.servers",
-    "vllm_tensor_parallel_size": "inference.tensor_parallel_size",
+    "vllm_tensor_parallel_size": f"{_ENGINE}.tensor_parallel_size",
     "warmup_ratio": _WARMUP,
     # verl's ppo_trainer.yaml
     "adv_estimator": "grpo.advantage",
@@ -88,7 +89,7 @@ OTHER_NAMES: dict[str, str] = {
     "rollout.n": _GROUP,
     "rollout_is_threshold": "grpo.importance_cap",
     "save_freq": "checkpoint.interval",
-    "tensor_model_parallel_size": "inference.tensor_parallel_size",
+    "tensor_model_parallel_size": f"{_ENGINE}.tensor_parallel_size",
     "test_freq": "eval.interval",
     "total_epochs": _STEPS,
     "total_training_steps": _STEPS,
@@ -119,6 +120,12 @@ OTHER_NAMES: dict[str, str] = {
     "ring_attn_size": "parallelism.context_parallel_degree",
     "rollout_batch_size": _BATCH,
     "vllm_num_engines": "inference.num_actors",
+    # What was a key here before there were tables by kind
+    "engine_args": f"{_ENGINE}.args",
+    "engine_memory_gb": f"{_ENGINE}.memory_gb",
+    "engine_python": f"{_ENGINE}.python",
+    "inference.launch": "inference.num_actors (0 for false)",
+    "inference.mode": "inference.backend (colocated for colocate)",
 }
 """The end of their name -> the key here, and what to know of its value"""
 
@@ -126,6 +133,8 @@ OTHER_NAMES: dict[str, str] = {
 def name_here(name: str) -> str:
     """` (… is … here)` for a name, with or without tables, that others have for a key; else an empty string. Where its
     table has a key that contains the name, such as beta1 for beta, that one was meant."""
+    if name in OTHER_NAMES and "." in name:
+        return f" ({name} is {OTHER_NAMES[name]} here)"
     table, _, last = name.rpartition(".")
     alike = re.compile(rf"{re.escape(f'{table}.')}(.+_)?{re.escape(last)}(\d+|_.+)?")
     if table and any(alike.fullmatch(known) for known in known_keys()):

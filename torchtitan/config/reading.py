@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -15,16 +15,27 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan.config.derived import ENGINE_ARGS, device_defaults, option_name
+from torchtitan.config.derived import device_defaults
 from torchtitan.config.evaluations import EvalSet
-from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
+from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types, value_at
+from torchtitan.config.kinds import chooser_of
 from torchtitan.config.other_names import name_here
 from torchtitan.config.reference import help_text
 from torchtitan.config.sources import Source, fields_of
-from torchtitan.config.values import OPTIONS, RULE, read_toml, show, spelled, value_of_words, without_none
+from torchtitan.config.values import (
+    OPTIONS,
+    RULE,
+    Hyphenated,
+    option_name,
+    read_toml,
+    show,
+    spelled,
+    value_of_words,
+    without_none,
+)
 from torchtitan.errors import nearest
 
-PLACE = "command line"
+PLACE, OVERRIDES = "command line", "overrides"
 SOURCES, SETS = "source", "eval.set"
 Inner = TypeVar("Inner", Source, EvalSet)
 PROGRAMS = {"__main__.py": "run_grpo.sh", "grpo_train.py": "torchrun -m torchtitan.grpo_train"}
@@ -88,8 +99,15 @@ class Draft:
             elif not is_table:
                 self.refuse(table, f"{place}: {table} = {show(content)} must be a table: [{table}]")
             else:
-                for key, value in content.items():
-                    self.set(f"{table}.{key}", value, place)
+                self._add_table(table, content, place)
+
+    def _add_table(self, table: str, content: Mapping[str, Any], place: str) -> None:
+        for key, value in content.items():
+            name = f"{table}.{key}"
+            if name in table_types() and isinstance(value, Mapping):
+                self._add_table(name, value, place)
+            else:
+                self.set(name, value, place)
 
     def set(self, name: str, value: Any, place: str, written: str | None = None) -> None:
         """Take the value of `table.key`; `written`: how it stands there, where that is not TOML."""
@@ -98,6 +116,8 @@ class Draft:
         value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value
         if table := free_table(key):
             self._set_option(table, key.removeprefix(f"{table}."), value, place)
+        elif key in table_types() and isinstance(value, Mapping):
+            self._add_table(key, value, place)
         elif key not in known_keys():
             self.refuse(key, f"{place}: unknown key {key} = {show(value)}{nearest_key(key)}")
         else:
@@ -116,27 +136,34 @@ class Draft:
         same."""
         options = self.values.setdefault(table, {})
         if isinstance(options, dict):  # else it is refused as a whole
-            if table == ENGINE_ARGS:
+            if any(isinstance(rule, Hyphenated) for rule in known_keys()[table].metadata):
                 option = option_name(option)
                 option = next((name for name in options if option_name(name) == option), option)
             self.values[table] = options | {option: value}
-            self.written.setdefault(table, (place, ""))
+            self.written[table] = (place, show({option: value}))
 
     def build(self) -> tuple[JobConfig, list[Problem]]:
         """The configuration, with defaults (this machine's device_defaults, too) for what is missing or wrong, and all
         problems so far."""
         problems = list(self.problems)
-        tables = {}
-        chosen = self.values | device_defaults(self.values)
-        for table, kind in table_types().items():
-            values = {key.partition(".")[2]: value for key, value in chosen.items() if key.startswith(f"{table}.")}
+        contents: dict[str, dict[str, Any]] = {table: {} for table in table_types()}
+        for name, value in (self.values | device_defaults(self.values)).items():
+            table, _, key = name.rpartition(".")
+            contents[table][key] = value
+        tables: dict[str, Any] = {}
+        # A table's own tables come after it, and are part of its values.
+        for table, kind in reversed(table_types().items()):
+            values = contents[table]
             try:
-                tables[table] = kind(**values)
+                content = kind(**values)
             except ValidationError as error:
                 wrong = {str(mistake["loc"][0]): mistake for mistake in error.errors()}
                 problems += [self._wrong_value(f"{table}.{key}", mistake) for key, mistake in wrong.items()]
-                tables[table] = kind(**{key: value for key, value in values.items() if key not in wrong})
+                content = kind(**{key: value for key, value in values.items() if key not in wrong})
+            above, _, name = table.rpartition(".")
+            (contents[above] if above else tables)[name] = content
         config = JobConfig(**tables)
+        problems += self._without_effect(config)
         for number, given in enumerate(self.sources, start=1):
             called = show(given["name"]) if given.get("name") else f"number {number}"
             config.source += self._build_inner(Source, SOURCES, f"[[source]] {called}", given, config, problems)
@@ -146,6 +173,15 @@ class Draft:
             built = self._build_inner(EvalSet, SETS, f"[[eval.set]] {called}", given, config, problems)
             config.eval.set += [eval_set.given() for eval_set in built]
         return config, problems
+
+    def _without_effect(self, config: JobConfig) -> Iterator[Problem]:
+        """Options of a kind that is not chosen. A file may have them, for the day on which it is; who types one now
+        means it now."""
+        for name, (place, written) in self.written.items():
+            chosen_by, kind = chooser_of(name.rpartition(".")[0])
+            if chosen_by and place in (PLACE, OVERRIDES) and value_at(config, chosen_by) != kind:
+                text = f"{place}: {name} = {written} has no effect: {chosen_by} is {show(value_at(config, chosen_by))}"
+                yield Problem(name, text)
 
     def _build_inner(
         self, kind: type[Inner], table_key: str, called: str, given: dict[str, Any], config: JobConfig,
@@ -222,12 +258,13 @@ def describe_type(kind: Any) -> str:
 def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
     """The draft of what the words say, on top of the last --job.config_file, and whether --dry-run is among them.
 
-    Understands `--table.key value…`, `--table.key=value`, `--table.flag` and `--table.no-flag`. --help prints every key
-    and exits with code 0.
+    Understands `--table.key value…`, `--table.key=value`, `--table.flag` and `--table.no-flag`. --help prints the
+    keys of all tables that apply and exits with code 0.
     """
     if {"-h", "--help"} & set(argv):
         program = Path(sys.argv[0]).name
-        print(help_text(PROGRAMS.get(program, program)))
+        rest, _ = read_command_line([word for word in argv if word not in ("-h", "--help")])
+        print(help_text(PROGRAMS.get(program, program), rest.values))
         raise SystemExit(0)
     draft = Draft()
     options: list[tuple[str, list[str]]] = []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from types import GenericAlias
 from typing import Any, Literal, get_args, get_origin
 
@@ -15,6 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from torchtitan.config.evaluations import EvalSet
 from torchtitan.config.job_config import known_keys, table_types
+from torchtitan.config.kinds import chooser_of
 from torchtitan.config.sources import Source, fields_of
 from torchtitan.config.values import Names, Range, show, spelled, without_none
 
@@ -26,34 +30,91 @@ A TOML file sets any of these keys; `--table.key value` on the command line over
 `false` (alone, `--table.key` is true and `--table.no-key` false), lists take several values
 (`--rewards.functions accuracy format`). `--dry-run` prints the resolved configuration and the plan.
 
+A table whose name ends in a kind, such as `[inference.vllm]`, is used where that kind is chosen
+(`inference.backend = "vllm"`). A file may have those of other kinds, too: they are checked and unused, so that one
+option switches. On the command line, a key of a kind that is not chosen is refused.
+
 `[[source]]` and `[[eval.set]]`, at the end, stand once for every task and every evaluation of a run that has several;
 only files and Python have them.
 """
+
+
+@dataclass(frozen=True)
+class Section:
+    """Keys that are documented together: those of one table, or what several tables have from one class."""
+
+    titles: tuple[str, ...]
+    keys: tuple[str, ...]
+    """`table.key`, in the first of the tables"""
+
+
+def sections(tables: Mapping[str, Any]) -> list[Section]:
+    """Return the keys of these tables; tables that share keys have one section of these."""
+    found: list[Section] = []
+    owners: dict[type, list[str]] = {}
+    for table, kind in tables.items():
+        for owner in _owners(kind):
+            owners.setdefault(owner, []).append(table)
+    seen: set[type] = set()
+    for table, kind in tables.items():
+        for owner in _owners(kind):
+            keys = tuple(f"{table}.{key}" for key in _keys_from(owner, kind))
+            if owner not in seen and keys:
+                found.append(Section(tuple(owners[owner]), keys))
+            seen.add(owner)
+    return found
+
+
+def _owners(kind: type) -> list[type]:
+    """The classes from which a table has keys, the most general first."""
+    return [owner for owner in reversed(kind.__mro__) if dataclasses.is_dataclass(owner)]
+
+
+def _keys_from(owner: type, kind: type) -> list[str]:
+    """The keys of a table that this class defines last, without tables inside of it."""
+    names = [key for key, info in fields_of(kind).items() if not dataclasses.is_dataclass(info.annotation)]
+    return [key for key in names if _defined_in(kind, key) is owner]
+
+
+def _defined_in(kind: type, key: str) -> type:
+    return next(owner for owner in kind.__mro__ if key in vars(owner).get("__annotations__", {}))
 
 
 def markdown() -> str:
     """The whole reference."""
     parts = [HEAD]
     several = {"source": Source, "eval.set": EvalSet}
-    inner = [(f"{table}.{key}", info) for table, kind in several.items() for key, info in fields_of(kind).items()]
+    known = {f"{table}.{key}": info for table, kind in several.items() for key, info in fields_of(kind).items()}
+    known |= known_keys()
     texts = documentation()
-    for table, keys in groupby([*known_keys().items(), *inner], lambda item: item[0].rpartition(".")[0]):
-        title = f"[[{table}]]" if table in several else f"[{table}]"
+    for section in [*sections(table_types()), *sections(several)]:
+        title = ", ".join(f"[[{table}]]" if table in several else f"[{table}]" for table in section.titles)
         parts.append(f"\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
-        for name, info in keys:
+        for name in section.keys:
+            info = known[name]
             kind = " \\| ".join(f"`{choice}`" for choice in _choices(info)) or _short_type(info.annotation)
             meaning = _meaning(texts[name], info).replace("|", "\\|")
             parts.append(f"| `{name.rpartition('.')[2]}` | {kind} | `{_default(info)}` | {meaning} |\n")
     return "".join(parts)
 
 
-def help_text(program: str) -> str:
-    """Every option of the command line of `program`."""
-    texts = documentation()
-    lines = [f"usage: {program} [--dry-run] [--table.key value …]", ""]
-    for name, info in known_keys().items():
-        kind = "|".join(_choices(info)) or _short_type(info.annotation).upper()
-        lines += [f"--{name} {kind}", f"    {_meaning(texts[name], info)} (default: {_default(info)})"]
+def help_text(program: str, chosen: Mapping[str, Any]) -> str:
+    """Every option of the command line of `program`, by tables; of tables by kind only those that these values of keys,
+    or their defaults, choose."""
+    texts, known = documentation(), known_keys()
+    lines = [f"usage: {program} [--dry-run] [--table.key value …]"]
+    unused: list[str] = []
+    for table in table_types():
+        chosen_by, kind = chooser_of(table)
+        if chosen_by and chosen.get(chosen_by, known[chosen_by].default) != kind:
+            unused.append(f"[{table}], with --{chosen_by} {kind}")
+            continue
+        lines += ["", f"[{table}]"]
+        for name, info in known.items():
+            if name.rpartition(".")[0] == table:
+                type_name = "|".join(_choices(info)) or _short_type(info.annotation).upper()
+                lines += [f"--{name} {type_name}", f"    {_meaning(texts[name], info)} (default: {_default(info)})"]
+    lines += ["", "There are further tables: " + "; ".join(unused)]
     return "\n".join(lines)
 
 
@@ -65,6 +126,7 @@ def documentation() -> dict[str, str]:
         f"{table}.{key}": info.description or _text_under(kind, key)
         for table, kind in kinds.items()
         for key, info in fields_of(kind).items()
+        if f"{table}.{key}" not in table_types()
     }
 
 

@@ -4,12 +4,14 @@ weights get to them."""
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.engines import backends, backends_meaning, modes, modes_meaning
+from torchtitan.config.engine_tables import EngineTable
+from torchtitan.config.engines import EngineSpec, engine_names, engine_specs, engine_tables, engines_meaning
+from torchtitan.config.kinds import with_tables
 from torchtitan.config.transports import MEANING, TRANSPORTS
 from torchtitan.config.values import (
     TABLE,
@@ -312,16 +314,13 @@ class Environment:
 
 
 @dataclass(config=TABLE)
+@with_tables(engine_tables())
 class Inference:
-    backend: Annotated[str, Names(backends()), Field(description=backends_meaning())] = "embedded"
+    backend: Annotated[str, Names(engine_names()), Field(description=engines_meaning())] = "embedded"
 
-    mode: Annotated[str, Names(modes()), Field(description=modes_meaning())] = "server"
-
-    num_actors: Count = 2
-    """Inference actors to start"""
-
-    launch: bool = True
-    """Start num_actors actors if servers is empty; false never starts any, so that servers or discover must be set"""
+    num_actors: CountOrZero = 2
+    """Inference actors to start if servers is empty; with 0, servers or discover must be set. An engine in the
+    trainer's processes has one in each"""
 
     discover: bool = False
     """Take further actors that join the running job by its registry's address (weight_sync.port) and the token in
@@ -330,33 +329,6 @@ class Inference:
     servers: list[str] = field(default_factory=list)
     """Actors that run already, instead of started ones: URLs, or slurm:NODES:PORT in Slurm's notation of nodes, such as
     slurm:gpu[01-04,7]:8000 (a range of ports, 8000-8003, is several actors per node)"""
-
-    tensor_parallel_size: Count = 1
-    """Devices that share the model of one actor; with colocate, neighbouring ranks"""
-
-    engine_python: PathText = ""
-    """Python interpreter that runs the engine; empty uses the environment that scripts/install_engine.sh made"""
-
-    engine_args: Options = field(default_factory=dict)
-    """Options passed on to the engine: max-model-len = 1024 becomes --max-model-len 1024; true passes the option alone,
-    false omits it, a list passes several values, a table is passed as JSON"""
-
-    engine_memory_gb: NotNegative = 0.0
-    """KV cache of one actor, in GiB; 0 derives it from the available memory"""
-
-    sleep_level: Annotated[int, Range(0, 2)] = 0
-    """With colocate, or with grpo.async_weight_update = false: while the trainer trains, the engines free their KV
-    cache and their weights, which 1 keeps in host memory and 2 drops; 0 frees nothing. Servers that the run starts then
-    use the ranks' GPUs"""
-
-    sleep_timeout_s: Positive = 20.0
-    """server: deadline for an actor to fall asleep, and for each of the two parts of waking"""
-
-    offload_optimizer: bool = False
-    """colocate: the optimizer's state is in host memory while the engine generates"""
-
-    host: str = "127.0.0.1"
-    """Address that started actors bind to"""
 
     threads_per_actor: CountOrZero = 0
     """CPU threads of one actor; 0 divides the cores among the actors"""
@@ -369,9 +341,6 @@ class Inference:
     the ranks have some. auto is bfloat16 also on a processor with AVX512_BF16 or AMX, for models of 50 million
     parameters or more"""
 
-    exact: bool = False
-    """Rescore each completion with the trainer's own forward (slower): no mismatch if a single version sampled it"""
-
     in_flight_kv: Literal["keep", "recompute"] = "keep"
     """Whether running requests keep or recompute their KV cache when new weights arrive"""
 
@@ -380,8 +349,8 @@ class Inference:
     have finished (drain)"""
 
     drain_timeout_s: Positive = 5.0
-    """drain: how long running requests may take to finish before the weights are applied in flight. sleep_level: how
-    long they may take before their actor sleeps; if they do not finish, it stays awake"""
+    """How long running requests may take to finish: with update_mode = drain before the weights are applied in flight
+    all the same, with sleep_level before their actor sleeps; if they do not finish, it stays awake"""
 
     startup_timeout_s: Positive = 120.0
     """Deadline for an actor to answer its first health probe"""
@@ -395,8 +364,26 @@ class Inference:
     max_restarts: CountOrZero = 5
     """How often one started actor is restarted before it is given up"""
 
-    max_retries: CountOrZero = 3
+    max_retries: ClassVar[int] = 3
     """How often a group is retried after failures, elsewhere if it can be, before the run stops"""
+
+    sleep_timeout_s: ClassVar[float] = 20.0
+    """Deadline for an actor to fall asleep, and for each of the two parts of waking"""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What is known of the chosen engine."""
+        return engine_specs()[self.backend]
+
+    @property
+    def engine(self) -> EngineTable:
+        """The table of the chosen engine, which has the values of EngineTable where it has no keys of its own."""
+        table: EngineTable = getattr(self, self.backend, None) or EngineTable()
+        return table
+
+    def engine_key(self, name: str) -> str:
+        """A key of the chosen engine's table, for messages."""
+        return f"inference.{self.backend}.{name}"
 
 
 @dataclass(config=TABLE)
@@ -409,10 +396,6 @@ class WeightSync:
     of their local ranks. 0 uses any free ports"""
 
     transport: Annotated[str, Names(tuple(TRANSPORTS)), Field(description=MEANING)] = "tcp"
-
-    route: Literal["auto", "direct", "agent"] = "auto"
-    """How an engine's own server gets weights: from our code inside the engine (direct), or from an agent beside it
-    that hands over whole verified versions (agent); auto is direct where the engine has that (docs/engines.md)"""
 
     verify: Literal["auto", "digest", "probe", "off"] = "auto"
     """How to prove that actors hold what the trainer sent: digest compares what the engine computes with against what

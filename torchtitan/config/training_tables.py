@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.engines import backends
+from torchtitan.config.engines import engine_names
 from torchtitan.config.objectives import DAPO_CLIP, OBJECTIVES, TEACHER_DIVERGENCES, describe
 from torchtitan.config.values import (
     TABLE,
@@ -265,7 +265,7 @@ class Distill:
     """A server that holds the teacher's weights and returns its log-probs, such as http://127.0.0.1:8000; empty: the
     ranks compute them"""
 
-    teacher_backend: Annotated[str, Names(backends(teaching=True))] = "vllm"
+    teacher_backend: Annotated[str, Names(engine_names(teaching=True))] = "vllm"
     """Engine of that server"""
 
     divergence: Annotated[str, Names(("sampled", *TEACHER_DIVERGENCES))] = "sampled"

@@ -115,6 +115,17 @@ class Must(Rule):
         return None if self.holds(value) else self.otherwise
 
 
+@dataclass(frozen=True)
+class Hyphenated:
+    """Annotation of a table of options: in their names, underscores and hyphens are the same."""
+
+
+def option_name(key: str) -> str:
+    """A key as a program's option is spelled, without its hyphens: max_model_len and max-model-len are the same."""
+    head, dot, rest = key.partition(".")
+    return head.replace("_", "-") + dot + rest
+
+
 def is_free(value: Any) -> bool:
     """Whether a free table may hold this: strings, numbers, booleans, lists and tables of them (TOML has dates too)."""
     if isinstance(value, dict):
@@ -147,6 +158,7 @@ BandOrNone = Annotated[
     Must(lambda band: not band or _is_band(band), "must be empty, or two numbers [low, high], 0 <= low < high"),
 ]
 Options = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}")]
+EngineOptions = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}"), Hyphenated()]
 # A leading `~` is resolved here, once; `~nobody` stays, and is refused as a missing folder.
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 Column = Annotated[str, Must(bool, "must name a column")]

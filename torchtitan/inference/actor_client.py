@@ -371,11 +371,9 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
 
 
 def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserError:
-    """Return the error for a request that has failed more often than inference.max_retries."""
+    """Return the error for a request that has failed more often than it may."""
     reasons = "; ".join(failures)
-    return UserError(
-        f"request {request_id} failed {len(failures)} times (inference.max_retries = {max_retries}): {reasons}"
-    )
+    return UserError(f"request {request_id} failed {len(failures)} times ({max_retries} retries): {reasons}")
 
 
 def read_routes(

@@ -1,7 +1,7 @@
 """Which cores and GPUs of a machine each engine gets, and how much memory, from the configuration. No torch here.
 
 On a GPU an engine gets a share of the memory (vLLM's gpu_memory_utilization) and measures itself what its KV cache can
-have of it: told the cache's bytes, vLLM measures nothing. A KV cache of inference.engine_memory_gb is told in bytes.
+have of it: told the cache's bytes, vLLM measures nothing. A KV cache of memory_gb is told in bytes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from torchtitan.config.derived import (
     from_torchrun,
     is_colocated,
-    option_name,
     shares_devices,
-    spec_of,
     stages_on_device,
 )
 from torchtitan.config.job_config import Inference, JobConfig
+from torchtitan.config.values import option_name
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host, version_bytes
@@ -30,7 +29,7 @@ GIB = 2**30
 CONTEXT, COMMUNICATOR, GRAPHS, FRAGMENTS = int(0.6 * GIB), GIB // 2, int(1.5 * GIB), 0.02
 # What vLLM takes of a GPU that it has for itself, unless it is told.
 USUAL_SHARE = 0.92
-# Tokens that vLLM computes in one step at most, unless engine_args say it.
+# Tokens that vLLM computes in one step at most, unless its args say it.
 STEP_TOKENS = 8192
 # KV blocks are taken whole; the CPU's are the largest.
 BLOCK_TOKENS = 128
@@ -59,17 +58,18 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
         UserError: the ranks leave too few.
     """
     devices = visible_devices()
-    if not devices or not spec_of(config).on_gpus:
+    if not devices or not config.inference.spec.on_gpus:
         return {}
     on_cpu = os.environ.get("TORCHTITAN_DEVICE") == "cpu"
     ranks = 0 if on_cpu or shares_devices(config) else from_torchrun("LOCAL_WORLD_SIZE", "1", least=1)
-    size = config.inference.tensor_parallel_size
+    size = config.inference.engine.tensor_parallel_size
     first = ranks + number * size
     if first + size > len(devices):
         actors = config.inference.num_actors
         raise UserError(
             f"{ranks} ranks and {actors} engines on {size} GPUs each need {ranks + actors * size} GPUs, and there are "
-            f"{len(devices)} ({CUDA_VARIABLE}): lower NGPU, inference.num_actors or inference.tensor_parallel_size"
+            f"{len(devices)} ({CUDA_VARIABLE}): lower NGPU, inference.num_actors or "
+            f"{config.inference.engine_key('tensor_parallel_size')}"
         )
     return {CUDA_VARIABLE: ",".join(devices[first : first + size])}
 
@@ -78,7 +78,7 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
 class EngineMemory:
     """Bytes that one rank's part of the engine takes.
 
-    kv_cache: for inference.max_sequences of the longest sequences (training.seq_len), or inference.engine_memory_gb,
+    kv_cache: for inference.max_sequences of the longest sequences (training.seq_len), or memory_gb,
     or what the device has left. work: activations of a step and its logits (rough). Weights are exact but for padding.
     graphs, and beside the engine's share: staging, the version that arrives, and overhead, the contexts, communicators
     and fragments of trainer and engine. Those two stay while it sleeps.
@@ -116,7 +116,7 @@ def engine_memory(
     Without a device (None) memory is the host's and nothing is cut down. Where it does not fit, kv_cache is below
     kv_one_sequence.
     """
-    inference, size = config.inference, config.inference.tensor_parallel_size
+    inference, size = config.inference, config.inference.engine.tensor_parallel_size
     width = BYTES[inference.dtype]
     heads = max(1, args.num_key_value_heads // size)
     # Of latent attention vLLM and SGLang keep what keys and values are made of, whole on every rank.
@@ -124,8 +124,8 @@ def engine_memory(
     per_token = args.num_hidden_layers * kept * width
     longest = -(-config.training.seq_len // BLOCK_TOKENS) * BLOCK_TOKENS
     wanted = max(SMALLEST_KV, per_token * longest * inference.max_sequences)
-    if inference.engine_memory_gb > 0:
-        wanted = int(inference.engine_memory_gb * GIB)
+    if inference.engine.memory_gb > 0:
+        wanted = int(inference.engine.memory_gb * GIB)
     weights = -(-args.num_parameters() * width // size)
     step_tokens = max(STEP_TOKENS, config.training.seq_len)
     per_step_token = (6 * args.hidden_size + 3 * args.intermediate_size // size) * width
@@ -133,8 +133,8 @@ def engine_memory(
     work = step_tokens * per_step_token + logits
     if device_bytes is None:
         return EngineMemory(weights, wanted, work, wanted, per_token * longest)
-    chosen = {option_name(key) for key, value in inference.engine_args.items() if value}
-    graphs = 0 if chosen.intersection(spec_of(config).eager_options) else GRAPHS
+    chosen = {option_name(key) for key, value in inference.engine.args.items() if value}
+    graphs = 0 if chosen.intersection(config.inference.spec.eager_options) else GRAPHS
     staging = version_bytes(config, args) if stages_on_device(config) else 0
     groups = (ranks > 1) * (1 + (config.parallelism.tensor_parallel_degree > 1)) + (size > 1)
     overhead = CONTEXT * (1 if is_colocated(config) else 2) + COMMUNICATOR * groups + int(FRAGMENTS * device_bytes)
@@ -170,15 +170,18 @@ def check_fits(config: JobConfig, memory: EngineMemory) -> None:
     if memory.kv_cache < memory.kv_one_sequence:
         raise UserError(
             "the engine does not fit beside the trainer: no room for one sequence of training.seq_len = "
-            f"{config.training.seq_len} in its KV cache. Raise inference.tensor_parallel_size, or inference.sleep_level"
-            " and set inference.offload_optimizer for a colocated one (--dry-run shows the memory plan)"
+            f"{config.training.seq_len} in its KV cache. Raise tensor_parallel_size or sleep_level of "
+            f"[inference.{config.inference.backend}], and set offload_optimizer for a colocated one (--dry-run shows "
+            "the memory plan)"
         )
 
 
 def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
     """Bytes that the trainer keeps on its device while the engine's KV cache is there."""
-    parts = {"parameters", "reference", "optimizer", "slots"} if config.inference.sleep_level else set(vars(memory))
-    parts -= parts_on_host(config) | ({"optimizer"} if config.inference.offload_optimizer else set())
+    parts = (
+        {"parameters", "reference", "optimizer", "slots"} if config.inference.engine.sleep_level else set(vars(memory))
+    )
+    parts -= parts_on_host(config) | ({"optimizer"} if config.inference.engine.offload_optimizer else set())
     return sum(getattr(memory, part) for part in parts)
 
 

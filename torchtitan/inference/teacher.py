@@ -9,7 +9,7 @@ from torchtitan.inference.actor_client import JsonClient
 from torchtitan.inference.answer_checks import check_log_probs, check_token_ids
 from torchtitan.inference.answers import Outcome, Top, array, exchange, outcome_of, scored_bytes, values
 from torchtitan.inference.engines.descriptor import TeacherScores
-from torchtitan.inference.engines.registry import server_of
+from torchtitan.inference.engines.registry import load_engine
 from torchtitan.utils.reader_process import Pieces
 from torchtitan.utils.typed_json import WrongForm, without_collection
 
@@ -23,7 +23,7 @@ def read_taught(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
 
     def read() -> Outcome:
         token_ids, top = about["token_ids"], about["top"]
-        scores = server_of(about["backend"]).taught(token_ids, top, answer)
+        scores = load_engine(about["backend"]).taught(token_ids, top, answer)
         _check(scores, token_ids)
         likeliest = _likeliest(scores, top)
         if top and [len(row) for row in likeliest] != [top] * (len(token_ids) - 1):
@@ -76,7 +76,7 @@ async def ask_teacher(
 
     Raises ActorError: see JsonClient.fetch; WrongForm: the answer has another form.
     """
-    call = server_of(backend).ask_teacher(token_ids, top)
+    call = load_engine(backend).ask_teacher(token_ids, top)
     most = scored_bytes(len(token_ids), top)
     pieces: Pieces = await client.fetch(
         "score", "POST", call.path, timeout_s, call.body, most_bytes=most, repeatable=True

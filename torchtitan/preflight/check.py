@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import JobConfig, value_at
 from torchtitan.config.reading import Problem
 from torchtitan.config.values import show
 from torchtitan.errors import nearest
@@ -45,8 +45,8 @@ class Check:
 
     def get(self, key: str) -> object:
         """Return the value of `table.key`."""
-        table, _, name = key.partition(".")
-        return getattr(getattr(self.config, table), name)
+        value: object = value_at(self.config, key)
+        return value
 
 
 def reward_problem(name: str) -> str | None:

@@ -7,13 +7,12 @@ import re
 
 from torchtitan.config.derived import (
     SLURM,
+    drain_seconds,
     from_torchrun,
     has_engines,
     sleeps_between_batches,
     slurm_urls,
-    spec_of,
 )
-from torchtitan.config.engines import find_spec
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
@@ -36,16 +35,16 @@ def check_inference(check: Check) -> None:
     config, inference, refuse = check.config, check.config.inference, check.refuse
     _check_servers(check)
     found = list(checks.problems(config, check.ranks))
-    if not check.planning and find_spec(inference.backend, inference.mode) is not None:
+    if not check.planning:
         found += checks.missing(config)
     for key, text in found:
         refuse(key, True, text)
     for text in checks.wrong_engine_args(config):
-        check.say("inference.engine_args", f"inference.engine_args: {text}")
-    samples_in_training = config.grpo.async_weight_update and not spec_of(config).in_ranks
+        check.say(inference.engine_key("args"), f"{inference.engine_key('args')}: {text}")
+    samples_in_training = config.grpo.async_weight_update and not config.inference.spec.in_ranks
     text = f"needs grpo.async_weight_update = false (or {checks.engines_in_ranks()}): else actors sample meanwhile"
-    refuse("inference.sleep_level", inference.sleep_level and samples_in_training, text)
-    refuse("inference.host", not inference.host.strip(), "must be an address of this machine, such as 127.0.0.1")
+    if inference.engine.sleep_level and samples_in_training:
+        refuse(inference.engine_key("sleep_level"), True, text)
     for key, text in load_transport(config.weight_sync.transport).problems(config, lambda: engine_python(config)):
         refuse(key, True, text)
 
@@ -53,9 +52,10 @@ def check_inference(check: Check) -> None:
 def _check_servers(check: Check) -> None:
     config, servers = check.config, check.config.inference.servers
     key = "inference.servers"
-    none_there = not (config.inference.launch or servers or config.inference.discover) and has_engines(config)
+    starts = config.inference.num_actors > 0 or config.inference.spec.in_ranks
+    none_there = not (starts or servers or config.inference.discover) and has_engines(config)
     text = "needs inference.servers, the actors that run already, or inference.discover"
-    check.refuse("inference.launch", none_there, text)
+    check.refuse("inference.num_actors", none_there, text)
     if config.inference.discover:
         _check_discover(check)
     for server in servers:
@@ -81,10 +81,10 @@ def _check_servers(check: Check) -> None:
 
 def _check_discover(check: Check) -> None:
     config, text = check.config, ""
-    if spec_of(config).in_ranks or not has_engines(config):
-        text = "needs inference.mode = server, and rollouts"
-    elif config.inference.sleep_level:
-        text = "needs inference.sleep_level = 0: an actor may come while the others sleep"
+    if config.inference.spec.in_ranks or not has_engines(config):
+        text = "needs an engine with actors, and rollouts"
+    elif config.inference.engine.sleep_level:
+        text = f"needs {config.inference.engine_key('sleep_level')} = 0: an actor may come while the others sleep"
     elif not check.planning and not os.environ.get(TOKEN_VARIABLE):
         text = f"needs {TOKEN_VARIABLE} in the environment, the token that actors join with"
     check.refuse("inference.discover", bool(text), text)
@@ -106,10 +106,9 @@ def check_weight_sync(check: Check) -> None:
     text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
     offloaded = config.training.enable_cpu_offload is True and transport.on_device
     refuse("training.enable_cpu_offload", offloaded, text)
-    drain_s = config.inference.drain_timeout_s
+    drain_s = drain_seconds(config)
     text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"
-    too_short = config.inference.update_mode == "drain" and 0 < sync.apply_timeout_s <= drain_s
-    refuse("weight_sync.apply_timeout_s", too_short, text)
+    refuse("weight_sync.apply_timeout_s", 0 < sync.apply_timeout_s <= drain_s, text)
     text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
     too_short = not config.grpo.async_weight_update and sync.blocking_timeout_s < sync.apply_timeout_s
     refuse("weight_sync.blocking_timeout_s", too_short, text)
@@ -123,8 +122,9 @@ def check_weight_sync(check: Check) -> None:
         text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks wait in a collective meanwhile"
         refuse("weight_sync.blocking_timeout_s", True, text)
     elif sleeps_between_batches(config):
-        text = "plus weight_sync.blocking_timeout_s, and plus inference.drain_timeout_s, it must be less than "
-        text += f"three quarters of comm.train_timeout_seconds = {limit}: other ranks wait in a collective meanwhile"
-        # The remaining quarter is for the next command.
-        longest = config.inference.sleep_timeout_s + max(sync.blocking_timeout_s, drain_s)
-        refuse("inference.sleep_timeout_s", longest >= 0.75 * limit, text)
+        # Falling asleep and waking have their own time, and the last quarter is for the next command.
+        longest = 0.75 * limit - config.inference.sleep_timeout_s
+        text = f"must be less than {longest:g} with {config.inference.engine_key('sleep_level')}, by "
+        text += f"comm.train_timeout_seconds = {limit}: other ranks wait in a collective meanwhile"
+        refuse("weight_sync.blocking_timeout_s", sync.blocking_timeout_s >= longest, text)
+        refuse("inference.drain_timeout_s", config.inference.drain_timeout_s >= longest, text)

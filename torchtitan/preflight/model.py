@@ -17,13 +17,12 @@ from torchtitan.config.derived import (
     has_environment,
     ranks_per_pack,
     shard_degree,
-    spec_of,
     teacher_of,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
-from torchtitan.inference.engines.checks import problem_of_family
+from torchtitan.inference.engines.checks import engines_for_any_family
 from torchtitan.models.shape.checkpoint_shape import (
     BLOCK,
     FLAVORS,
@@ -153,9 +152,8 @@ def _check_foreign(check: Check, args: ForeignArgs) -> None:
     allowed |= {"training.expert_bias_rate": 0.0}
     for key, value in allowed.items():
         check.refuse(key, check.get(key) != value, f"must be {show(value)} {text}")
-    if (chosen := problem_of_family(check.config)) is not None and not check.config.rollout.replay:
-        key, needed = chosen
-        check.refuse(key, True, f"must be {needed} {text}")
+    if (engines := engines_for_any_family(check.config)) and not check.config.rollout.replay:
+        check.refuse("inference.backend", True, f"must be {engines} {text}")
     # With transformers 5, PEFT takes these names for those of experts and loses the adapters of such layers.
     shapes, lora = args.projection_shapes(), check.config.lora
     lost = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.target_modules and name in shapes]
@@ -289,8 +287,8 @@ def _check_sft(check: Check) -> None:
         ("entropy_coefficient", grpo.entropy_coefficient > 0, "0"),
     ):
         refuse(f"grpo.{key}", asked, f"must be {off} {stage}")
-    shared = spec_of(config).in_ranks or config.inference.sleep_level > 0
-    text = "needs inference.mode = server with inference.sleep_level = 0: training steps do not wait for actors"
+    shared = config.inference.spec.in_ranks or config.inference.engine.sleep_level > 0
+    text = "needs actors that do not sleep: training steps do not wait for them"
     refuse("sft.sample", config.sft.sample and shared, text)
     refuse("sft.sample", config.sft.sample and not config.eval.enable, "needs eval.enable = true")
     judged = config.rewards.functions or config.eval.reward_function

@@ -11,14 +11,13 @@ from torchtitan.config.derived import (
     longest_completion,
     shard_degree,
     shares_devices,
-    spec_of,
     stages_on_device,
     trains_on_gpu,
     without_masters,
 )
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.registry import server_of
+from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import (
@@ -77,10 +76,10 @@ def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float 
     and values of all running sequences.
     """
     inference = config.inference
-    if config.rollout.replay or inference.servers or not spec_of(config).on_gpus:
+    if config.rollout.replay or inference.servers or not config.inference.spec.on_gpus:
         return None
-    size, longest = inference.tensor_parallel_size, longest_completion(config)
-    engines = max(1, ranks // size) if is_colocated(config) else inference.num_actors
+    size, longest = inference.engine.tensor_parallel_size, longest_completion(config)
+    engines = max(1, ranks // size) if is_colocated(config) else max(1, inference.num_actors)
     each = -(-global_batch_size(config, ranks) // engines)
     rounds, running = -(-each // inference.max_sequences), min(each, inference.max_sequences)
     width = BYTES[inference.dtype]
@@ -224,7 +223,7 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
         slot = memory.slots // slots
         text = f"base of deltas per rank: {size_text(slot)}, one of the slots; deltas of a version beside it: less than"
         lines.append(f"{text} {size_text(slot)} of host memory")
-    workers = inference.tensor_parallel_size
+    workers = inference.engine.tensor_parallel_size
     # The workers of one engine share host memory; see inference/engines/vllm/backend.py.
     where = "GPU memory" if stages_on_device(config) else "host memory"
     shared = f", once for its {workers} workers" if workers > 1 else ""
@@ -239,12 +238,12 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     """Describe the memory of an engine that shares the trainer's device, in both halves of a step."""
     device_bytes = device_bytes_of_driver()
     planned = device_bytes or PLANNED_DEVICE
-    engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.sleep_level else None)
+    engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.engine.sleep_level else None)
     assert engine is not None
     inference = config.inference
     beside = beside_generation(config, memory)
-    on_host = inference.offload_optimizer or "optimizer" in parts_on_host(config)
-    training = on_device(config, memory) + engine.stays + (0 if inference.sleep_level else engine.total)
+    on_host = inference.engine.offload_optimizer or "optimizer" in parts_on_host(config)
+    training = on_device(config, memory) + engine.stays + (0 if inference.engine.sleep_level else engine.total)
     generating = beside + engine.stays + engine.total
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
     fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, there is no room for one sequence"
@@ -252,6 +251,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     cut = (
         "" if engine.kv_cache == engine.kv_wanted else f" of {size_text(engine.kv_wanted)} for inference.max_sequences"
     )
+    level = inference.engine.sleep_level
     asleep = {0: "", 1: f", {size_text(engine.weights)} of weights in host memory meanwhile", 2: ""}
     return [
         f"{'colocated engine per rank' if is_colocated(config) else 'engine per GPU'}: {size_text(engine.total)}{fits}",
@@ -261,8 +261,8 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
         f"  graphs: {size_text(engine.graphs)}",
         f"beside both, always: {size_text(engine.staging)} of staging, {size_text(engine.overhead)} of contexts, "
         "communicators and fragments (assumed, not measured)",
-        f"while training: {size_text(training)}{too_much}, the engine {'asleep' if inference.sleep_level else 'stays'}"
-        f" (inference.sleep_level = {inference.sleep_level}{asleep[inference.sleep_level]})",
+        f"while training: {size_text(training)}{too_much}, the engine {'asleep' if level else 'stays'}"
+        f" (sleep_level = {level}{asleep[level]})",
         f"while generating: {size_text(generating)}, the optimizer's state {'in host memory' if on_host else 'stays'}",
         f"gpu_memory_utilization: {engine.utilization(planned):.3f} on {where} of {planned / GIB:.0f} GiB",
     ]
@@ -276,18 +276,16 @@ def _actors(config: JobConfig, ranks: int) -> str:
     if not has_engines(config):
         return "none, demonstrations are trained on"
     if is_colocated(config):
-        size = inference.tensor_parallel_size
+        size = inference.engine.tensor_parallel_size
         replicas = max(1, ranks // size)
-        return f"{replicas} × {inference.backend} (colocate, tensor parallel {size}, {inference.dtype}) on the ranks"
+        return f"{replicas} × {inference.backend} (tensor parallel {size}, {inference.dtype}) on the ranks"
     if inference.servers:
         return f"{len(inference.servers)} running already: {', '.join(inference.servers)}{joining}"
-    if not inference.launch:
+    if inference.num_actors == 0:
         return f"none at first{joining}"
     update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"
     where = " on the ranks' GPUs" if shares_devices(config) else ""
-    return (
-        f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}){where}, {update}{joining}"
-    )
+    return f"{inference.num_actors} × {inference.backend} ({inference.dtype}){where}, {update}{joining}"
 
 
 def _connections(config: JobConfig) -> list[str]:
@@ -311,14 +309,14 @@ def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:
         UserError: the backend has no servers, it is not installed, or the model does not fit the GPUs.
     """
     args = read_shape(config)
-    engine = server_of(config.inference.backend)
+    engine = engine_of(config)
     share = tensor_parallel_size(config, args, gpus, device_bytes_of_driver())
-    config.inference.tensor_parallel_size = share
+    config.inference.engine.tensor_parallel_size = share
     return share, engine.node_settings(config)
 
 
 def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_bytes: int | None) -> int:
-    """Return the number of GPUs per server: inference.tensor_parallel_size if that is above 1.
+    """Return the number of GPUs per server: tensor_parallel_size if that is above 1.
 
     Otherwise it is the smallest number that holds the weights, or the largest if the GPUs' memory is unknown. Heads and
     the node's GPUs must divide evenly.
@@ -326,7 +324,7 @@ def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_b
     Raises:
         UserError: there is no such number.
     """
-    wanted = config.inference.tensor_parallel_size
+    wanted = config.inference.engine.tensor_parallel_size
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
     even = [
         size
@@ -336,7 +334,8 @@ def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_b
     shape = f"{heads} heads and {kv_heads} key-value heads on {gpus} GPUs a node"
     if wanted > 1:
         if wanted not in even:
-            raise UserError(f"inference.tensor_parallel_size = {wanted}: {shape} can be shared by {even} GPUs")
+            key = config.inference.engine_key("tensor_parallel_size")
+            raise UserError(f"{key} = {wanted}: {shape} can be shared by {even} GPUs")
         return wanted
     if device_bytes is None:
         return even[-1]

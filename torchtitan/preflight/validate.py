@@ -33,7 +33,7 @@ from torchtitan.config.derived import (
 from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe
-from torchtitan.config.reading import Draft, Problem, read_command_line
+from torchtitan.config.reading import OVERRIDES, Draft, Problem, read_command_line
 from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
@@ -74,16 +74,21 @@ def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
     draft = Draft()
     if isinstance(config, JobConfig):
         # Not asdict: an attribute that is not a key is a typo, and must be refused like any other.
-        sections = {table: getattr(config, table) for table in table_types()}
-        draft.add({table: getattr(section, "__dict__", section) for table, section in sections.items()}, "config")
+        draft.add({table: _as_table(getattr(config, table)) for table in table_types() if "." not in table}, "config")
         draft.set_sources([one.given() for one in config.source], "config")
     elif isinstance(config, Mapping):
         draft.add(config, "config")
     else:
         draft.add_file(fspath(config))
     for name, value in overrides.items():
-        draft.set(name, value, "overrides")
+        draft.set(name, value, OVERRIDES)
     return draft
+
+
+def _as_table(value: Any) -> Any:
+    if not hasattr(value, "__dict__"):
+        return value
+    return {key: _as_table(inner) for key, inner in vars(value).items()}
 
 
 def validated(draft: Draft, planning: bool = False) -> JobConfig:

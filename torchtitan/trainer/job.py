@@ -439,7 +439,7 @@ class Job:
             self._record_start(events)
         job, features = self.config.job, engine_of(self.config).features
         logger.info("%s; run folder %s", job.description or job.name, self.run_dir)
-        alike = features.trainers_layers and not self.config.inference.exact and device.device().type == "cpu"
+        alike = features.trainers_layers and not self.config.inference.engine.exact and device.device().type == "cpu"
         if alike and (size_difference := size_message(self.trainer.policy.invariant_sizes(), "the engine's log-probs")):
             logger.warning(size_difference)
 

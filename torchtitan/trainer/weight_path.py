@@ -69,7 +69,7 @@ def open_weight_path(
         yield NoActors()
         return
     if replica is not None:
-        replicas = ranks // config.inference.tensor_parallel_size
+        replicas = ranks // config.inference.engine.tensor_parallel_size
         yield ReplicaWeights(policy, replica, replicas, epoch, DTYPES[config.inference.dtype])
         return
     # Rank 0 starts the registry, so it goes first; the others join at the address that it broadcasts.

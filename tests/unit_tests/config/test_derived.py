@@ -18,22 +18,22 @@ def test_rewards_are_called_by_their_own_names_where_these_are_unique() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport", "level", "offload", "expected"),
+    ("backend", "transport", "level", "offload", "expected"),
     [
-        ("server", "tcp", 0, False, "expandable_segments:True,pinned_max_cached_size_mb:1"),
-        ("server", "nccl", 0, "optimizer", "expandable_segments:True,pinned_max_cached_size_mb:1"),
-        ("server", "tcp", 1, True, "expandable_segments:True"),
-        ("server", "ipc", 2, False, "pinned_max_cached_size_mb:1"),
-        ("colocate", "tcp", 2, False, "pinned_max_cached_size_mb:1"),
-        ("colocate", "tcp", 1, False, ""),
+        ("vllm", "tcp", 0, False, "expandable_segments:True,pinned_max_cached_size_mb:1"),
+        ("vllm", "nccl", 0, "optimizer", "expandable_segments:True,pinned_max_cached_size_mb:1"),
+        ("vllm", "tcp", 1, True, "expandable_segments:True"),
+        ("vllm", "ipc", 2, False, "pinned_max_cached_size_mb:1"),
+        ("colocated", "tcp", 2, False, "pinned_max_cached_size_mb:1"),
+        ("colocated", "tcp", 1, False, ""),
     ],
 )
 def test_ranks_set_up_allocators_for_what_shares_their_memory(
-    mode: str, transport: str, level: int, offload: bool | str, expected: str
+    backend: str, transport: str, level: int, offload: bool | str, expected: str
 ) -> None:
     config = JobConfig()
-    config.inference.backend = "vllm"
-    config.inference.mode, config.weight_sync.transport, config.inference.sleep_level = mode, transport, level  # type: ignore[assignment]
+    config.inference.backend, config.weight_sync.transport = backend, transport
+    config.inference.engine.sleep_level = level
     config.training.enable_cpu_offload = offload  # type: ignore[assignment]
     assert allocator_settings(config) == expected
 

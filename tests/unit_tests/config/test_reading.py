@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit_tests.conftest import GOOD, WriteConfig
-from torchtitan.config.job_config import JobConfig, config_to_toml, free_table, known_keys
+from torchtitan.config.job_config import JobConfig, config_to_toml, free_table, known_keys, table_types
 from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.reading import Draft, nearest_key, read_command_line
 from torchtitan.config.reference import documentation, markdown
@@ -123,7 +123,7 @@ def test_options_of_the_engine_pass_through(write_config: WriteConfig) -> None:
         more="""
 [inference]
 backend = "vllm"
-[inference.engine_args]
+[inference.vllm.args]
 max_model_len = 1024
 enforce-eager = true
 enable-log-requests = false
@@ -131,10 +131,10 @@ served-model-name = ["a", "b"]
 compilation-config = {level = 0, "custom.ops" = ["none"]}
 """
     )
-    words = ["--inference.engine_args.max-model-len", "64", "--inference.engine_args.no-enable_prefix-caching"]
+    words = ["--inference.vllm.args.max-model-len", "64", "--inference.vllm.args.no-enable_prefix-caching"]
     words += [
-        "--inference.engine-args.seed=-1",
-        "--inference.engine_args.load-format",
+        "--inference.vllm.args.seed=-1",
+        "--inference.vllm.args.load-format",
         "dummy",
         "--training.steps",
         "3",
@@ -143,7 +143,7 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
     config = load_config([*arguments, *words])
     assert config.training.steps == 3
     assert config.rollout.chat_template_kwargs == {"enable_thinking": False}
-    assert engine_words(config.inference.engine_args) == [
+    assert engine_words(config.inference.engine.args) == [
         *("--max-model-len", "64", "--enforce-eager", "--served-model-name", "a", "b"),
         *("--compilation-config", '{"level": 0, "custom.ops": ["none"]}'),
         *("--no-enable-prefix-caching", "--seed", "-1", "--load-format", "dummy"),
@@ -243,9 +243,9 @@ def test_the_reference_is_current_and_complete() -> None:
 )
 def test_keys_that_pages_name_are_there(page: Path) -> None:
     tables = {name.partition(".")[0] for name in known_keys()}
-    named = re.findall(r"`(?:--)?(\w+)\.(\w+)(?: = [^`]*)?`", page.read_text(encoding="utf-8"))
-    keys = {f"{table}.{key}" for table, key in named if table in tables and key not in SUFFIXES}
-    assert not {key for key in keys if key not in known_keys() and not free_table(key)}
+    named = re.findall(r"`(?:--)?(\w+)((?:\.\w+)+)(?: = [^`]*)?`", page.read_text(encoding="utf-8"))
+    keys = {f"{table}{rest}" for table, rest in named if table in tables and rest.rpartition(".")[2] not in SUFFIXES}
+    assert not {key for key in keys if key not in known_keys() | table_types() and not free_table(key)}
     if page.stem == "recipes":
         assert len(keys) > 80
 

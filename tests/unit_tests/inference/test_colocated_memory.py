@@ -106,7 +106,7 @@ def test_a_resumed_optimizer_is_away_before_the_engine_is_built(
     monkeypatch.setattr(device, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(device, "ensure_process_group", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=80 * GIB))
-    config.inference.offload_optimizer, config.inference.sleep_level = True, 1
+    config.inference.engine.offload_optimizer, config.inference.engine.sleep_level = True, 1
     with vllm_engine.open_replica(config, optimizer, tmp_path) as replica:
         assert left == [[None, None]] and replica is not None
         replica._sleeps = False
@@ -126,8 +126,8 @@ QWEN_7B = ModelArgs(
 
 def colocated_config(tensor_parallel_size: int = 4) -> JobConfig:
     config = JobConfig()
-    config.inference.backend, config.inference.mode, config.inference.dtype = "vllm", "colocate", "bfloat16"
-    config.inference.tensor_parallel_size = tensor_parallel_size
+    config.inference.backend, config.inference.dtype = "colocated", "bfloat16"
+    config.inference.engine.tensor_parallel_size = tensor_parallel_size
     config.inference.max_sequences, config.training.seq_len = 64, 4096
     return config
 
@@ -152,11 +152,11 @@ def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
     assert tight.utilization(80 * GIB) * 80 * GIB + tight.stays + 66 * GIB <= 80 * GIB
     # What NeMo-RL #2619 saw beside a 7B.
     assert tight.graphs + tight.overhead > 4.1 * GIB
-    config.inference.engine_args["enforce-eager"] = True
+    config.inference.engine.args["enforce-eager"] = True
     assert engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=66 * GIB).graphs == 0
     none = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=79 * GIB)
     assert none.kv_cache == 0 < none.kv_one_sequence
-    config.inference.engine_memory_gb = 1.5
+    config.inference.engine.memory_gb = 1.5
     assert engine_memory(config, QWEN_7B, None, 0).kv_cache == 1.5 * GIB
 
 
@@ -171,11 +171,11 @@ def config(monkeypatch: pytest.MonkeyPatch) -> JobConfig:
 
 
 def test_plan_shows_both_halves_of_a_step(config: JobConfig) -> None:
-    config.inference.sleep_level, config.inference.offload_optimizer = 1, True
+    config.inference.engine.sleep_level, config.inference.engine.offload_optimizer = 1, True
     memory = estimate_memory(config, QWEN_7B, 8)
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters, ranks=8)
     text = describe_plan(config, 8)
-    assert "actors: 2 × vllm (colocate, tensor parallel 4, bfloat16) on the ranks" in text
+    assert "actors: 2 × colocated (tensor parallel 4, bfloat16) on the ranks" in text
     assert f"gpu_memory_utilization: {engine.utilization(80 * GIB):.3f} on this machine's GPU of 80 GiB" in text
     assert f"while training: {(memory.total + engine.overhead) / GIB:.2f} GiB, the engine asleep" in text
     generating = (memory.parameters + engine.total + engine.overhead) / GIB
@@ -186,7 +186,7 @@ def test_plan_shows_both_halves_of_a_step(config: JobConfig) -> None:
 @pytest.mark.parametrize("sleep_level", [0, 1])
 def test_plan_leaves_room_for_a_reference(config: JobConfig, monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
-    config.inference.sleep_level = sleep_level
+    config.inference.engine.sleep_level = sleep_level
 
     def planned() -> tuple[float, float, str]:
         text = describe_plan(config, 8)
@@ -208,14 +208,15 @@ def test_plan_leaves_room_for_a_reference(config: JobConfig, monkeypatch: pytest
 
 
 def test_plan_counts_servers_that_sleep_like_colocated_engines(config: JobConfig) -> None:
-    config.inference.mode, config.inference.num_actors = "server", 2
+    config.inference.backend, config.inference.num_actors = "vllm", 2
+    config.inference.engine.tensor_parallel_size = 4
     assert "engine per GPU" not in describe_plan(config, 8)
-    config.inference.sleep_level, config.grpo.async_weight_update = 2, False
+    config.inference.engine.sleep_level, config.grpo.async_weight_update = 2, False
     memory = estimate_memory(config, QWEN_7B, 8)
     kept = memory.parameters + memory.optimizer
     engine = engine_memory(config, QWEN_7B, 80 * GIB, kept, ranks=8)
     text = describe_plan(config, 8)
-    assert "actors: 2 × vllm (server, bfloat16) on the ranks' GPUs, every step waits for them" in text
+    assert "actors: 2 × vllm (bfloat16) on the ranks' GPUs, every step waits for them" in text
     assert f"engine per GPU: {engine.total / GIB:.2f} GiB" in text and "slots per rank" in text
     training = memory.total - memory.slots + engine.overhead
     assert f"while training: {training / GIB:.2f} GiB, the engine asleep" in text
@@ -225,8 +226,8 @@ def test_slots_and_staging_on_the_gpu_leave_less_for_the_kv_cache(
     config: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
-    config.inference.mode, config.inference.num_actors, config.inference.tensor_parallel_size = "server", 8, 1
-    config.inference.sleep_level, config.grpo.async_weight_update, config.inference.max_sequences = 2, False, 256
+    config.inference.backend, config.inference.num_actors = "vllm", 8
+    config.inference.engine.sleep_level, config.grpo.async_weight_update, config.inference.max_sequences = 2, False, 256
     planned = {}
     for config.weight_sync.transport in ("tcp", "ipc"):
         planned[config.weight_sync.transport] = colocated_memory(config, 8, 80 * GIB)
@@ -241,7 +242,7 @@ def test_slots_and_staging_on_the_gpu_leave_less_for_the_kv_cache(
     # Training does not fit with this much beside it, and that is said.
     assert float(halves[0]) > 80 and "DOES NOT FIT, the GPU has 80.00 GiB" in halves[1] and float(halves[2]) < 80
     # On a GPU of its own, an engine leaves room for the version that arrives.
-    config.inference.sleep_level, config.grpo.async_weight_update = 0, True
+    config.inference.engine.sleep_level, config.grpo.async_weight_update = 0, True
     config.weight_sync.transport = "nccl"
     assert 0.5 < own_share(config, 80 * GIB) < 1 - version / (80 * GIB) and own_share(config, 400 * GIB) == 0.92
     share = own_share(config, 80 * GIB)
@@ -252,7 +253,7 @@ def test_slots_and_staging_on_the_gpu_leave_less_for_the_kv_cache(
 
 def test_plan_says_what_is_in_host_memory(config: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
-    config.inference.mode, config.inference.sleep_level = "server", 0
+    config.inference.backend = "vllm"
     share = QWEN_7B.num_parameters() * 4 / 8 / GIB
 
     def planned(**training: bool) -> tuple[float, float]:
@@ -274,15 +275,17 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torchtitan.inference.engines.sidecar.sidecar_process.device_bytes_of_driver", lambda: 80 * GIB)
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
-    config.inference.mode = "server"
+    config.inference.backend = "vllm"
+    config.inference.engine.tensor_parallel_size = 4
     assert share_beside_trainer(config) == 0
-    config.inference.sleep_level, config.grpo.async_weight_update = 1, False
+    config.inference.engine.sleep_level, config.grpo.async_weight_update = 1, False
     memory = estimate_memory(config, QWEN_7B, 8)
     kept = memory.parameters + memory.optimizer
     engine = engine_memory(config, QWEN_7B, 80 * GIB, kept, ranks=8)
     assert share_beside_trainer(config) == engine.utilization(80 * GIB)
     # SGLang's fraction leaves activations and graphs out.
     config.inference.backend = "sglang"
+    config.inference.engine.tensor_parallel_size, config.inference.engine.sleep_level = 4, 1
     left = share_beside_trainer(config) * 80 * GIB - engine.weights - engine.kv_cache
     assert 0 <= left < 0.001 * 80 * GIB
     config.inference.backend = "vllm"
@@ -310,7 +313,7 @@ def test_logits_are_bounded_by_the_heads_budget(monkeypatch: pytest.MonkeyPatch)
 
 def test_options_of_the_engine_go_over_ours() -> None:
     config = colocated_config()
-    config.inference.engine_args = {
+    config.inference.engine.args = {
         "max-num-batched-tokens": 512, "no-enable-prefix-caching": True, "compilation-config.level": 0,
         "enforce-eager": False, "quantization": "fp8",
     }  # fmt: skip
@@ -324,7 +327,7 @@ def test_options_of_the_engine_go_over_ours() -> None:
     on_gpu = engine_arguments(colocated_config(), EngineMemory(GIB, GIB, GIB, GIB, 1), 80 * GIB)
     # It measures what its cache can have, unless somebody has said it.
     assert on_gpu["gpu_memory_utilization"] == 0.038 and "kv_cache_memory_bytes" not in on_gpu
-    config.inference.engine_memory_gb = 1.0
+    config.inference.engine.memory_gb = 1.0
     for device_bytes in (None, 80 * GIB):
         told = engine_arguments(config, EngineMemory(GIB, GIB, GIB, GIB, 1), device_bytes)
         assert told["kv_cache_memory_bytes"] == GIB

@@ -242,7 +242,7 @@ def test_the_mode_reaches_the_actor_and_fits_its_deadline(
     problems = {problem.key: problem.text for problem in validate(config)}
     assert "greater than inference.drain_timeout_s = 10" in problems["weight_sync.apply_timeout_s"]
     # An agent's orders to its engine have what is left of it.
-    config.inference.backend, config.inference.engine_python = "vllm", sys.executable
+    config.inference.backend, config.inference.engine.python = "vllm", sys.executable
     config.inference.drain_timeout_s = 4.0
     command = actor_command(config, tmp_path / "port")
     assert 4.0 + float(command[command.index("--update-timeout") + 1]) < config.weight_sync.apply_timeout_s

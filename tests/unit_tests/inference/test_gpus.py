@@ -68,15 +68,15 @@ def test_engines_get_the_gpus_that_ranks_leave_or_those_of_ranks_that_they_take_
     config = JobConfig()
     config.inference.backend = "vllm"
     assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["2", "3"]
-    config.inference.sleep_level, config.grpo.async_weight_update = 1, False
+    config.inference.engine.sleep_level, config.grpo.async_weight_update = 1, False
     assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(4)] == ["0", "1", "2", "3"]
-    config.inference.tensor_parallel_size = 2
+    config.inference.engine.tensor_parallel_size = 2
     assert engine_devices(config, 1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     with pytest.raises(UserError, match="there are 4"):
         engine_devices(config, 2)
     # Ranks on the CPU leave all, and engines without GPUs get none.
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
-    config.inference.sleep_level = 0
+    config.inference.engine.sleep_level = 0
     assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     config.inference.backend = "embedded"
     assert engine_devices(config, 0) == {}
@@ -105,7 +105,7 @@ def test_communicators_need_one_version_of_nccl(
     engine = environments("engine", theirs)
     monkeypatch.setattr(sys, "executable", environments("trainer", "2.29.7"))
     config = JobConfig()
-    config.inference.backend, config.inference.engine_python = "vllm", engine
+    config.inference.backend, config.inference.engine.python = "vllm", engine
     config.model.name, config.model.flavor = "qwen3", "0.6B"
     differs = theirs != "2.29.7"
     plan = describe_plan(config, 1)
@@ -126,7 +126,7 @@ def test_engines_for_cuda_13_need_its_driver(
 ) -> None:
     monkeypatch.setattr("torchtitan.inference.engines.checks.driver_version", lambda: driver)
     config = JobConfig()
-    config.inference.backend, config.inference.engine_python = "vllm", environments("engine", "2.30.7")
+    config.inference.backend, config.inference.engine.python = "vllm", environments("engine", "2.30.7")
     check = Check(config, 1, planning=False)
     check_inference(check)
     assert any("driver of 580 or newer: this is 570" in one.text for one in check.problems) is (driver[:3] == "570")
@@ -138,8 +138,8 @@ def test_nccl_needs_engines_that_receive_on_their_gpu(monkeypatch: pytest.Monkey
 
     def refused(device: str, **inference: object) -> bool:
         monkeypatch.setenv("TORCHTITAN_DEVICE", device)
-        for key, value in {"backend": "vllm", "tensor_parallel_size": 1, **inference}.items():
-            setattr(config.inference, key, value)
+        config.inference.backend = inference.get("backend", "vllm")
+        config.inference.engine.tensor_parallel_size = inference.get("tensor_parallel_size", 1)
         check = Check(config, 1, planning=True)
         check_inference(check)
         return any("NCCL goes from GPU to GPU" in one.text for one in check.problems)
@@ -148,7 +148,7 @@ def test_nccl_needs_engines_that_receive_on_their_gpu(monkeypatch: pytest.Monkey
     for others in ({"tensor_parallel_size": 2}, {"backend": "sglang"}, {"backend": "embedded"}):
         # On a CPU all of them receive over gloo.
         assert refused("cuda", **others) and not refused("cpu", **others)
-    config.weight_sync.route = "agent"
+    config.inference.vllm.route = "agent"  # type: ignore[attr-defined]
     assert refused("cuda")
 
 
@@ -157,7 +157,7 @@ def test_ipc_needs_engines_that_see_the_ranks_gpus(monkeypatch: pytest.MonkeyPat
     config.inference.backend, config.weight_sync.transport = "sglang", "ipc"
     for device, apart in (("cuda", True), ("cpu", True), ("cuda", False)):
         monkeypatch.setenv("TORCHTITAN_DEVICE", device)
-        config.inference.sleep_level, config.grpo.async_weight_update = (0, True) if apart else (1, False)
+        config.inference.engine.sleep_level, config.grpo.async_weight_update = (0, True) if apart else (1, False)
         check = Check(config, 1, planning=True)
         check_inference(check)
         assert any("see only their own GPUs" in one.text for one in check.problems) is (device == "cuda" and apart)

@@ -449,7 +449,7 @@ def test_mismatch_alarm_and_stop() -> None:
 
 def test_an_engine_in_the_trainers_processes_is_judged_by_what_it_samples() -> None:
     config = JobConfig()
-    config.inference.backend, config.inference.mode, config.inference.dtype = "vllm", "colocate", "bfloat16"
+    config.inference.backend, config.inference.dtype = "colocated", "bfloat16"
     config.model.name, config.model.flavor = "qwen3", "0.6B"
     noise, stale = ({"replica-1": mismatch.ActorFigures(value, 500)} for value in (0.03, 0.4))
     assert mismatch.reason_to_stop(config, {}, noise, 5) is None

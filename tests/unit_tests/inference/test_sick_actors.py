@@ -57,7 +57,7 @@ async def serving(answer: Answer, seconds: float = 0.0, version: int = 0) -> Asy
 
 async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **inference: Any) -> None:
     config = JobConfig()
-    config.inference.launch, config.inference.discover = False, True
+    config.inference.num_actors, config.inference.discover = 0, True
     vars(config.inference).update({"health_interval_s": 0.05, **inference})
     pool = InferencePool(config, "e", "secret", folder, EventLog(folder / "events.jsonl"))
     async with serving(lambda: web.json_response({"completions": [GOOD]}), seconds) as well, serving(sick) as ill:
@@ -107,7 +107,7 @@ async def test_answers_that_are_none_are_redone_elsewhere(tmp_path: Path, kind: 
 @asynchronous
 async def test_actor_that_says_it_serves_what_was_not_published_gets_no_requests(tmp_path: Path, version: int) -> None:
     config = JobConfig()
-    config.inference.launch, config.inference.discover = False, True
+    config.inference.num_actors, config.inference.discover = 0, True
     pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events.jsonl"))
     answer = lambda: web.json_response({"completions": [GOOD]})  # noqa: E731
     async with serving(answer) as well, serving(answer, version=version) as liar:

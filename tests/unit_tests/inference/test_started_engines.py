@@ -94,7 +94,7 @@ def test_an_engine_that_says_nothing_of_its_options_may_have_any() -> None:
         name, routes = "plain", ("agent",)
 
     config = JobConfig()
-    config.inference.engine_args, config.rollout.temperature = {"max-length": 8}, 0.001
+    config.inference.engine.args, config.rollout.temperature = {"max-length": 8}, 0.001
     assert not list(Plain().problems(config))
 
 
@@ -102,10 +102,10 @@ def test_an_engine_that_says_nothing_of_its_options_may_have_any() -> None:
 def test_an_engine_is_started_for_no_less_than_the_sequences_of_the_run(engine: ForeignEngine, option: str) -> None:
     config = JobConfig()
     config.training.seq_len = 32
-    config.inference.engine_args = {option: 8}
+    config.inference.engine.args = {option: 8}
     ((key, text),) = engine.problems(config)
-    assert key == "inference.engine_args" and "training.seq_len = 32" in text
-    config.inference.engine_args = {option: 32}
+    assert key == config.inference.engine_key("args") and "training.seq_len = 32" in text
+    config.inference.engine.args = {option: 32}
     assert not list(engine.problems(config))
 
 

@@ -84,7 +84,7 @@ class TestProducts:
         assert sizes.rows == batch_invariance.USUAL_ROWS and sizes.unmet == ("matrix products",)
         said = size_message(sizes, "log-probs")
         assert said is not None and "\n" not in said
-        assert "matrix products" in said and "inference.exact" in said
+        assert "matrix products" in said and "inference.embedded.exact" in said
 
 
 class TestAttention:

@@ -151,12 +151,12 @@ def test_rows_that_no_file_can_hold(tmp_path: Path, rows: list[Any], said: str) 
 
 
 def test_a_dict_may_have_tables_and_dotted_keys() -> None:
-    options = {"inference.engine_args": {"max_model_len": 8}}
+    options = {"inference.backend": "vllm", "inference": {"vllm": {"args": {"max_model_len": 8}, "memory_gb": 2}}}
     draft = draft_of({"training.steps": 3, "training": {"seed": 4}, "model.hf_assets_path": Path("x"), **options}, {})
     config, problems = draft.build()
     assert not problems
     assert (config.training.steps, config.training.seed, config.model.hf_assets_path) == (3, 4, "x")
-    assert config.inference.engine_args == {"max_model_len": 8}
+    assert config.inference.engine.args == {"max_model_len": 8} and config.inference.engine.memory_gb == 2.0
 
 
 def slip(config: JobConfig) -> JobConfig:

@@ -16,7 +16,6 @@ import pytest
 from tests.unit_tests.conftest import GOOD, SHAPE, WriteConfig
 from torchtitan.config.derived import verification
 from torchtitan.errors import ConfigError
-from torchtitan.inference.engines.sidecar.descriptor import load_foreign
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.validate import load_config
 
@@ -60,31 +59,27 @@ oops | 'oops' does not belong to any
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
 --weight_sync.transport ipc --training.enable_cpu_offload \
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
---inference.mode colocate | inference.mode = "colocate" | server only
---inference.tensor_parallel_size 2 | inference.tensor_parallel_size | needs inference.backend = sglang or vllm
---weight_sync.route agent | weight_sync.route | must be auto with inference.backend embedded
---inference.sleep_level 1 | inference.sleep_level | needs grpo.async_weight_update = false
---inference.offload_optimizer true | inference.offload_optimizer | needs inference.mode = colocate
---inference.backend sglang --weight_sync.route direct | route = "direct" | must be auto or agent
---inference.backend sglang --inference.mode colocate | mode = "colocate" | colocate is for vllm
+--inference.mode colocate | (inference.mode is inference.backend (colocated for colocate) here)
+--inference.vllm.tensor_parallel_size 2 | inference.vllm.tensor_parallel_size = 2 has no effect | is "embedded"
+--inference.backend sglang --inference.vllm.args.seed 1 | inference.vllm.args = {seed = 1} has no effect | is "sglang"
+--inference.embedded.python x | --inference.embedded.python is not a known key | nearest: inference.
+--inference.embedded.sleep_level 1 | inference.embedded.sleep_level = 1 | needs grpo.async_weight_update = false
+--inference.embedded.sleep_level 3 | inference.embedded.sleep_level = 3 | 0 to 2
+--inference.backend sglang --inference.sglang.route direct | --inference.sglang.route | inference.vllm.route
 --inference.backend sglang --inference.update_mode drain | update_mode = "drain" | cannot drain running requests
---inference.backend vllm --weight_sync.route agent --weight_sync.verify digest | verify = "digest" | use probe
---inference.backend vllm --inference.mode colocate --weight_sync.verify digest | verify = "digest" | use probe
+--inference.backend vllm --inference.vllm.route agent --weight_sync.verify digest | verify = "digest" | use probe
+--inference.backend colocated --weight_sync.verify digest | verify = "digest" | use probe
 --training.seed -1 | seed = -1 | 0 to 4294967295
---inference.backend vllm --inference.exact | inference.exact = true | backend = embedded
---inference.backend vllm --inference.engine_python /no/python | "/no/python" | no such file
---inference.backend vllm --inference.engine_args.tp 2 | tp = 2 | inference.tensor_parallel_size
---inference.backend vllm --inference.engine_args.=2 | an option's name
---inference.backend vllm --inference.launch false | launch = false | inference.servers
+--inference.backend vllm --inference.vllm.python /no/python | "/no/python" | no such file
+--inference.backend vllm --inference.vllm.args.tp 2 | tp = 2 | tensor_parallel_size
+--inference.backend vllm --inference.vllm.args.=2 | an option's name
+--inference.backend vllm --inference.num_actors 0 | num_actors = 0 | inference.servers
 --inference.discover | discover = true | TORCHTITAN_ACTOR_TOKEN
---inference.backend vllm --inference.mode colocate --inference.discover | discover = true | mode = server
---inference.backend vllm --inference.mode colocate --inference.servers http://127.0.0.1:1 \
-    | inference.servers | must be empty
---inference.backend vllm --inference.mode colocate --weight_sync.route direct \
-    | weight_sync.route = "direct" | stay in the process
---inference.backend vllm --inference.mode colocate --inference.offload_optimizer --training.enable_cpu_offload \
+--inference.backend colocated --inference.discover | discover = true | an engine with actors
+--inference.backend colocated --inference.servers http://127.0.0.1:1 | inference.servers | must be empty
+--inference.backend colocated --inference.colocated.offload_optimizer --training.enable_cpu_offload \
     | offload_optimizer = true | already
---inference.engine_args x | --inference.engine_args.NAME VALUE
+--inference.vllm.args x | --inference.vllm.args.NAME VALUE
 --rollout.chat_template_kwargs.tools '[]' | chat_template_kwargs | must not have tools
 --inference.servers http://localhost:1 http://localhost:1 | named only once
 --inference.servers 'slurm:gpu[1-2]' | slurm:gpu[1-2] | slurm:NODES:PORT
@@ -204,11 +199,14 @@ IN_THE_FILE: dict[str, list[str]] = {
     "[eval]\npass_at_k = [1, 'x']\n": ["eval.pass_at_k", "each element an integer"],
     "[compile]\n[lr_scheduler]\ndecay_type = 'cosin'\n": ['"cosin"', "linear", "nearest: cosine"],
     "[eval\n": ["job.toml", "not valid TOML", "line 14"],
-    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nmax-model-len = 8000\nmax_model_len = 9000\n': [
+    '[inference]\nbackend = "vllm"\n[inference.vllm.args]\nmax-model-len = 8000\nmax_model_len = 9000\n': [
         "max_model_len = 9",
         "same option as max-model-len",
     ],
-    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nseed = 2026-01-01\n': ["engine_args", "takes a table"],
+    '[inference]\nbackend = "vllm"\n[inference.vllm.args]\nseed = 2026-01-01\n': [
+        "inference.vllm.args",
+        "takes a table",
+    ],
     "[weight_sync]\napply_timeout_s = inf\n": ["weight_sync.apply_timeout_s = inf"],
 }
 
@@ -328,7 +326,7 @@ def test_vllm_needs_torchvision_for_qwen_3_5(write_config: WriteConfig, tmp_path
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
     packages.mkdir(parents=True)
-    arguments = [*write_config(), "--inference.backend=vllm", "--inference.engine_python", str(python)]
+    arguments = [*write_config(), "--inference.backend=vllm", "--inference.vllm.python", str(python)]
     load_config(arguments)
     sizes = {**SHAPE.to_hf_config(), "model_type": "qwen3_5_text", "num_hidden_layers": 4}
     (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(sizes))
@@ -341,11 +339,11 @@ def test_vllm_needs_torchvision_for_qwen_3_5(write_config: WriteConfig, tmp_path
 @pytest.mark.parametrize(
     "words",
     [
-        ["--inference.backend", engine, "--weight_sync.route", route]
-        for engine in ("vllm", "sglang")
-        for route in ("auto", *load_foreign(engine).routes)
-    ]
-    + [["--inference.backend", "vllm", "--inference.mode", "colocate"]],
+        ["--inference.backend", "vllm", "--inference.vllm.route", "direct"],
+        ["--inference.backend", "vllm", "--inference.vllm.route", "agent"],
+        ["--inference.backend", "sglang"],
+        ["--inference.backend", "colocated"],
+    ],
 )
 def test_adapters_are_for_every_engine_and_probed(
     write_config: WriteConfig, words: list[str], monkeypatch: pytest.MonkeyPatch
@@ -356,37 +354,38 @@ def test_adapters_are_for_every_engine_and_probed(
 
 
 def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [*write_config(), "--inference.backend", "vllm", "--inference.mode", "colocate"]
+    arguments = [*write_config(), "--inference.backend", "colocated"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     for size, fits in ((1, True), (2, True), (4, True), (3, False), (8, False)):
         said = f"tensor_parallel_size = {size} .* must divide the 4 ranks"
         with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=said):
-            words = [*arguments, "--inference.tensor_parallel_size", str(size)]
-            assert load_config(words).inference.tensor_parallel_size == size
+            words = [*arguments, "--inference.colocated.tensor_parallel_size", str(size)]
+            assert load_config(words).inference.engine.tensor_parallel_size == size
 
 
 def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [*write_config(), "--inference.backend=vllm", "--inference.mode=colocate", "--inference.sleep_level=2"]
+    words = [*write_config(), "--inference.backend=colocated", "--inference.colocated.sleep_level=2"]
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
-    assert load_config(words).inference.sleep_level == 2
+    assert load_config(words).inference.engine.sleep_level == 2
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="sleep_level = 2 .* without an NVIDIA GPU"):
         load_config(words)
     # Plans are made on any machine.
-    assert load_config([*words, "--dry-run"]).inference.sleep_level == 2
+    assert load_config([*words, "--dry-run"]).inference.engine.sleep_level == 2
 
 
 def test_servers_sleep_only_where_every_step_waits_for_them(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
-    words = [*write_config(), "--inference.sleep_level=1"]
+    waiting = [*write_config(), "--grpo.async_weight_update=false"]
+    words = [*write_config(), "--inference.embedded.sleep_level=1"]
     blocking = [*words, "--grpo.async_weight_update=false"]
-    assert load_config(blocking).inference.sleep_level == 1
+    assert load_config(blocking).inference.engine.sleep_level == 1
     with pytest.raises(ConfigError, match="sleep_level = 1 .*async_weight_update = false"):
         load_config(words)
     for backend in ("vllm", "sglang"):
-        foreign = [*blocking, f"--inference.backend={backend}"]
+        foreign = [*waiting, f"--inference.backend={backend}", f"--inference.{backend}.sleep_level=1"]
         with pytest.raises(ConfigError, match="sleep_level = 1 .*without an NVIDIA GPU"):
             load_config(foreign)
         # Servers that run already may have GPUs on machines of their own.
@@ -397,13 +396,15 @@ def test_servers_sleep_only_where_every_step_waits_for_them(
             load_config([*foreign, "--weight_sync.transport=nccl"])
         monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
-    adapters = [*blocking, "--inference.sleep_level=2", "--lora.rank=4"]
+    adapters = [*blocking, "--inference.embedded.sleep_level=2", "--lora.rank=4"]
     with pytest.raises(ConfigError, match="sleep_level = 2 .*at most 1 with lora.rank"):
         load_config(adapters)
     monkeypatch.setenv("WORLD_SIZE", "2")
     load_config(blocking)
-    with pytest.raises(ConfigError, match="sleep_timeout_s = 30.0 .*less than three quarters of comm.train_timeout_s"):
-        load_config([*blocking, "--inference.sleep_timeout_s=30"])
+    with pytest.raises(
+        ConfigError, match="blocking_timeout_s = 70.0 .*must be less than 70 with inference.embedded.sleep_level"
+    ):
+        load_config([*blocking, "--weight_sync.blocking_timeout_s=70"])
 
 
 def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:

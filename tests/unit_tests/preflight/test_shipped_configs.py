@@ -68,7 +68,8 @@ def test_commands_in_the_headers_of_configurations_for_gpus_exist(name: str) -> 
     assert f'hf_assets_path = "./{folder}"' in text and repository.endswith(Path(folder).name)
     assert "hf" in {script.name for script in entry_points(group="console_scripts")}
     engine = re.findall(r"scripts/install_engine\.sh (\w+)", header)
-    assert engine == re.findall(r'^backend = "(\w+)"$', text, re.MULTILINE)
+    (backend,) = re.findall(r'^backend = "(\w+)"$', text, re.MULTILINE)
+    assert engine == ["vllm" if backend == "colocated" else backend]
     ranks = [int(count) for count in re.findall(r"NGPU=(\d+)", header)]
     assert ranks in ([], [FOR_GPUS[name]]) and (ranks or FOR_GPUS[name] == 1)
 

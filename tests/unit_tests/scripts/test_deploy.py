@@ -62,7 +62,7 @@ def test_pods_find_each_other_and_the_run_is_valid(tmp_path: Path, monkeypatch: 
     # One server for each pod, on all of its GPUs, with this run's settings.
     (server,) = servers["template"]["spec"]["containers"]
     shared = server["resources"]["limits"]["nvidia.com/gpu"]
-    assert f"--servers {shared} " in server["args"][0] and config.inference.tensor_parallel_size == shared
+    assert f"--servers {shared} " in server["args"][0] and config.inference.engine.tensor_parallel_size == shared
     assert config.inference.backend in ("vllm", "sglang") and config.job.config_file in server["args"][0]
 
 

@@ -136,8 +136,8 @@ def config(tmp_path: Path, model: Path) -> Path:
     file = tmp_path / "job.toml"
     batch = "global_batch_size = 64\nseq_len = 64\ntokens_per_micro_batch = 256"
     file.write_text(
-        f'[inference]\nbackend = "vllm"\nengine_python = "{sys.executable}"\ndtype = "bfloat16"\n'
-        'update_mode = "drain"\n[inference.engine_args]\nseed = 3\n'
+        f'[inference]\nbackend = "vllm"\ndtype = "bfloat16"\nupdate_mode = "drain"\n'
+        f'[inference.vllm]\npython = "{sys.executable}"\n[inference.vllm.args]\nseed = 3\n'
         f'[model]\nhf_assets_path = "{model}"\n[training]\n{batch}\n[rollout]\nmax_completion_tokens = 32\n'
         "[grpo]\nrecompute_old_log_probs = true\n"
     )
@@ -149,7 +149,7 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
     from torchtitan.inference.engines.sidecar.__main__ import parse_arguments
 
     done, calls = slurm(
-        tmp_path, ["--training.steps", "9", "--inference.tensor_parallel_size", "2"], CONFIG_FILE=str(config),
+        tmp_path, ["--training.steps", "9", "--inference.vllm.tensor_parallel_size", "2"], CONFIG_FILE=str(config),
         TRAIN_NODES="2", SLURM_CPUS_ON_NODE="64",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -257,10 +257,10 @@ def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path)
         (["--grpo.group_size", "7"], {}, "group_size = 7"),
         ([], {"TRAIN_NODES": "4"}, "TRAIN_NODES=4 must be 1 to 3, the number of nodes in the allocation"),
         ([], {"MAX_REQUEUES": "many", "TRAIN_NODES": "3"}, "MAX_REQUEUES=many is not a number"),
-        (["--inference.tensor_parallel_size", "3"], {}, "can be shared by [1, 2, 4] GPUs"),
-        (["--inference.engine_python", "/nowhere/python"], {}, "is not a program"),
+        (["--inference.vllm.tensor_parallel_size", "3"], {}, "can be shared by [1, 2, 4] GPUs"),
+        (["--inference.vllm.python", "/nowhere/python"], {}, "is not a program"),
         ([], {"GPUS_PER_NODE": "eight"}, "is not a number of GPUs"),
-        (["--inference.backend", "embedded", "--inference.engine_args", "{}"], {}, "sglang or vllm"),
+        (["--inference.backend", "embedded", "--inference.vllm.args.x", "1"], {}, "has no effect"),
     ],
 )
 def test_mistakes_end_the_job_before_anything_is_started(

@@ -245,7 +245,7 @@ def test_experts_of_another_model_are_refused(mixture: Path) -> None:
     ("changes", "problem"),
     [
         ({"backend": "sglang", "in_flight_kv": "recompute"}, "experts of the new weights but the log-probs of the old"),
-        ({"backend": "vllm", "mode": "colocate"}, "does not report the experts of its tokens"),
+        ({"backend": "colocated"}, "does not report the experts of its tokens"),
         ({"backend": "sglang"}, ""),
         ({}, ""),
     ],

@@ -77,7 +77,7 @@ def told_to_actors(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     config.model.hf_assets_path = str(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     inference = config.inference
-    inference.backend, inference.engine_python, inference.num_actors = backend, sys.executable, 2  # type: ignore[assignment]
+    inference.backend, inference.engine.python, inference.num_actors = backend, sys.executable, 2  # type: ignore[assignment]
 
     async def work() -> None:
         pool = InferencePool(config, "e1", TOKEN, folder, EventLog(folder / "events.jsonl"), make_client)  # type: ignore[arg-type]

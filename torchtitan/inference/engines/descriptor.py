@@ -43,13 +43,6 @@ class TeacherScores:
 class Features:
     """What an engine can do besides sampling. Configurations that ask for more are refused (checks.py)."""
 
-    options: tuple[str, ...] = ()
-    """Keys of [inference] that it has a use for, of those that are not for every engine: tensor_parallel_size,
-    engine_args, engine_python, engine_memory_gb, exact, offload_optimizer"""
-    routes: tuple[str, ...] = ()
-    """What weight_sync.route may be besides auto"""
-    sleep_levels: tuple[int, ...] = (0,)
-    """What inference.sleep_level may be"""
     in_flight_kv: tuple[str, ...] = ("keep", "recompute")
     """What inference.in_flight_kv may be"""
     update_modes: tuple[str, ...] = ("in_flight", "drain")
@@ -87,7 +80,7 @@ class EngineDescriptor:
 
     def digest_problem(self, config: JobConfig) -> str:
         """Return why weight_sync.verify cannot be `digest` here, or an empty string where it can."""
-        return f"inference.backend {self.spec.backend} cannot check its weights in this setup: use probe (or auto)"
+        return f"inference.backend {self.spec.name} cannot check its weights in this setup: use probe (or auto)"
 
     def python(self, config: JobConfig) -> str | None:
         """Return the interpreter that this run would start it with; None if it starts none, if that is our own, or
@@ -97,7 +90,7 @@ class EngineDescriptor:
     def node_settings(self, config: JobConfig) -> list[str]:
         """Return options, without host and port, of an actor that another program starts for this run on a node of its
         own (scripts/grpo_multinode.slurm). Raises UserError if the engine is not installed or not for that."""
-        raise UserError(f"no nodes of their own are planned for inference.backend = {self.spec.backend}")
+        raise UserError(f"no nodes of their own are planned for inference.backend = {self.spec.name}")
 
     # Starting an actor
 

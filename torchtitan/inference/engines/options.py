@@ -1,4 +1,4 @@
-"""Options of an engine's own ([inference.engine_args]) that pass through: which of them may be given, and the words
+"""Options of an engine's own ([inference.NAME.args]) that pass through: which of them may be given, and the words
 that they become."""
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derived import option_name
-from torchtitan.config.values import show
+from torchtitan.config.values import option_name, show
 
 # Options that a run gives the engine itself, and where to say it instead. Two values of one option would be a riddle.
 OWN_OPTIONS = {
     "model": "model.hf_assets_path",
     "model-path": "model.hf_assets_path",
-    "host": "inference.host",
-    "port": "a free port of inference.host",
+    "host": "the loopback",
+    "port": "a free port",
     "dtype": "inference.dtype",
-    "tensor-parallel-size": "inference.tensor_parallel_size",
-    "tp-size": "inference.tensor_parallel_size",
-    "tp": "inference.tensor_parallel_size",
+    "tensor-parallel-size": "tensor_parallel_size of the engine's table",
+    "tp-size": "tensor_parallel_size of the engine's table",
+    "tp": "tensor_parallel_size of the engine's table",
     "api-key": "a generated token",
 }
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from torchtitan.config.derived import spec_of
-from torchtitan.config.engines import engine_specs, find_spec
+from torchtitan.config.engines import engine_specs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.descriptor import EngineDescriptor
@@ -25,14 +24,8 @@ def load_engine(name: str) -> EngineDescriptor:
 
 
 def engine_of(config: JobConfig) -> EngineDescriptor:
-    """Return the engine of a configuration; see spec_of()."""
-    return load_engine(spec_of(config).name)
-
-
-def server_of(backend: str) -> EngineDescriptor:
-    """Return the engine whose servers this value of inference.backend names. Raises UserError if there is none."""
-    spec = find_spec(backend)
-    return load_engine(backend if spec is None else spec.name)
+    """Return the engine of a configuration."""
+    return load_engine(config.inference.backend)
 
 
 def all_engines() -> list[EngineDescriptor]:

@@ -24,6 +24,7 @@ from torchtitan.inference.actor_client import (
 )
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.placement import threads_per_actor
+from torchtitan.inference.serving.command_line import HOST
 from torchtitan.inference.types import Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import actor_file
@@ -74,7 +75,7 @@ class ActorProcess(ChildProcess):
             await self.stop()
             kind = StartRefused if code == UNUSABLE else ActorError
             raise kind("startup", str(error)) from error
-        return base_url(inference.host, port)
+        return base_url(HOST, port)
 
 
 class ActorMemory:

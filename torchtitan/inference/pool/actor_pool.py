@@ -238,10 +238,10 @@ class InferencePool:
             await found.distrust(version, wrong, forever=self._wrong_samples[actor] >= MAX_FAILURES)
 
     async def sleep(self) -> None:
-        """Have the actors give their memory back, as inference.sleep_level says. Nothing is sent to them before
+        """Have the actors give their memory back, as its sleep_level says. Nothing is sent to them before
         wake("kv_cache"); what runs gets inference.drain_timeout_s to finish. Events say who stays awake."""
         inference = self._config.inference
-        if not inference.sleep_level:
+        if not inference.engine.sleep_level:
             return
         self._asleep = True
         self._idle.clear()
@@ -249,7 +249,7 @@ class InferencePool:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), inference.drain_timeout_s)
         timeout_s = inference.sleep_timeout_s
-        await asyncio.gather(*(actor.sleep(inference.sleep_level, timeout_s) for actor in self._actors))
+        await asyncio.gather(*(actor.sleep(inference.engine.sleep_level, timeout_s) for actor in self._actors))
 
     async def wake(self, tag: Tag) -> None:
         """Have the actors take this part of their memory again, and those that wake before it; with the last one
@@ -273,7 +273,7 @@ class InferencePool:
 
         Raises:
             UserError: all actors have been given up, one refused the request that has not joined by itself, or it
-                failed 1 + inference.max_retries times, on different actors where there are so many.
+                failed 1 + Inference.max_retries times, on different actors where there are so many.
             OSError: the disk is full, so an actor's supervision or the comparison of weights has ended.
         """
         failures: list[str] = []

@@ -27,6 +27,9 @@ from torchtitan.weight_sync.wire.runtime import ProtocolError, parse_address
 if TYPE_CHECKING:
     from torchtitan.config.job_config import JobConfig
 
+HOST = "127.0.0.1"
+"""Where the actors that a run starts listen: they are on rank 0's machine, which alone asks them"""
+
 
 def actor_parser(module: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
     """Return a parser with the shared options; check_shared() checks their values."""
@@ -130,7 +133,7 @@ def shared_command(module: str, config: JobConfig, port_file: Path) -> list[str]
     return [
         sys.executable, "-m", module,
         *shared_settings(config),
-        "--host", config.inference.host,
+        "--host", HOST,
         "--port", "0",
         "--port-file", str(port_file),
         "--token-env", TOKEN_VARIABLE,

@@ -104,7 +104,7 @@ def demands(config: JobConfig) -> Facts:
         "update-mode": inference.update_mode,
         "max-sequences": inference.max_sequences,
         "max-length": config.training.seq_len,
-        "exact": int(inference.exact),
+        "exact": int(inference.engine.exact),
         "verify-every": int(verification(config) == "digest"),
     }
     # Adapters are merged into the actor's own weights. The actors that a run starts read the very files of the run, and

@@ -99,7 +99,7 @@ def size_message(sizes: InvariantSizes, what: str) -> str | None:
         return None
     return (
         f"this processor's {' and '.join(sizes.unmet)} depend on the batch: {what} will differ from the trainer's in "
-        "their last bits (inference.exact rescores them)"
+        "their last bits (inference.embedded.exact rescores them)"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torchtitan.config.derived import spec_of, trains_on_gpu
+from torchtitan.config.derived import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -24,7 +24,7 @@ def choose_types(config: JobConfig) -> str:
         choices.append(f"training.mixed_precision_param = {training.mixed_precision_param}, because {why}")
     if inference.dtype == "auto":
         # Some engines compute on the CPU whatever the trainer has.
-        inference.dtype, why = _automatic(config, trains_on_gpu() and spec_of(config).on_gpus)
+        inference.dtype, why = _automatic(config, trains_on_gpu() and config.inference.spec.on_gpus)
         choices.append(f"inference.dtype = {inference.dtype}, because {why}")
     return "; ".join(choices)
 

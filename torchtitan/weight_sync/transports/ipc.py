@@ -28,16 +28,16 @@ class Ipc(Transport):
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        from torchtitan.config.derived import shares_devices, spec_of, trains_on_gpu
+        from torchtitan.config.derived import shares_devices, trains_on_gpu
 
-        spec = spec_of(config)
+        spec = config.inference.spec
         started = spec.on_gpus and not spec.in_ranks and not config.inference.servers
         # A process can only open the memory of devices that it sees.
         if started and not shares_devices(config) and not config.rollout.replay and trains_on_gpu():
             yield (
                 "weight_sync.transport",
                 "engines that the run starts see only their own GPUs and cannot open the memory of the ranks' GPUs: "
-                "use tcp, or inference.sleep_level (engines share the ranks' GPUs), or servers that see all GPUs "
+                "use tcp, or the engine's sleep_level (engines share the ranks' GPUs), or servers that see all GPUs "
                 "(inference.servers)",
             )
 

@@ -40,13 +40,13 @@ class Nccl(Transport):
             yield (
                 key,
                 f"must be {off_device()}: NCCL goes from GPU to GPU, and of the engines only vllm on one GPU receives "
-                "there (inference.tensor_parallel_size = 1, weight_sync.route = auto or direct)",
+                "there (its tensor_parallel_size = 1, and route = auto or direct)",
             )
         if (text := differing_nccl(config, engine_python())) is not None:
             yield key, text
         if shares_devices(config):
             text = "NCCL allows one member of a communicator per GPU"
-            yield key, f"must be {off_device()} or ipc with inference.sleep_level: {text}"
+            yield key, f"must be {off_device()} or ipc with the engine's sleep_level: {text}"
 
     def sending(self, runtime: Any, slots: Any, *about: Any) -> dict[str, Any]:
         from torchtitan.distributed.checksum import memory_tensor

@@ -18,40 +18,34 @@ if TYPE_CHECKING:
 
     from torchtitan.inference.engines.replicas.replica import Replica
 
-WITHOUT_SERVERS = "with inference.mode = colocate, which has no servers"
-
 
 class Colocated(EngineDescriptor):
     """vLLM in the trainer's own processes."""
 
     features = Features(
-        options=("tensor_parallel_size", "engine_args", "engine_python", "engine_memory_gb", "offload_optimizer"),
-        sleep_levels=(0, 1, 2),
         any_family=False,
     )
     documentation: ClassVar[dict[str, str]] = {
         "runs in": "the trainer's processes",
         "its Python": "vLLM's environment, for the trainer too",
-        "more than one device per model": "`inference.tensor_parallel_size`, over neighbouring ranks",
+        "more than one device per model": "`tensor_parallel_size`, over neighbouring ranks",
         "weights change while requests run": "between rounds of generation",
         "adapters only (`lora.rank`)": "merged in the trainer",
         "how its weights are verified": "log-probs of what it samples",
-        "sleep while the trainer trains (`inference.sleep_level`)": "`/sleep` and `/wake_up`, in process",
+        "sleep while the trainer trains (`sleep_level`)": "`/sleep` and `/wake_up`, in process",
     }
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
         inference = config.inference
         yield from ENGINE.problems(config)
         if inference.servers:
-            yield "inference.servers", f"must be empty {WITHOUT_SERVERS}"
-        if not inference.launch:
-            yield "inference.launch", f"must be true {WITHOUT_SERVERS}"
-        if ranks % inference.tensor_parallel_size:
+            yield "inference.servers", "must be empty with inference.backend = colocated, which has no servers"
+        if ranks % inference.engine.tensor_parallel_size:
             text = f"must divide the {ranks} rank{'s' if ranks > 1 else ''} (NGPU)"
-            yield "inference.tensor_parallel_size", text
-        if inference.offload_optimizer and config.training.enable_cpu_offload:
+            yield inference.engine_key("tensor_parallel_size"), text
+        if inference.engine.offload_optimizer and config.training.enable_cpu_offload:
             text = "training.enable_cpu_offload keeps the optimizer's state in host memory already"
-            yield "inference.offload_optimizer", text
+            yield inference.engine_key("offload_optimizer"), text
 
     def open_in_rank(
         self, config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path
@@ -61,7 +55,7 @@ class Colocated(EngineDescriptor):
         return open_replica(config, optimizer, run_dir)
 
     def open_pool(self, config: JobConfig, epoch: str, ranks: int) -> ReplicaPool:
-        return ReplicaPool(config, epoch, ranks // config.inference.tensor_parallel_size)
+        return ReplicaPool(config, epoch, ranks // config.inference.engine.tensor_parallel_size)
 
 
 DESCRIPTOR = Colocated

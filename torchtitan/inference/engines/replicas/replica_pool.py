@@ -138,7 +138,7 @@ class ReplicaPool:
         shares: see InferencePool; here only a replica's load decides.
 
         Raises:
-            UserError: the engine refuses the request, its answers could not be trained on 1 + inference.max_retries
+            UserError: the engine refuses the request, its answers could not be trained on 1 + Inference.max_retries
                 times, or the run is closing.
         """
         failures: list[str] = []

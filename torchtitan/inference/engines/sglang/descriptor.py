@@ -8,7 +8,7 @@ from typing import ClassVar
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
 from torchtitan.inference.engines.sglang.engine import ENGINE, Sample
-from torchtitan.inference.engines.sidecar.descriptor import OPTIONS, ServedEngine
+from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
 from torchtitan.inference.placement import EngineMemory
 from torchtitan.inference.types import Call
 from torchtitan.utils.typed_json import decode
@@ -19,9 +19,6 @@ class SGLangServer(ServedEngine):
 
     foreign = ENGINE
     features = Features(
-        options=OPTIONS,
-        routes=ENGINE.routes,
-        sleep_levels=(0, 1, 2),
         # Its pause either stops immediately or drops running requests.
         update_modes=("in_flight",),
         reports_experts=True,
@@ -29,11 +26,11 @@ class SGLangServer(ServedEngine):
     documentation: ClassVar[dict[str, str]] = {
         "runs in": "SGLang's server, with our agent beside it",
         "its Python": "a separate environment",
-        "more than one device per model": "`inference.tensor_parallel_size`",
+        "more than one device per model": "`tensor_parallel_size`",
         "weights change while requests run": "yes",
         "adapters only (`lora.rank`)": "merged beside its base weights",
         "how its weights are verified": "probe",
-        "sleep while the trainer trains (`inference.sleep_level`)": "releases and resumes memory by tags",
+        "sleep while the trainer trains (`sleep_level`)": "releases and resumes memory by tags",
     }
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:

@@ -82,7 +82,7 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
     given = {name: value for name, value in vars(arguments).items() if name in EngineOptions.__dataclass_fields__}
     computed = {
         "python": "" if arguments.url else find_python(engine.name, arguments.python),
-        "route": engine.find_route(arguments.route, f"--route {arguments.route}"),
+        "route": engine.find_route(arguments.route),
         "port_file": folder / "engine.port",
         "token_env": token_env,
         "parent_pid": os.getpid(),

@@ -16,9 +16,6 @@ from torchtitan.inference.engines.sidecar.foreign_engine import ForeignEngine
 from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient, agent_command, agent_settings, find_python
 from torchtitan.inference.types import Completion, GenerateRequest, ScoredTokens
 
-OPTIONS = ("tensor_parallel_size", "engine_args", "engine_python", "engine_memory_gb")
-"""Keys of [inference] that the agent hands on"""
-
 
 class ServedEngine(EngineDescriptor):
     """An engine that is a server of its own."""
@@ -37,12 +34,12 @@ class ServedEngine(EngineDescriptor):
         if config.inference.servers or config.rollout.replay:
             return None
         try:
-            return find_python(self.spec.name, config.inference.engine_python)
+            return find_python(self.spec.name, config.inference.engine.python)
         except UserError:
             return None
 
     def node_settings(self, config: JobConfig) -> list[str]:
-        python = find_python(self.spec.name, config.inference.engine_python)
+        python = find_python(self.spec.name, config.inference.engine.python)
         return [*agent_settings(self.foreign, config), "--python", python]
 
     def command(self, config: JobConfig, port_file: Path, number: int) -> list[str]:

@@ -365,10 +365,10 @@ SEVERAL_ENGINES = (
     "its data-parallel workers would all be one actor, and drive each other out: start more actors instead "
     "(inference.num_actors)"
 )
-STAGES = "a version is loaded by the workers of one tensor-parallel group: use inference.tensor_parallel_size"
+STAGES = "a version is loaded by the workers of one tensor-parallel group: use tensor_parallel_size of [inference.NAME]"
 SPECULATION = "log-probs of tokens that a draft has proposed are not those that the policy samples with"
 IN_A_FILE = "options in a file are not looked at before the engine has started: give them one by one"
-BY_PORT = "the agent and the run reach the engine's server by HTTP at a port of inference.host"
+BY_PORT = "the agent and the run reach the engine's server by HTTP at a free port of the loopback"
 
 
 class ForeignEngine:
@@ -403,15 +403,15 @@ class ForeignEngine:
 
     def problems(self, config: JobConfig) -> Iterator[tuple[str, str]]:
         """What a run cannot have of this engine: (key, text for people)."""
-        words = engine_words(config.inference.engine_args)
+        words = engine_words(config.inference.engine.args)
         for problem in self.wrong_options(words):
-            yield "inference.engine_args", problem
+            yield config.inference.engine_key("args"), problem
         limits = [option for option in read_options(words) if self.length_option and option.name == self.length_option]
         for option in limits:
             limit, needed = option.value or "", config.training.seq_len
             if limit.isascii() and limit.isdigit() and int(limit) < needed:
                 text = f"--{option.name} {limit} would cut completions: training.seq_len = {needed} needs {needed}"
-                yield "inference.engine_args", f"{text}, which the run sets where nothing is said"
+                yield config.inference.engine_key("args"), f"{text}, which the run sets where nothing is said"
         for key, value in (
             ("rollout.temperature", config.rollout.temperature),
             ("eval.temperature", config.eval.temperature),
@@ -474,9 +474,9 @@ class ForeignEngine:
         path = f"{Path(options.python).absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         return [*ours, "--", *theirs, *self.passed(options)], {"PATH": path, **environment}
 
-    def find_route(self, asked: str, said: str) -> Route:
-        """Return the requested route. If the engine does not have it, raise a UserError that begins with `said`."""
+    def find_route(self, asked: str) -> Route:
+        """Return the requested route. Raises UserError if the engine does not have it."""
         for route in self.routes:
             if asked in ("auto", route):
                 return route
-        raise UserError(f"{said}: {self.name} takes weights by {' or '.join(self.routes)}")
+        raise UserError(f"route = {asked!r}: {self.name} takes weights by {' or '.join(self.routes)}")

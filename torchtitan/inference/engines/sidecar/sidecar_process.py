@@ -73,32 +73,32 @@ def agent_command(engine: ForeignEngine, config: JobConfig, port_file: Path, num
         *shared_command("torchtitan.inference.engines.sidecar", config, port_file),
         "--engine", engine.name,
         "--name", name,
-        "--python", find_python(engine.name, inference.engine_python),
+        "--python", find_python(engine.name, inference.engine.python),
         "--log-file", str(port_file.with_name(f"{name}.engine.log")),
         *_settings_of_agents(engine, config),
-        "--memory-gb", str(inference.engine_memory_gb),
+        "--memory-gb", str(inference.engine.memory_gb),
         "--device-share", str(device_share),
-        "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
+        "--threads", str(max(1, threads_per_actor(inference) // inference.engine.tensor_parallel_size)),
     ]  # fmt: skip
 
 
 def agent_settings(engine: ForeignEngine, config: JobConfig) -> list[str]:
     """Return the run's options for an agent that it does not start itself (scripts/grpo_multinode.slurm)."""
     share = own_share(config, device_bytes_of_driver())
-    memory = ["--memory-gb", str(config.inference.engine_memory_gb), *(["--device-share", str(share)] if share else [])]
+    memory = ["--memory-gb", str(config.inference.engine.memory_gb), *(["--device-share", str(share)] if share else [])]
     return [*shared_settings(config), *_settings_of_agents(engine, config), *memory]
 
 
 def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     inference, sync, args = config.inference, config.weight_sync, read_shape(config)
     size, drain_s = applied_bytes(config, args), drain_seconds(config)
-    route = engine.find_route(sync.route, f"weight_sync.route = {sync.route!r}")
+    route = engine.find_route(inference.engine.route)
     # The pool may add our own options after these, so the engine's options travel as one value.
-    theirs = inference.engine_args | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
+    theirs = dict(inference.engine.args) | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
     return [
         "--route", route,
-        "--tensor-parallel-size", str(inference.tensor_parallel_size),
-        "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
+        "--tensor-parallel-size", str(inference.engine.tensor_parallel_size),
+        "--sleep-level", str(inference.engine.sleep_level if sleeps_between_batches(config) else 0),
         "--update-timeout", str((apply_timeout(sync, size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
         # These transports move a version from device to device.
@@ -123,9 +123,11 @@ def share_beside_trainer(config: JobConfig) -> float:
     return engine_of(config).memory_share(memory, device_bytes)
 
 
-def find_python(engine: str, configured: str, key: str = "inference.engine_python") -> str:
-    """Return the interpreter that runs the engine: the one configured under `key`, or that of the environment made by
-    scripts/install_engine.sh (the CPU build if only that exists). Raises UserError if there is none."""
+def find_python(engine: str, configured: str, key: str = "") -> str:
+    """Return the interpreter that runs the engine: the one configured under `key` (inference.NAME.python), or that of
+    the environment made by scripts/install_engine.sh (the CPU build if only that exists). Raises UserError if there is
+    none."""
+    key = key or f"inference.{engine}.python"
     if configured:
         found = shutil.which(str(Path(configured).expanduser()))
         if found is None:

@@ -10,7 +10,7 @@ import msgspec
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
-from torchtitan.inference.engines.sidecar.descriptor import OPTIONS, ServedEngine
+from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
 from torchtitan.inference.engines.vllm.engine import ENGINE, Row
 from torchtitan.inference.types import Call
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -33,20 +33,17 @@ class VLLMServer(ServedEngine):
 
     foreign = ENGINE
     features = Features(
-        options=OPTIONS,
-        routes=ENGINE.routes,
-        sleep_levels=(0, 1, 2),
         reports_experts=True,
         reports_experts_on_cpu=False,
     )
     documentation: ClassVar[dict[str, str]] = {
         "runs in": "vLLM's server, with our agent beside it",
         "its Python": "a separate environment",
-        "more than one device per model": "`inference.tensor_parallel_size`",
+        "more than one device per model": "`tensor_parallel_size`",
         "weights change while requests run": "yes",
         "adapters only (`lora.rank`)": "merged beside its base weights",
         "how its weights are verified": "probe, or its own digest",
-        "sleep while the trainer trains (`inference.sleep_level`)": "`/sleep` and `/wake_up`",
+        "sleep while the trainer trains (`sleep_level`)": "`/sleep` and `/wake_up`",
     }
 
     def missing(self, config: JobConfig) -> Iterator[tuple[str, str]]:
@@ -62,7 +59,7 @@ class VLLMServer(ServedEngine):
             yield "inference.backend", f"{text}: install the one that fits its torch there"
 
     def digest_problem(self, config: JobConfig) -> str:
-        if config.weight_sync.route != "agent" and config.lora.rank == 0:
+        if config.inference.engine.route != "agent" and config.lora.rank == 0:
             return ""
         return super().digest_problem(config)
 

@@ -1,0 +1,20 @@
+"""[inference.embedded]."""
+
+from __future__ import annotations
+
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.engine_tables import EngineTable, SleepLevel
+from torchtitan.config.values import TABLE
+
+
+@dataclass(config=TABLE)
+class Table(EngineTable):
+    """What the embedded engine has."""
+
+    exact: bool = False
+    """Rescore each completion with the trainer's own forward (slower): no mismatch if a single version sampled it"""
+
+    sleep_level: SleepLevel = 0
+    """With grpo.async_weight_update = false: while the trainer trains, actors free their KV cache, with 2 their weights
+    too; 0 frees nothing"""
