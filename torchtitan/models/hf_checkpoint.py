@@ -36,10 +36,13 @@ from torchtitan.distributed.placement import (
 from torchtitan.errors import UserError
 from torchtitan.models.adapter_math import FACTOR_A
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.export_plan import ExportPlan, find_beside, plan_files, stack_experts
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
 from torchtitan.models.shape.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_digest, tensor_files
 from torchtitan.models.shape.exports import copy_assets, name_end_tokens, publish_folder, staging_folder
 from torchtitan.models.shape.model_args import read_model_args
+from torchtitan.models.shape.stacked_experts import StackedExperts
+from torchtitan.models.shape.untrained_files import write_untrained
 from torchtitan.utils.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -80,18 +83,20 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
         for part, place in policy.names_in_files(name)
     }
     files = tensor_files(directory)
-    missing = sorted(set(parameters) - set(files))
+    stored = {name: policy.args.stored_name(name) for name in parameters}
+    missing = sorted({*stored.values()} - set(files))
     if missing:
         raise UserError(f"{directory}: the safetensors lack {_some(missing)}, which config.json asks for")
     unknown = sorted(
         name
-        for name in set(files) - set(parameters)
-        if not is_redundant(name, policy.args.tie_word_embeddings) and not policy.args.is_further_layer(name)
+        for name in set(files) - {*stored.values()}
+        if not is_redundant(name, policy.args.tie_word_embeddings) and not policy.args.is_untrained(name)
     )
     if unknown:
         raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")
     handles = {path: open_tensors(path) for path in {*files.values()}}
-    if (head := "lm_head.weight") in files.keys() - parameters.keys():
+    ((head, _),) = policy.names_in_files("lm_head.weight")
+    if head in files.keys() - parameters.keys():
         shared = {
             name: parameter for name, parameter in base_parameters(policy).items() if parameter is policy.lm_head.weight
         }
@@ -102,21 +107,31 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
                 text = f"config.json ties {head} and {embedding}, but here they are two"
                 raise UserError(f"{files[head]}: {text}: set tie_word_embeddings to false, or remove the first")
     for name, parameter in parameters.items():
-        _load_tensor(handles[files[name]], files[name], name, parameter)
+        path = files[stored[name]]
+        _load_tensor(handles[path], path, name, parameter, policy.args.stacked_experts)
 
 
 def _digest(handles: dict[Path, Any], files: dict[str, Path], name: str) -> str:
     return tensor_digest(handles[files[name]], name)
 
 
-def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | StackPart | QuantizedLinear) -> None:
-    stored = handle.get_slice(name)
+def _load_tensor(
+    handle: Any,
+    path: Path,
+    name: str,
+    parameter: torch.Tensor | StackPart | QuantizedLinear,
+    stacked: StackedExperts | None,
+) -> None:
+    matrix = None if stacked is None else stacked.find(name)
+    stored = handle.get_slice(name if matrix is None else matrix.name)
     if stored.get_dtype() not in FLOATS:
         raise UserError(
             f"{path}: tensor {name} is stored as {stored.get_dtype()}. Quantised weights are not read: take the "
             "model's checkpoint in bfloat16 or float32 (lora.base_bits = 4 quantises it here)"
         )
     found, expected = list(stored.get_shape()), list(parameter.shape)
+    if stacked is not None and matrix is not None:
+        found = stacked.matrix_shape(matrix, found)
     if found != expected:
         raise UserError(f"{path}: tensor {name} has shape {found}, but config.json asks for {expected}")
     local: torch.Tensor | QuantizedLinear | None
@@ -126,7 +141,10 @@ def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | S
         region, local = held_part(parameter)
     if local is None or any(part.start == part.stop for part in region):
         return
-    local.copy_(_read(stored, region))
+    if stacked is not None and matrix is not None:
+        local.copy_(stacked.read(stored, matrix, region))
+    else:
+        local.copy_(_read(stored, region))
 
 
 def _read(stored: Any, region: tuple[slice, ...]) -> torch.Tensor:
@@ -160,7 +178,8 @@ def export_policy(
 
     Args:
         directory: where to write; replaced only if it is empty or holds a config.json.
-        assets_from: a checkpoint directory whose tokenizer files are copied.
+        assets_from: the checkpoint directory that the policy began with. Its tokenizer's and processor's files are
+            copied, and its tensors that are not trained (vision tower, multi-token prediction) are kept as they are.
         max_file_bytes: tensors beyond this size go to further files, with an index.
         dtype: of the weights in the files (buffers keep their own); None: the types in the policy. float32 in place of
             float16 if that does not hold them, which a warning says.
@@ -172,16 +191,22 @@ def export_policy(
     if dtype is torch.float16 and (lost := _lost_in_float16(policy)):
         logger.warning("float16 cannot hold the values of %s: %s is in float32", _some(lost), directory)
         dtype = torch.float32
+    if assets_from is None and policy.args.composite is not None:
+        raise UserError(f"{directory}: the export of a composite needs the checkpoint directory that it began with")
     types = _types(policy, dtype)
-    plan = _plan_files(policy, types, max_file_bytes)
+    untrained = None if assets_from is None else written.step(lambda: find_beside(policy, Path(assets_from)))
+    plan = plan_files(policy, types, max_file_bytes, untrained or [])
     staging = written.step(lambda: _stage(policy, directory, assets_from, plan, types, end_token_ids))
-    for file_name, names in plan.items():
+    for file_name, kept in plan.untrained.items():
+        written.step(functools.partial(write_untrained, kept, staging, file_name))
+    for file_name, names in plan.trained.items():
         # Other ranks are in the middle of gathering, so after a failure rank 0 keeps taking part to the end.
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             for part, tensor in whole_weights(policy, [name], types[name]):
                 if written.going:
                     tensors[part] = tensor.cpu().contiguous()
+        tensors = stack_experts(policy.args, tensors)
         written.step(functools.partial(_save, tensors, staging, file_name))
     written.step(lambda: publish_folder(staging, directory))
     if staging is not None and staging.exists():
@@ -224,27 +249,11 @@ def _types(policy: Decoder, dtype: torch.dtype | None) -> dict[str, torch.dtype]
     return types
 
 
-def _plan_files(policy: Decoder, types: dict[str, torch.dtype], max_file_bytes: int) -> dict[str, list[str]]:
-    """Assign parameter names to files of at most `max_file_bytes`, or of one parameter if that is larger."""
-    groups: list[list[str]] = []
-    used = max_file_bytes
-    for name, parameter in base_parameters(policy).items():
-        size = math.prod(parameter.shape) * types[name].itemsize
-        if used + size > max_file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
-
-
 def _stage(
     policy: Decoder,
     directory: Path,
     assets_from: str | Path | None,
-    plan: dict[str, list[str]],
+    plan: ExportPlan,
     types: dict[str, torch.dtype],
     end_token_ids: Sequence[int],
 ) -> Path:
@@ -272,14 +281,16 @@ def _stage(
             copy_assets(Path(assets_from), staging)
         if end_token_ids:
             name_end_tokens(staging, end_token_ids)
-        if len(plan) > 1:
-            total = 0
+        if len(plan.trained) + len(plan.untrained) > 1:
+            total = sum(kept.data_bytes for kept in plan.untrained.values())
             for name, parameter in base_parameters(policy).items():
                 total += math.prod(parameter.shape) * types[name].itemsize
             weight_map: dict[str, str] = {}
-            for file, parameter_names in plan.items():
+            for file, parameter_names in plan.trained.items():
                 for name in parameter_names:
-                    weight_map |= {part: file for part, _ in policy.names_in_files(name)}
+                    weight_map |= {policy.args.stored_name(part): file for part, _ in policy.names_in_files(name)}
+            for file, kept in plan.untrained.items():
+                weight_map |= dict.fromkeys(kept.names, file)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     except BaseException:
@@ -357,9 +368,10 @@ def _adapter_places(policy: Decoder) -> list[tuple[nn.Parameter, bool, list[tupl
     places: list[tuple[nn.Parameter, bool, list[tuple[str, Place]]]] = []
     for name, parameter in policy.named_parameters():
         module, _, factor = name.rpartition(".lora_")
-        names: list[tuple[str, Place]] = [*policy.args.names_in_files(name)]
+        names: list[tuple[str, Place]] = [*policy.args.names_of_modules(name)]
         if module in embeddings:
-            names = [(f"{module}.lora_embedding_{'A' if factor[0] == 'B' else 'B'}", None)]
+            ((module_name, _),) = policy.args.names_of_modules(module)
+            names = [(f"{module_name}.lora_embedding_{'A' if factor[0] == 'B' else 'B'}", None)]
         if parameter.requires_grad:
             places.append((parameter, module in embeddings, [(PEFT_PREFIX + part, place) for part, place in names]))
     return places
@@ -389,9 +401,12 @@ def _adapter_config(policy: Decoder, base_model: str) -> dict[str, Any]:
     lora = policy.lora
     assert lora is not None
     # PEFT matches the ends of module names: "norm" alone would match every norm.
-    saved = [name for name, _ in policy.named_modules() if name.rpartition(".")[2] in lora.modules_to_save]
-    adapted = [policy.args.names_in_files(f"{name}.{FACTOR_A}")[0][0] for name, _, _ in adapted_modules(policy)]
+    named = [name for name, _ in policy.named_modules() if name.rpartition(".")[2] in lora.modules_to_save]
+    saved = [part for name in named for part, _ in policy.args.names_of_modules(name)]
+    adapted = [policy.args.names_of_modules(f"{name}.{FACTOR_A}")[0][0] for name, _, _ in adapted_modules(policy)]
     targets = dict.fromkeys(name.removesuffix(f".{FACTOR_A}").rpartition(".")[2] for name in adapted)
+    # PEFT takes a string for a regular expression. A vision tower may have modules with the same endings.
+    in_composite = rf"(.*language_model\.(.*\.)?)?({'|'.join(targets)})"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -403,7 +418,7 @@ def _adapter_config(policy: Decoder, base_model: str) -> dict[str, Any]:
         "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": [*targets],
+        "target_modules": [*targets] if policy.args.composite is None else in_composite,
         "modules_to_save": saved or None,
         # PEFT does not read this: its own adapters say in their model card on which base they were trained.
         **({QUANTIZATION: NF4} if lora.base_bits == 4 else {}),

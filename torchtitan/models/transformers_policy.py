@@ -51,7 +51,10 @@ class TransformersPolicy(Decoder):
         try:
             config = transformers.AutoConfig.for_model(**json.loads(args.source))
             with _parameters_on_meta():
-                hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+                # In float32 whatever config.json says: factors in buffers would be rounded.
+                hf = transformers.AutoModelForCausalLM.from_config(
+                    config, attn_implementation=ATTENTION, dtype=torch.float32
+                )
         except Exception as error:  # its checks of a config.json raise classes of their own
             problem = f"transformers {transformers.__version__} cannot make a model of its config.json: {error}"
             raise UserError(f"model_type {args.family!r}: {problem}") from error
@@ -93,9 +96,14 @@ class TransformersPolicy(Decoder):
     def names_in_files(self, name: str) -> list[tuple[str, Place]]:
         module, adapter, factor = name.partition(".lora_")
         if adapter:
-            parts = self._files[f"{module}.weight"]
-            return [(part.removesuffix(".weight") + adapter + factor, place) for part, place in parts]
-        return self._files.get(name, [(name, None)])
+            parts = [
+                (part.removesuffix(".weight") + adapter + factor, place)
+                for part, place in self._files[f"{module}.weight"]
+            ]
+        else:
+            parts = self._files.get(name, [(name, None)])
+        composite = self.args.composite
+        return parts if composite is None else [(composite.name_in_files(part), place) for part, place in parts]
 
     def tie_weights(self) -> None:
         if self.args.tie_word_embeddings:

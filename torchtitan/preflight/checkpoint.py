@@ -12,6 +12,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import pointer_problem, tensor_files
+from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.preflight.check import Check
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_detection import refuse_unread_calls
@@ -129,6 +130,19 @@ def unusual_tokens(config: JobConfig) -> str:
             f"{vocabulary}: rows with others are refused"
         )
     return ""
+
+
+def untrained_parts(config: JobConfig) -> str:
+    """Return what to say of heads of multi-token prediction, which are not trained; empty for a checkpoint without."""
+    directory = Path(config.model.hf_assets_path)
+    if config.model.flavor or not any(directory.glob("*.safetensors")):
+        return ""
+    if not any(map(read_shape(config).is_prediction_layer, tensor_files(directory))):
+        return ""
+    return (
+        f"the heads of multi-token prediction in {directory} are not trained: exports keep them as they are, and they "
+        "fit the policy less with every step, so that an engine that drafts with them accepts fewer tokens"
+    )
 
 
 def _ends(config: JobConfig, tokenizer: Tokenizer) -> list[int]:

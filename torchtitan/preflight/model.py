@@ -244,6 +244,9 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
         unlike = experts.stacked or experts.shared_intermediate_size or experts.dense_layers
         text = f"{args.family} has {others}, for which PEFT has no adapters: leave out {', '.join(adapted)}"
         check.refuse("lora.target_modules", adapted and unlike, text)
+        if adapted and args.composite is not None and args.stacked_experts is not None:
+            text = f"the files of {args.composite.family} stack all experts, to which no adapters are added"
+            check.refuse("lora.target_modules", True, f"{text}: leave out {', '.join(adapted)}")
         text = "PEFT adapts gate_proj and up_proj of experts as one: name both or neither"
         check.refuse("lora.target_modules", ("gate_proj" in adapted) != ("up_proj" in adapted), text)
         check.refuse("lora.dropout", adapted and lora.dropout > 0, "must be 0 with adapters of experts, as in PEFT")

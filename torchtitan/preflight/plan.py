@@ -34,7 +34,7 @@ from torchtitan.models.shape.costs import (
     version_bytes,
 )
 from torchtitan.models.shape.model_args import ModelArgs
-from torchtitan.preflight.checkpoint import unusual_tokens
+from torchtitan.preflight.checkpoint import untrained_parts, unusual_tokens
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import OTHER_DESCRIPTORS, connections, few_descriptors, size_text, tight_memory
 from torchtitan.preflight.roofline import training_roofline
@@ -145,6 +145,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         tight_memory(config, ranks),
         few_descriptors(config),
         unusual_tokens(config),
+        untrained_parts(config),
     )
     lines = [
         *(f"WARNING: {said}" for said in warnings if said),

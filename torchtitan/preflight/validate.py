@@ -40,7 +40,7 @@ from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.shape.compute_type import choose_types
 from torchtitan.models.shape.exports import newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
-from torchtitan.preflight.checkpoint import check_checkpoint, unusual_tokens
+from torchtitan.preflight.checkpoint import check_checkpoint, untrained_parts, unusual_tokens
 from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import few_descriptors, tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
@@ -127,6 +127,7 @@ def ready(draft: Draft) -> JobConfig:
             ("warning", tight_memory(config, world_size())),
             ("warning", few_descriptors(config)),
             ("warning", unusual_tokens(config)),
+            ("warning", untrained_parts(config)),
         ):
             print(*[f"{kind}: {said}\n"] * bool(said), end="", file=sys.stderr, flush=True)
     return config

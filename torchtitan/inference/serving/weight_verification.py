@@ -128,7 +128,7 @@ class BaseWeights:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all parameters, in the order of the files."""
+        """Of all parameters of the text model, in the order of the files."""
         return self._shapes
 
     def read(self, name: str) -> torch.Tensor:
@@ -149,8 +149,12 @@ class BaseWeights:
     def _open(self) -> None:
         if self._places is not None:
             return
-        tied = read_args(self._directory).tie_word_embeddings
-        files = {name: path for name, path in tensor_files(self._directory).items() if not is_redundant(name, tied)}
+        args = read_args(self._directory)
+        files = {
+            name: path
+            for name, path in tensor_files(self._directory).items()
+            if not is_redundant(name, args.tie_word_embeddings) and not args.is_untrained(name)
+        }
         handles = {path: open_tensors(path) for path in set(files.values())}
         self._shapes = {name: tuple(handles[path].get_slice(name).get_shape()) for name, path in files.items()}
         self._places = {name: handles[path] for name, path in files.items()}

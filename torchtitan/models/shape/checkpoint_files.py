@@ -142,7 +142,9 @@ def open_tensors(path: Path, framework: str = "pt") -> Any:
 
 def is_redundant(name: str, tied: bool) -> bool:
     """Whether a tensor that some checkpoints carry follows from the rest. tied: head and embedding share a weight."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+    # Some composites have the head in their text model.
+    is_head = name.removeprefix("language_model.") == "lm_head.weight"
+    return name.endswith("rotary_emb.inv_freq") or (tied and is_head)
 
 
 def tensor_digest(handle: Any, name: str) -> str:

@@ -20,6 +20,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import open_tensors, read_json, tensor_files
+from torchtitan.models.shape.composite import read_text, text_config
 from torchtitan.models.shape.exports import aside_text
 from torchtitan.models.shape.families import (
     FAMILIES,
@@ -173,6 +174,8 @@ class ForeignArgs(ModelArgs):
         return Family("its own")
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
+        if self.composite is not None:
+            return super().to_hf_config(dtype)
         return json.loads(self.source) | {"torch_dtype": dtype, "dtype": dtype}
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
@@ -208,15 +211,19 @@ def read_args(directory: str | Path, implementation: str = "auto") -> ModelArgs:
     Raises UserError for missing or broken files, and for a model that neither of the two computes.
     """
     config = read_json(Path(directory) / "config.json")
-    if implementation == "native" or (implementation == "auto" and config.get("model_type") in FAMILIES):
+    try:
+        family = text_config(config).get("model_type")
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from error
+    if implementation == "native" or (implementation == "auto" and family in FAMILIES):
         return read_model_args(directory)
     if importlib.util.find_spec("transformers") is None:
-        text = "only transformers computes it, which is not installed: pip install 'torchtitan-grpo[transformers]'"
-        raise UserError(f"{directory}: model_type {config.get('model_type')!r}: {text}")
+        needed = "only transformers computes it, which is not installed: pip install 'torchtitan-grpo[transformers]'"
+        raise UserError(f"{directory}: model_type {family!r}: {needed}")
     try:
         return _read_foreign(Path(directory), config)
     except UserError as error:
-        raise UserError(f"{directory}: model_type {config.get('model_type')!r}: {error}") from error
+        raise UserError(f"{directory}: model_type {family!r}: {error}") from error
 
 
 # What a config.json says of its file, not of the model.
@@ -225,7 +232,9 @@ OF_THE_FILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
     """Return all that decides what a model computes with its weights, as JSON can hold it."""
-    facts = {name: value for name, value in asdict(args).items() if name not in ("source", "shapes")}
+    facts = {name: value for name, value in asdict(args).items() if name not in ("source", "shapes", "composite")}
+    if args.composite is not None:
+        facts["composite"] = args.composite.stack, args.composite.head
     if isinstance(args, ForeignArgs):
         # transformers reads further keys.
         facts |= {key: value for key, value in json.loads(args.source).items() if key not in OF_THE_FILE}
@@ -252,6 +261,7 @@ def check_layers(config: dict[str, Any]) -> None:
 
 
 def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
+    config, composite = read_text(directory, config)
     lacking = [key for key in FOREIGN_KEYS if not config.get(key)]
     if lacking:
         kind = config.get("model_type")
@@ -260,7 +270,11 @@ def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
     check_layers(config)
     files = tensor_files(directory)
     handles = {path: open_tensors(path, framework="numpy") for path in set(files.values())}
-    shapes = {name: tuple(handles[path].get_slice(name).get_shape()) for name, path in files.items()}
+    shapes = {
+        name: tuple(handles[path].get_slice(name).get_shape())
+        for name, path in files.items()
+        if composite is None or composite.name_of_text(name) is not None
+    }
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ForeignArgs(
         family=config["model_type"],
@@ -274,6 +288,7 @@ def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
         tie_word_embeddings=bool(config.get("tie_word_embeddings", "lm_head.weight" not in shapes)),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         windows=read_windows(config, Family("its own")),
+        composite=composite,
         source=json.dumps(config),
         shapes=tuple(shapes.items()),
     )

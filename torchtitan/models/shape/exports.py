@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.models.shape.checkpoint_files import read_json
+from torchtitan.models.shape.composite import text_config
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ ABANDONED = "abandoned-"
 ASSET_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    # Those of a composite's images, videos and sound.
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 # Named chat templates besides the default one: tool_use.jinja, for example.
 TEMPLATES_FOLDER = "additional_chat_templates"
@@ -102,7 +105,7 @@ def name_end_tokens(directory: Path, end_token_ids: Sequence[int]) -> None:
     """Write these tokens, besides those that stand there, as ends of a completion into the generation_config.json of
     a checkpoint directory, which is what engines and transformers obey."""
     path = directory / "generation_config.json"
-    model = read_json(directory / "config.json")
+    model = text_config(read_json(directory / "config.json"))
     # Without the file transformers takes these from config.json.
     start = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if model.get(key) is not None}
     settings = read_json(path) if path.is_file() else start

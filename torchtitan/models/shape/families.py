@@ -218,7 +218,13 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         qk_norm="heads",
         full_every=6,
-        **_gemma(rope_theta=1000000.0, rope_local_base_freq=10000.0),
+        **_gemma(
+            rope_theta=1000000.0,
+            rope_local_base_freq=10000.0,
+            vocab_size=262208,
+            num_attention_heads=8,
+            max_position_embeddings=131072,
+        ),
     ),
     "phi3": Family("Phi3ForCausalLM", joint_qkv=True, joint_gate_up=True, defaults={"rms_norm_eps": 1e-5}),
     "granite": Family(
@@ -317,6 +323,8 @@ def find_family(config: dict[str, Any]) -> Family:
 
 
 LENGTH = "original_max_position_embeddings"
+# How the positions of an image's axes share the elements of a head.
+_SECTIONS = ("mrope_section", "mrope_interleaved")
 # The parameters of a rope_type beside theta.
 SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -393,9 +401,11 @@ def read_ropes(config: dict[str, Any]) -> tuple[tuple[Rope, Rope | None], float]
 def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> Rope:
     check_types(parameters, {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(*SCALINGS.values()))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # Positions of images have several axes, whose sections of a head text rotates by one position.
+    kind = "default" if kind == "mrope" else kind
     if kind not in SCALINGS:
         raise UserError(f"rope_type {kind!r} in config.json is not supported; supported: {', '.join(SCALINGS)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *SCALINGS[kind]}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SECTIONS, *SCALINGS[kind]}
     ignored = [f"{key} = {value!r}" for key, value in parameters.items() if key not in known and value is not None]
     if ignored and kind != "default":
         raise UserError(f"{', '.join(ignored)} in config.json: not honoured for rope_type {kind}")

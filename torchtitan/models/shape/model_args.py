@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import read_json
+from torchtitan.models.shape.composite import Composite, read_text, with_dtype
 from torchtitan.models.shape.delta_args import Delta, read_delta
 from torchtitan.models.shape.families import (
     FAMILIES,
@@ -25,6 +26,7 @@ from torchtitan.models.shape.families import (
     read_windows,
 )
 from torchtitan.models.shape.mixture_args import EXPERT_FAMILIES, ExpertArgs, expert_config, read_expert_args
+from torchtitan.models.shape.stacked_experts import StackedExperts
 
 # The decoder's modules for a layer's matrices have these names.
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -87,8 +89,10 @@ class ModelArgs:
     experts: ExpertArgs | None = None
     normed_heads: bool = True
     """False: the norms of q and k that the family has are left out"""
+    composite: Composite | None = None
+    """Where the text model is in the files of a composite checkpoint; None: the files hold nothing else"""
     source: str = field(default="", compare=False, repr=False)
-    """The config.json that this was read from; its further keys are kept in exports"""
+    """The config.json that this was read from (of a composite, the text model's part); exports keep its further keys"""
 
     @property
     def kind(self) -> Family:
@@ -213,7 +217,9 @@ class ModelArgs:
         )
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
-        """Return a config.json that both transformers 4 and 5 read back as this shape."""
+        """Return a config.json that both transformers 4 and 5 read back as this shape; of a composite its own."""
+        if self.composite is not None:
+            return with_dtype(json.loads(self.composite.config), dtype)
         ends = self.eos_token_ids
         eos = list(ends) if len(ends) > 1 else next(iter(ends), None)
         kept = {key: value for key, value in json.loads(self.source or "{}").items() if key not in SHAPE_KEYS}
@@ -311,6 +317,20 @@ class ModelArgs:
         """Return the names of one of our parameters in checkpoint files, engines and weight synchronisation. All of
         them use this rule. The result is [(name, None)], or for a stack of experts each one's name and its index along
         the stack's first dimension."""
+        names = self._names_of_text(name)
+        if self.composite is None:
+            return names
+        return [(self.composite.name_in_files(part), index) for part, index in names]
+
+    def names_of_modules(self, name: str) -> list[tuple[str, int | None]]:
+        """As names_in_files, as transformers names its modules' parameters."""
+        names = self._names_of_text(name)
+        if self.composite is None:
+            return names
+        return [(self.composite.name_of_module(part), index) for part, index in names]
+
+    def _names_of_text(self, name: str) -> list[tuple[str, int | None]]:
+        """As names_in_files, in a checkpoint of text alone."""
         if self.experts is None:
             return [(name, None)]
         fixed = EXPERT_FAMILIES[self.family]
@@ -328,9 +348,27 @@ class ModelArgs:
         renamed = dict(zip(("gate_proj", "up_proj", "down_proj"), fixed.projections, strict=True))[projection]
         return [(f"{before}.experts.{expert}.{renamed}.{leaf}", expert) for expert in range(self.experts.count)]
 
-    def is_further_layer(self, name: str) -> bool:
-        """Whether a tensor in files belongs to the multi-token-prediction layers after the last one, which some
-        families have and nothing here uses."""
+    @property
+    def stacked_experts(self) -> StackedExperts | None:
+        """How files stack experts; None: each matrix is a tensor of its own, or the parameter is the file's tensor."""
+        return None if self.composite is None else self.composite.stacked
+
+    def stored_name(self, name: str) -> str:
+        """Return which tensor in files holds the one that engines and weight synchronisation call by this name."""
+        matrix = None if self.stacked_experts is None else self.stacked_experts.find(name)
+        return name if matrix is None else matrix.name
+
+    def is_untrained(self, name: str) -> bool:
+        """Whether a tensor in files is neither trained nor sent to engines, but kept in exports: of another part of a
+        composite, or of the multi-token-prediction layers that some families have."""
+        if self.composite is not None and self.composite.name_of_text(name) is None:
+            return True
+        return self.is_prediction_layer(name)
+
+    def is_prediction_layer(self, name: str) -> bool:
+        """Whether a tensor in files is of multi-token-prediction layers, beside the decoder's or after its last one."""
+        if self.composite is not None:
+            name = self.composite.name_of_text(name) or name
         if self.delta is not None and name.startswith("mtp."):
             return True
         found = re.match(r"model\.layers\.(\d+)\.", name)
@@ -358,7 +396,8 @@ def read_model_args(directory: str | Path) -> ModelArgs:
         raise UserError(f"{path}: no such file; a checkpoint directory needs a config.json")
     config = read_json(path)
     try:
-        args = ModelArgs.from_hf_config(config)
+        text, composite = read_text(directory, config)
+        args = replace(ModelArgs.from_hf_config(text), composite=composite)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
     except KeyError as error:

@@ -200,7 +200,9 @@ class Tokenizer:
         """Return the end tokens from generation_config.json, config.json and the tokenizer, in this order."""
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            value = _read_json(self.directory / name).get("eos_token_id")
+            settings = _read_json(self.directory / name)
+            # That of a composite may say it of its text model only.
+            value = settings.get("eos_token_id") or (settings.get("text_config") or {}).get("eos_token_id")
             found += value if isinstance(value, list) else [] if value is None else [value]
         if "eos_token" in self.special_tokens:
             token_id = self._tokenizer.token_to_id(self.special_tokens["eos_token"])
