@@ -259,7 +259,7 @@ def measure(folder: Path, settings: dict[str, object], attacked: bool) -> tuple[
     journal, delivered = (read_json_lines(folder / "latest" / FOLDER / name) for name in (JOURNAL_FILE, VERSIONS_FILE))
     told = {one.name: one.told for one in hostile}
     for line in journal:
-        if line["event"] == "lost" and line["actor"] in told:
+        if line["event"] == "evicted" and line["actor"] in told:
             told[line["actor"]][line["reason"]] += 1
     applied = Counter(line["actor"] for line in delivered if line["outcome"] == "applied")
     published = [line["time"] for line in journal if line["event"] == "publish"]

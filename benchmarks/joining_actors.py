@@ -165,7 +165,7 @@ def measure(folder: Path, settings: dict[str, object], fleet: Fleet | None) -> d
         "actors_seen": len({line["actor"] for line in journal if line["event"] == "applied"}),
     }
     if fleet is not None:
-        lost = Counter(line["actor"] for line in journal if line["event"] == "lost")
+        lost = Counter(line["actor"] for line in journal if line["event"] == "evicted")
         # What the end of the run, which closes its registry first, does to those that go just then is not counted.
         figures |= {**fleet.counts, "evictions_of_leavers": sum(lost[name] for name in fleet.asked)}
         figures["left"] = sum(line["event"] == "left" for line in journal)

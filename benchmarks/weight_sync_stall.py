@@ -56,7 +56,7 @@ from benchmarks.small_policy import PolicyTrainer  # noqa: E402
 from benchmarks.small_trainer import Job, Trainer, start_actor  # noqa: E402
 from benchmarks.vllm_actor import VLLMActor  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync.registry.state import GONE  # noqa: E402
+from torchtitan.weight_sync.actor_state import OUT  # noqa: E402
 from torchtitan.weight_sync.transports.nccl import CHUNK_SECONDS  # noqa: E402
 
 BARS = {
@@ -122,7 +122,7 @@ class Frozen:
     def look(self) -> None:
         """Between two steps."""
         status = self._job.sync.actors()[self._name]
-        if not self.stopped and status.state not in GONE:
+        if not self.stopped and status.state not in OUT:
             self._actor.send_signal(signal.SIGSTOP)
             self.stopped, self._evictions = True, status.evictions
         elif self.stopped and status.evictions > self._evictions:

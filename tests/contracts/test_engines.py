@@ -254,7 +254,7 @@ class Stage:
 
     def get(self, path: str) -> tuple[int, Any]:
         if path == "/health" and not isinstance(self.engine, ServedEngine):
-            return 200, {"status": "ok", "verifies": True}
+            return 200, {"state": "ready", "serves": True, "verifies": True}
         if path == "/health" and path not in self.orders():
             return 200, self.agents_health()
         return 200, self.stand_in.order("GET", path, {})
@@ -264,7 +264,11 @@ class Stage:
 
     def agents_health(self) -> dict[str, Any]:
         capabilities = {"engine": self.engine.spec.name, "score": True}
-        return {"status": "ok", "engine": {"url": self.url, "capabilities": capabilities, "token_env": None}}
+        return {
+            "state": "ready",
+            "serves": True,
+            "engine": {"url": self.url, "capabilities": capabilities, "token_env": None},
+        }
 
     def ask(self, question: Any) -> Any:
         """What `question` returns of a client that has found the engine."""

@@ -219,7 +219,7 @@ def test_sleep_waits_for_what_runs_and_a_version_comes_before_the_next_token(ser
     with ThreadPoolExecutor(2) as threads:
         long = threads.submit(long_request, actor)
         state = order("POST", "/sleep", CALL_SECONDS, {"level": 2, "finish_s": 40.0})
-        assert (state["status"], state["asleep"], state["version"]) == ("asleep", ["weights", "kv_cache"], None)
+        assert (state["state"], state["asleep"], state["version"]) == ("asleep", ["weights", "kv_cache"], None)
         late = threads.submit(actor.generate, PROMPT, 4)
         # It came before the sleep, which had to wait for it, or after it.
         first = long.result(CALL_SECONDS) if long.done() else None
@@ -230,7 +230,7 @@ def test_sleep_waits_for_what_runs_and_a_version_comes_before_the_next_token(ser
         assert [span.version for span in completion.spans] == [trainer.version]
         for one in first or long.result(CALL_SECONDS):
             assert len(one.spans) == 1 and len(one.token_ids) == 240
-    assert actor.health()["status"] == "ok" and actor.health()["asleep"] == []
+    assert actor.health()["serves"] and actor.health()["asleep"] == []
     check_serves_newest(actor, trainer)
 
 
@@ -283,7 +283,7 @@ def slow_second_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_receiving(trainer: Trainer) -> None:
-    trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "PULLING")
+    trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "pulling")
     time.sleep(0.3)
 
 
@@ -293,11 +293,11 @@ def test_frozen_while_it_receives(server: Server, trainer: Trainer) -> None:
     trainer.publish()
     wait_receiving(trainer)
     with server.frozen():
-        trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "LOST")
+        trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "evicted")
         trainer.publish()
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
-    assert len(trainer.journal("lost", at_least=1)) >= 1
+    assert len(trainer.journal("evicted", at_least=1)) >= 1
     assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
 
 
@@ -314,10 +314,10 @@ def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
     with server.frozen():
         server.hold.unlink()
         # It is not known what it holds: it must not serve, and says so.
-        trainer.wait_for(lambda: server.actor.health()["status"] == "poisoned")
+        trainer.wait_for(lambda: server.actor.health()["state"] == "poisoned")
         trainer.wait_for(lambda: not trainer.sync.actors()["actor-0"].serves)
     trainer.bring()
-    assert server.actor.health()["status"] == "ok"
+    assert server.actor.health()["serves"]
     check_serves_newest(server.actor, trainer)
 
 
@@ -326,10 +326,10 @@ def test_connected_anew_while_it_applies(server: Server, trainer: Trainer) -> No
     hold_a_load(server, trainer)
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(server.actor.connect, trainer)
-        trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "LOST")
+        trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "evicted")
         server.hold.unlink()
         connected.result(CALL_SECONDS)
-    trainer.wait_for(lambda: server.actor.health()["status"] == "ok")
+    trainer.wait_for(lambda: server.actor.health()["serves"])
     check_serves_newest(server.actor, trainer)
 
 
@@ -347,11 +347,11 @@ def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
     server.actor.workers()[0].send_signal(signal.SIGKILL)
     assert agent.wait(PATIENCE_S) == 1, "without its engine the agent ends too"
     assert not [path for path in sockets if path.parent.exists()]
-    trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "LOST")
+    trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "evicted")
     server.hold.unlink()
     server.begun.unlink()
     server.start(*BY_FILES)
-    assert server.actor.health()["status"] == "not_ready"
+    assert server.actor.health()["state"] == "joining"
     server.actor.connect(trainer)
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)

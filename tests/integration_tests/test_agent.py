@@ -163,7 +163,7 @@ def test_an_engine_that_freezes_and_one_that_never_ends_loading_come_back(tmp_pa
         finally:
             (tmp_path / "hang_load").unlink()
         # Versions without a trained batch have made samples too old; what counts is that the engine is back.
-        until(lambda: health(run)["status"] == "ok")
+        until(lambda: health(run)["serves"])
     check(run)
 
 
@@ -206,7 +206,7 @@ def test_an_agent_beside_an_engine_that_runs_already(tmp_path: Path) -> None:
             with start_agent(*options, environment=environment) as agent:
                 port = wait_for(tmp_path / "agent", agent)
                 said = get(f"http://127.0.0.1:{port}/health", "of-the-agent")
-                assert said["status"] == "not_ready"
+                assert said["state"] == "joining"
                 assert said["engine"]["url"] == url and said["engine"]["token_env"] == "ENGINE_TOKEN"
                 with pytest.raises(OSError, match="401"):
                     get(f"http://127.0.0.1:{port}/health", "of-the-engine")

@@ -186,7 +186,7 @@ async def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewh
         file.write_text(str(victim))
         results = await asyncio.gather(*tasks)
         assert victim not in set().union(*map(pids, results))
-        await eventually(lambda: pool.actors["actor-1"] == "joining")
+        await eventually(lambda: pool.actors["actor-1"] == "poisoned")
         results = await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))
         assert victim not in set().union(*map(pids, results))
         file.unlink()  # a whole version was applied
@@ -218,7 +218,7 @@ async def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
     async with running(make_config(max_restarts=1), tmp_path, joined=False) as pool:
         with pytest.raises(UserError, match="no inference actor is left.*the fake actor was told to fail"):
             await pool.generate(request(0))
-        assert pool.actors == {"actor-0": "gave up", "actor-1": "gave up"}
+        assert pool.actors == {"actor-0": "given_up", "actor-1": "given_up"}
 
 
 @asynchronous
@@ -283,7 +283,7 @@ async def test_running_servers_are_used_and_a_wrong_token_ends_the_run_at_once(
 
 @asynchronous
 async def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_path: Path) -> None:
-    answers = [(200, {"status": "ok", "epoch": "epoch", "version": VERSION})]
+    answers = [(200, {"state": "ready", "serves": True, "epoch": "epoch", "version": VERSION})]
     with serving(post=lambda path, body: (200, {}), get=lambda path: answers[-1]) as url:
         async with running(make_config(servers=[url]), tmp_path) as pool:
             answers.append((401, {"error": "token"}))

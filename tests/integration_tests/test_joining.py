@@ -146,7 +146,7 @@ async def test_actors_join_serve_leave_when_they_have_answered_and_are_missed_by
         assert run.pool.statistics["requests_redone"] == run.pool.statistics["evictions"] == 0
         assert not run.events("actor_evicted") and [event["actor"] for event in run.events("actor_left")] == ["one"]
         await eventually(lambda: run.journal("left") == ["one"])
-        assert not run.journal("lost")
+        assert not run.journal("evicted")
         # Another version, and one that goes without a word: what it has not answered is redone by whoever comes.
         run.publish(1)
         waiting = asyncio.create_task(run.pool.generate(endless("second"), min_version=1))
@@ -157,7 +157,7 @@ async def test_actors_join_serve_leave_when_they_have_answered_and_are_missed_by
         (completion,) = await waiting
         assert [span.version for span in completion.spans] == [1]
         await run.ready("three")
-        await eventually(lambda: run.journal("lost") == ["two"])
+        await eventually(lambda: run.journal("evicted") == ["two"])
         assert run.sync.actors().keys() <= {"two", "three"}
         await three.leave()
         await eventually(lambda: not run.pool.actors)

@@ -181,7 +181,7 @@ def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: 
         job.publish()
         job.served_by(*actors)
     assert [line["announced"] for line in actors[0].lines()][-5:] == [0, 1, 2, 3, 4]
-    wanted = {"actor-0": ("READY", 4), "actor-1": ("READY", 4)}
+    wanted = {"actor-0": ("ready", 4), "actor-1": ("ready", 4)}
 
     def shown() -> dict[str, tuple[str, int]]:
         actors = job.watcher.status()["actors"]
@@ -260,7 +260,7 @@ def test_actor_costs_the_others_nothing(start: Callable[..., Job], how: signal.S
         assert job.step()
         wait_for(lambda: job.watcher.status()["newest"] == job.version, "publication")
         job.served_by(healthy)
-    wait_for(lambda: job.watcher.status()["actors"]["actor-1"]["state"] == "LOST", "the loss is noticed")
+    wait_for(lambda: job.watcher.status()["actors"]["actor-1"]["state"] == "evicted", "the loss is noticed")
     assert job.skipped == 0
     if how == signal.SIGSTOP:
         victim.signal(signal.SIGCONT)

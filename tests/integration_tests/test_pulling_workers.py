@@ -75,7 +75,7 @@ class Group:
         return dict(self.job.watcher.status()["actors"].get("a", {}))
 
     def serves(self, version: int) -> None:
-        wait_for(lambda: self.seen().get("state") == "READY" and self.seen()["version"] == version, f"{version}")
+        wait_for(lambda: self.seen().get("state") == "ready" and self.seen()["version"] == version, f"{version}")
         for number in self.processes:
             lines = [line for line in self.log(number) if "version" in line]
             assert lines[-1]["version"] == version and all(line["intact"] for line in lines)
@@ -112,14 +112,14 @@ def test_a_worker_that_dies_half_done_with_applying_poisons_until_all_have_a_ver
         job.publish()
         wait_for(lambda: all({"begun": 1} in group.log(number) for number in range(WORKERS)), "both apply")
         group.kill(0)
-        wait_for(lambda: group.leader.status()["poisoned"], "poisoned")
+        wait_for(lambda: group.leader.status()["state"] == "poisoned", "poisoned")
         assert group.leader.served is None and group.served == [0]
         group.hold.unlink()
         group.start(0)
         group.serves(1)
         job.publish()
         group.serves(2)
-        assert not group.leader.status()["poisoned"] and group.served == [0, 1, 2]
+        assert group.leader.status()["state"] != "poisoned" and group.served == [0, 1, 2]
 
 
 @pytest.mark.exhaustive
@@ -130,7 +130,7 @@ def test_an_actor_without_a_worker_leaves_and_joins_again(job: Job, how: signal.
         job.publish()
         group.serves(0)
         group.signal(1, how)
-        wait_for(lambda: group.seen()["state"] == "LOST", "it leaves")
+        wait_for(lambda: group.seen()["state"] == "evicted", "it leaves")
         job.publish()
         if how == signal.SIGSTOP:
             group.signal(1, signal.SIGCONT)
@@ -211,22 +211,22 @@ def test_what_workers_hold_counts_where_it_is_what_the_engine_serves(
     assert job.publication.published is not None
     job.publication.published.add(5, digest_of(5))
     group, _ = workers(held, served=Served(EPOCH, 5, digest_of(5)))
-    wait_for(lambda: group.seen().get("state") in ("READY", "POISONED"), "it joins")
+    wait_for(lambda: group.seen().get("state") in ("ready", "poisoned"), "it joins")
     assert group.seen()["version"] == (5 if counts else -1)
-    assert group.leader.status()["poisoned"] is not counts
+    assert (group.leader.status()["state"] == "poisoned") is not counts
 
 
 def test_an_engine_of_another_job_is_not_poisoned(job: Job, workers: Callable[..., tuple[Group, list[Engine]]]) -> None:
     group, _ = workers(served=Served("another", 5, "d5"))
-    wait_for(lambda: group.seen().get("state") == "JOINING", "it joins")
-    assert not group.leader.status()["poisoned"]
+    wait_for(lambda: group.seen().get("state") == "joining", "it joins")
+    assert group.leader.status()["state"] != "poisoned"
 
 
 def test_workers_hold_in_vain_what_the_engine_does_not_serve(
     job: Job, workers: Callable[..., tuple[Group, list[Engine]]]
 ) -> None:
     group, _ = workers([5, 5])
-    wait_for(lambda: group.seen().get("state") == "JOINING", "it joins")
+    wait_for(lambda: group.seen().get("state") == "joining", "it joins")
     assert group.leader.served is None and group.seen()["version"] == -1
 
 

@@ -195,17 +195,17 @@ def test_every_token_was_sampled_by_a_version_that_an_actor_applied(story: Story
     epochs = [one["epoch"] for one in read_json_lines(story.run_dir / "epochs.jsonl")]
     assert {row["epoch"] for row in rows} == set(epochs)
     # An actor that was killed is back at once, and then gets the version that it had once more.
-    assert len({(row["epoch"], row["version"], row["actor"], row["begun_at"]) for row in rows}) == len(rows)
+    assert len({(row["epoch"], row["version"], row["actor"], row["ended_at"]) for row in rows}) == len(rows)
     applied = {(row["epoch"], row["version"]) for row in rows if row["outcome"] == "applied"}
     for batch in batches(story.run_dir).values():
         for sample in batch.samples:
             assert {(span.epoch, span.version) for span in sample.spans} <= applied
     for row in rows:
-        if row["outcome"] == "applied" and not row["failures"]:
+        if row["outcome"] == "applied" and row["begun_at"]:
             figures = row["figures"]
             assert 0 <= figures["pause_s"] <= figures["apply_s"]
             assert figures["transfer_s"] > 0 and figures["bytes_full"] > 0
-            assert row["published_at"] <= row["begun_at"] <= row["applied_at"]
+            assert row["offered_at"] <= row["begun_at"] <= row["staged_at"] <= row["ended_at"]
     steps = [row for row in steps_of(story.run_dir) if row["step"] > story.killed_at]
     life = [row for row in rows if row["epoch"] == epochs[-1] and row["outcome"] == "applied"]
     assert 0 < sum(row["weight_sync/applied"] for row in steps) <= len(life)

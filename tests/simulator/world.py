@@ -306,7 +306,7 @@ class World(Machine):
         self.records[fields["outcome"] if event == "ended" else event] += 1
         if event == "publish":
             self.published.append(fields["version"])
-        elif event == "lost":
+        elif event == "evicted":
             self.lost[fields["phase"]] += 1
         elif event == "applied":
             self.transfers.append(fields["figures"]["transfer_s"])

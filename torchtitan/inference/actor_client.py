@@ -31,6 +31,7 @@ from torchtitan.inference.types import (
 from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
 from torchtitan.utils.reader_process import Pieces
 from torchtitan.utils.typed_json import Object, WrongForm, decode
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.wire import runtime as wire
 
 if TYPE_CHECKING:
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 TOKEN_VARIABLE = wire.ACTOR_TOKEN_VARIABLE
-# States of an actor's weights while a version is in progress; the registry has deadlines for them.
-UPDATING = ("PULLING", "APPLYING")
-LEAVING = "leaving"
 WRONG_REQUEST = 400
 UNAUTHORIZED = 401
 NOT_FOUND = 404
@@ -90,13 +88,15 @@ class TokenRefused(ActorError):
 class ActorHealth:
     """The answer of /health. version is None before a first one has been applied."""
 
-    status: str
+    state: ActorState
+    serves: bool
+    """Whether it takes requests now"""
     epoch: str | None = None
     version: int | None = None
     reason: str | None = None
     """Why the actor does not serve"""
-    weights_state: str | None = None
-    """State of its weight sync (PULLING, …); None without a trainer"""
+    weights_state: ActorState | None = None
+    """What it does with versions, also while it is paused or asleep; None without a trainer"""
     weights_failure: str | None = None
     """Why no more weights come"""
     engine_age_s: float = 0.0
@@ -107,13 +107,9 @@ class ActorHealth:
     """Parts of its memory that the actor has given back; it serves nothing until it has all of them again"""
 
     @property
-    def serves(self) -> bool:
-        return self.status == "ok"
-
-    @property
     def leaves(self) -> bool:
         """Whether the actor takes no new requests, and ends when it is released."""
-        return self.status == LEAVING
+        return self.state is ActorState.LEAVING
 
 
 @dataclass
@@ -370,7 +366,7 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
         raise ActorError("health", f"the answer is malformed: weights {weights!r}") from error
 
 
-def gave_up(request_id: str, failures: Sequence[str], max_retries: int) -> UserError:
+def failed_too_often(request_id: str, failures: Sequence[str], max_retries: int) -> UserError:
     """Return the error for a request that has failed more often than it may."""
     reasons = "; ".join(failures)
     return UserError(f"request {request_id} failed {len(failures)} times ({max_retries} retries): {reasons}")

@@ -12,15 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torchtitan.report.deliveries import (
-    REMEMBERED_VERSIONS,
-    SECONDS,
-    Delivery,
-    DeliveryBook,
-    Entry,
-    Incident,
-    Publication,
-)
+from torchtitan.report.deliveries import REMEMBERED_VERSIONS, Delivery, Entry, Incident, JournalReader, Publication
 from torchtitan.utils.json_lines import BoundedLines, JsonTail, rank_file, read_json_lines
 from torchtitan.weight_sync.memory.transfer import ADDED_UP
 
@@ -35,15 +27,18 @@ VERSIONS_BYTES = 1 << 26
 # the time that the trainer thread spent on weight synchronisation in the step that produced the version.
 TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
 _STALLS = ("time/snapshot_s", "time/sync_stall_s")
+# Metrics of an applied version; null if the transport does not measure them.
+SECONDS = ("transfer_s", "apply_s", "drain_s", "pause_s")
+FIGURES = (*SECONDS, "gigabytes_per_s", *ADDED_UP, "source")
 MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
-_COUNTS = ("pulls", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
+OUTCOMES = ("applied", "superseded", "aborted", "refused", "poisoned", "evicted")
 
 
 class Sums:
     """Counts, bytes and means over deliveries, under their keys in metrics.jsonl (without weight_sync/)."""
 
     def __init__(self) -> None:
-        self._totals: Counter[str] = Counter(dict.fromkeys((*_COUNTS, *ADDED_UP), 0))
+        self._totals: Counter[str] = Counter(dict.fromkeys(("pulls", *OUTCOMES, *ADDED_UP), 0))
         self._values: dict[str, list[float]] = {}
         self._evicted_in: Counter[str] = Counter()
 
@@ -53,15 +48,17 @@ class Sums:
             self._evicted_in[f"evicted_in/{entry.phase}"] += 1
         if not isinstance(entry, Delivery):
             return
-        row = entry.row()
-        measured = {**row["figures"], "queue_wait_s": row["queue_wait_s"]}
-        self._totals["pulls"] += row["attempts"]
-        if row["outcome"] in _COUNTS:
-            self._totals[row["outcome"]] += 1
+        if entry.begun_at is not None:
+            self._totals["pulls"] += 1
+        if entry.outcome in OUTCOMES:
+            self._totals[entry.outcome] += 1
         for name in ADDED_UP:
-            self._totals[name] += measured[name] or 0
-        for name in MEANS if entry.outcome == "applied" else ():
-            if measured[name] is not None:
+            self._totals[name] += entry.figures.get(name, 0)
+        if entry.outcome != "applied":
+            return
+        measured = {**entry.figures, "queue_wait_s": entry.queue_wait_s}
+        for name in MEANS:
+            if measured.get(name) is not None:
                 self._values.setdefault(name, []).append(measured[name])
 
     def figures(self) -> dict[str, float]:
@@ -75,7 +72,8 @@ NOTHING = {f"weight_sync/{name}": value for name, value in Sums().figures().item
 
 
 class SyncMetrics:
-    """Follows a run's journal: writes one row per version and actor once it is final, and sums up each step.
+    """Follows a run's journal: writes each delivery into versions.jsonl with the trainer's figures, and sums up each
+    step.
 
     The records of earlier launches are read first, and their rows are rewritten. Without a weight_sync folder (in a
     replay), this class does nothing.
@@ -84,7 +82,7 @@ class SyncMetrics:
     def __init__(self, run_dir: Path, earlier: Iterable[Row] = ()):
         """earlier: the rows of metrics.jsonl so far."""
         folder = run_dir / FOLDER
-        self._book = DeliveryBook()
+        self._journal = JournalReader()
         self._tail = JsonTail(folder / JOURNAL_FILE)
         self._trainer: dict[int, Row] = {}
         self._skipped = 0
@@ -146,7 +144,7 @@ class SyncMetrics:
         return {f"weight_sync/{name}": value for name, value in figures.items()}
 
     def close(self) -> None:
-        """Write the deliveries that are still open in their current state. May be called twice."""
+        """Read the journal to its end. May be called twice."""
         self._thread.shutdown()
         behind, self._behind = self._behind, None
         if behind is not None:
@@ -157,16 +155,15 @@ class SyncMetrics:
         if self._file is None:
             return
         self._read_journal()
-        self._note(self._book.close())
         self._file.close()
         self._file = None
 
     def _read_journal(self) -> None:
-        self._note(self._book.feed(self._tail.read()))
-        for version in [version for version in self._undecided if version < self._book.newest_version]:
+        self._note(self._journal.feed(self._tail.read()))
+        for version in [version for version in self._undecided if version < self._journal.newest_version]:
             del self._undecided[version]
             # Of what is older, the journal may have told in a part that is lost.
-            if version not in self._book.settled and version >= (self._book.known_from or 0):
+            if version not in self._journal.settled and version >= (self._journal.known_from or 0):
                 self._write_undelivered(version, "overtaken", "a newer version was published before it could be")
 
     def _note(self, entries: Iterable[Entry]) -> None:
@@ -175,7 +172,10 @@ class SyncMetrics:
             if isinstance(entry, Publication):
                 self._undecided.pop(entry.version, None)
             if isinstance(entry, Delivery):
-                self._write(entry.row() | self._trainer.get(entry.version, dict.fromkeys(TRAINER_FIGURES)))
+                trainer = self._trainer.get(entry.version, dict.fromkeys(TRAINER_FIGURES))
+                # By themselves, so that nothing an actor says takes the place of what is known here.
+                figures = dict.fromkeys(FIGURES) | entry.figures
+                self._write(vars(entry) | {"queue_wait_s": entry.queue_wait_s, "figures": figures} | trainer)
             elif isinstance(entry, Publication) and entry.dropped:
                 self._write_undelivered(entry.version, "dropped", entry.dropped)
 
@@ -201,7 +201,7 @@ class SyncMetrics:
         return self._trainer.setdefault(version, dict.fromkeys(TRAINER_FIGURES))
 
     def _write_undelivered(self, version: int, outcome: str, reason: str) -> None:
-        row = {"epoch": self._book.epoch or None, "version": version, "actor": None, "outcome": outcome}
+        row = {"epoch": self._journal.epoch or None, "version": version, "actor": None, "outcome": outcome}
         self._write(row | {"reason": reason})
 
     def _write(self, row: Row) -> None:
@@ -220,6 +220,4 @@ def sums_by_actor(run_dir: Path) -> dict[str, dict[str, float]]:
 
 def read_journal(run_dir: Path, last_bytes: int = 0) -> Iterator[Entry]:
     """Yield the entries of a run's journal, or of its last `last_bytes` if not 0; nothing if there is no journal."""
-    book = DeliveryBook()
-    yield from book.feed(JsonTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes).read())
-    yield from book.close()
+    yield from JournalReader().feed(JsonTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes).read())

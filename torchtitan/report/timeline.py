@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.report.deliveries import Attempt, Delivery, Incident, Publication
+from torchtitan.report.deliveries import Delivery, Incident, Publication
 from torchtitan.report.metrics import run_folder
 from torchtitan.report.sync_metrics import read_journal
 from torchtitan.utils.json_lines import TIMELINE, read_json_lines, write_whole
@@ -115,8 +115,11 @@ def read_timeline(run_dir: Path) -> Timeline:
         tracks.append(Track(TRAINER, f"rank {rank}{SNAPSHOTS}", nested(_snapshots(rows))))
     reached = {version: end for row in ranks.get(0, []) for version, _, end in row["snapshots"]}
     tracks.append(Track(SYNC, "publish", nested(_publishing(publications, reached))))
-    for actor in sorted({delivery.actor for delivery in deliveries if delivery.attempts} | set(notes)):
-        spans = (span for delivery in deliveries if delivery.actor == actor for span in _delivery(delivery))
+    pulls: dict[str, list[Span]] = {actor: [] for actor in notes}
+    for delivery in deliveries:
+        if delivery.begun_at is not None:
+            pulls.setdefault(delivery.actor, []).extend(_pull(delivery, delivery.begun_at))
+    for actor, spans in sorted(pulls.items()):
         tracks.append(Track(actor, "weights", nested(spans)))
         tracks.append(Track(actor, "generation", nested(_activity(notes.get(actor, [])))))
     moments = [*_incidents(incidents), *_events(run_dir)]
@@ -147,34 +150,24 @@ def _publishing(publications: Iterable[Publication], reached: dict[int, float]) 
         before = event.time
 
 
-def _delivery(delivery: Delivery) -> Iterator[Span]:
-    for number, attempt in enumerate(delivery.attempts, start=1):
-        last = number == len(delivery.attempts)
-        applied = last and delivery.outcome == "applied"
-        end = attempt.ended_at
-        if end is None:
-            end = attempt.applying_at or attempt.begun_at
-        kind = "delivery" if applied or attempt.failure is None else attempt.failure
-        name = f"v{delivery.version}" if kind == "delivery" else f"v{delivery.version} {kind}"
-        details: dict[str, Any] = {"version": delivery.version, "attempt": number}
-        details["queue_wait_s"] = delivery.queue_wait_s
-        if attempt.failure is not None:
-            details |= {"phase": attempt.phase, "reason": attempt.reason}
-        yield Span(name, kind, attempt.begun_at, end, (delivery.figures if applied else {}) | details)
-        yield from _parts(delivery, attempt, end, delivery.figures if applied else {})
-
-
-def _parts(delivery: Delivery, attempt: Attempt, end: float, figures: dict[str, Any]) -> Iterator[Span]:
-    """Yield the transfer, apply and drain spans of an attempt."""
-    staged = attempt.applying_at
-    if staged is None:
+def _pull(delivery: Delivery, begun_at: float) -> Iterator[Span]:
+    """Yield the span of a pull, and in it those of its transfer, apply and drain."""
+    details: dict[str, Any] = {"version": delivery.version, "queue_wait_s": delivery.queue_wait_s}
+    if delivery.outcome == "applied":
+        yield Span(f"v{delivery.version}", "delivery", begun_at, delivery.ended_at, delivery.figures | details)
+    else:
+        details |= {"state": delivery.state, "reason": delivery.reason}
+        name = f"v{delivery.version} {delivery.outcome}"
+        yield Span(name, delivery.outcome, begun_at, delivery.ended_at, details)
+    staged_at, figures = delivery.staged_at, delivery.figures
+    if staged_at is None:
         return
-    details = {"version": delivery.version}
-    moved = {name: figures[name] for name in ("gigabytes_per_s", "source") if figures.get(name) is not None}
-    yield Span("transfer", "transfer", attempt.begun_at, staged, details | moved)
-    yield Span("apply", "apply", staged, end, details)
-    if figures.get("drain_s"):
-        yield Span("drain", "drain", staged, min(end, staged + figures["drain_s"]), details)
+    about = {"version": delivery.version}
+    moved = {name: figures[name] for name in ("gigabytes_per_s", "source") if name in figures}
+    yield Span("transfer", "transfer", begun_at, staged_at, about | moved)
+    yield Span("apply", "apply", staged_at, delivery.ended_at, about)
+    if drain_s := figures.get("drain_s"):
+        yield Span("drain", "drain", staged_at, min(delivery.ended_at, staged_at + drain_s), about)
 
 
 def _activity(rows: list[dict[str, Any]]) -> Iterator[Span]:

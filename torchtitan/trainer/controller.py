@@ -43,8 +43,8 @@ from torchtitan.trainer.run_dir import go_back_to
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
 from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.weight_sync.actor_state import OUT, ActorState
 from torchtitan.weight_sync.facade import ActorStatus, WeightSync
-from torchtitan.weight_sync.registry.state import GONE, LATE
 from torchtitan.weight_sync.trainer.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -449,10 +449,10 @@ class Controller:
                     reason=status.eviction,
                 )  # fmt: skip
                 # An actor that is back by now had only lost its connection.
-                if status.state in GONE and self.actors is not None:
+                if status.state in OUT and self.actors is not None:
                     await self.actors.redo_elsewhere(name, status.eviction)
             self._evictions[name] = status.evictions
-        late = {name for name, status in actors.items() if status.state == LATE}
+        late = {name for name, status in actors.items() if status.state is ActorState.LATE}
         for name in sorted(late - self._late):
             said = actors[name]
             self.events.write("actor_late", level=logging.WARNING, actor=name, version=said.version, reason=said.reason)

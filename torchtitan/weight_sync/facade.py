@@ -28,6 +28,7 @@ from torchtitan.distributed.placement import StackPart, unique_parameters
 from torchtitan.errors import UserError
 from torchtitan.utils.addresses import resolve_host
 from torchtitan.weight_sync import servers
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.memory.published import PublishedVersions
@@ -125,16 +126,14 @@ REFRESH_TIMEOUT_SECONDS = 2.0
 class ActorStatus(NamedTuple):
     """One actor, as last reported by the registry. version is -1 if it serves none of this epoch."""
 
-    state: str
-    """JOINING, PULLING, APPLYING, READY, POISONED (it may hold half a version), LATE (it missed a deadline and has
-    taken no version since), LOST or GIVEN_UP"""
+    state: ActorState
     version: int
     serves: bool
     """Whether prompts may be sent to it"""
     reason: str
     """Why it is in this state, after a failure"""
     evictions: int
-    """How often its connection was lost, or it was given up"""
+    """How often it was evicted, or given up"""
     eviction: str = ""
     """Why that happened last, also when it is back"""
 
@@ -302,9 +301,11 @@ class WeightSync:
 
     def actors(self) -> dict[str, ActorStatus]:
         """Return every actor that has joined and was not away for long. Empty on other ranks. Never waits."""
-        return {
-            name: ActorStatus(*map(actor.__getitem__, ActorStatus._fields)) for name, actor in self._actors().items()
-        }
+        statuses = {}
+        for name, actor in self._actors().items():
+            about = {field: actor[field] for field in ActorStatus._fields}
+            statuses[name] = ActorStatus(**about | {"state": ActorState(actor["state"])})
+        return statuses
 
     def _actors(self) -> dict[str, Message]:
         return {} if self.watcher is None else self.watcher.status()["actors"]
@@ -319,8 +320,8 @@ class WeightSync:
         """Wait until all live actors, and at least `at_least`, serve `version` or newer; at most `timeout` seconds.
 
         The wait counts as the trainer's (`time/sync_stall_s`) unless another thread waits, for example for an
-        evaluation. It excludes lost, late and pinned actors, and those that failed repeatedly and have not recovered.
-        `missing` omits actors that were gone before the wait and still are. Rank 0 only.
+        evaluation. It excludes evicted, late and pinned actors, and those that failed repeatedly and have not
+        recovered. `missing` omits actors that were gone before the wait and still are. Rank 0 only.
         """
         assert self.watcher is not None
         begun = time.perf_counter()

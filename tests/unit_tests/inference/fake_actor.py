@@ -47,10 +47,10 @@ class FakeActor(Guarded):
         self.connections: list[dict[str, Any]] = []
 
     async def health(self, request: web.Request) -> web.Response:
-        status = "poisoned" if poisoned() else "not_ready" if self.version is None else "ok"
+        state = "poisoned" if poisoned() else "joining" if self.version is None else "ready"
         age = 60.0 if flag("hang") else 0.0
-        weights = {"state": "READY", "failure": "no registry for 60 s" if flag("lost") else None}
-        answer = {"status": status, "epoch": self.epoch, "version": self.version}
+        weights = {"state": "ready", "failure": "no registry for 60 s" if flag("lost") else None}
+        answer = {"state": state, "serves": state == "ready", "epoch": self.epoch, "version": self.version}
         if flag("dead"):
             answer["answered_age_s"] = age_of_flag("dead")
         return web.json_response({**answer, "reason": "no weights", "engine_age_s": age, "weights": weights})

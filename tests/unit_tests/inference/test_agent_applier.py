@@ -157,18 +157,18 @@ def test_who_asks_hears_that_it_drains(drained: bool) -> None:
 
     def note(name: str) -> None:
         called(name)
-        said[name] = server.status()
+        said[name] = server.engine_state()
 
     engine._called = note  # type: ignore[method-assign]
     applier.apply(1, staged(1))
-    assert said["prepare"] == ("ok", None)
+    assert said["prepare"] == ("ready", None)
     assert said["pause wait"] == ("paused", "running requests finish before new weights come")
     # One that did not drain in time has new requests wait, as without a drain.
-    assert said["load"][0] == ("paused" if drained else "ok")
+    assert said["load"][0] == ("paused" if drained else "ready")
     engine.fails["load"] = WeightsRefused("no")
     with pytest.raises(WeightsRefused):
         applier.apply(1, staged(2))
-    assert server.status() == ("ok", None)
+    assert server.engine_state() == ("ready", None)
 
 
 @pytest.mark.parametrize("failing", ["prepare", "load"])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.patience import asynchronous, eventually
 from tests.policies import make_debug_checkpoint
 from tests.unit_tests.inference.json_server import Answer, serving
+from tests.unit_tests.inference.stand_in_actor import StandInActor
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import TOKEN_VARIABLE, ActorHealth, Facts, Offers
@@ -26,6 +24,7 @@ from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.serving import joining
 from torchtitan.inference.serving.joining import demands, offers, shape_facts
 from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.registry.state import differing
 
 
@@ -98,50 +97,10 @@ def test_other_settings_are_told_by_name(checkpoint: Path, options: list[str], s
     assert differing(demands(make_config(checkpoint)), offered(checkpoint, *options)) == [said]
 
 
-class Server:
-    """An actor that serves version 0, and says of itself what `facts` holds; None: it has no such answer."""
-
-    def __init__(self, facts: Facts | None):
-        self.facts, self.unverified, self.dead, self.connections = facts, [], False, 0
-
-    async def health(self, _request: web.Request) -> web.Response:
-        if self.dead:
-            raise web.HTTPInternalServerError
-        return web.json_response({"status": "ok", "epoch": "e", "version": 0})
-
-    async def offers(self, _request: web.Request) -> web.Response:
-        if self.facts is None:
-            raise web.HTTPNotFound
-        return web.json_response({"offers": self.facts, "unverified": self.unverified})
-
-    async def connect(self, request: web.Request) -> web.Response:
-        self.connections += 1
-        return await self.health(request)
-
-
-@contextlib.asynccontextmanager
-async def running(server: Server) -> AsyncIterator[str]:
-    app = web.Application()
-    app.add_routes(
-        [
-            web.get("/health", server.health),
-            web.get("/offers", server.offers),
-            web.post("/weights/connect", server.connect),
-        ]
-    )
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 @asynchronous
 async def test_a_server_of_another_kind_ends_the_run_at_its_start(checkpoint: Path, tmp_path: Path) -> None:
     facts = {**offered(checkpoint), "dtype": "bfloat16", "log-probs": "raw_logprobs", "version": "0.32.0"}
-    async with running(Server(facts)) as url:
+    async with StandInActor(facts=facts).running() as url:
         pool = InferencePool(make_config(checkpoint, url), "e", "secret", tmp_path, EventLog(tmp_path / "events"))
         with pytest.raises(UserError) as caught:
             await pool.start()
@@ -166,7 +125,7 @@ async def test_a_server_may_read_its_checkpoint_for_as_long_as_a_start_takes_and
 
     class Client:
         async def health(self, timeout_s: float) -> ActorHealth:
-            return ActorHealth("ok", "e", 0)
+            return ActorHealth(ActorState.READY, True, "e", 0)
 
         async def offers(self, timeout_s: float, weights: bool) -> Offers:
             asked.append((timeout_s, weights))
@@ -190,8 +149,8 @@ async def test_a_server_may_read_its_checkpoint_for_as_long_as_a_start_takes_and
 async def test_a_server_that_comes_back_as_another_is_out_until_it_is_what_the_run_needs(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    server = Server(offered(checkpoint))
-    async with running(server) as url:
+    server = StandInActor(facts=offered(checkpoint))
+    async with server.running() as url:
         pool = InferencePool(make_config(checkpoint, url), "e", "secret", tmp_path, EventLog(tmp_path / "events"))
         await pool.start()
         try:
@@ -211,9 +170,9 @@ async def test_a_server_that_comes_back_as_another_is_out_until_it_is_what_the_r
 @pytest.mark.parametrize("has_answer", [True, False])
 @asynchronous
 async def test_what_cannot_be_known_of_a_server_is_said(checkpoint: Path, tmp_path: Path, has_answer: bool) -> None:
-    server = Server(offered(checkpoint) if has_answer else None)
+    server = StandInActor(facts=offered(checkpoint) if has_answer else None)
     server.unverified = ["log-probs"]
-    async with running(server) as url:
+    async with server.running() as url:
         pool = InferencePool(make_config(checkpoint, url), "e", "secret", tmp_path, EventLog(tmp_path / "events"))
         await pool.start()
         try:
@@ -317,7 +276,7 @@ def test_facts_of_a_shape_do_not_depend_on_how_numbers_are_written(checkpoint: P
 
 @asynchronous
 async def test_an_actor_that_waits_for_a_newer_version_says_why_it_does(checkpoint: Path, tmp_path: Path) -> None:
-    async with running(Server(offered(checkpoint))) as url:
+    async with StandInActor(facts=offered(checkpoint)).running() as url:
         pool = InferencePool(make_config(checkpoint, url), "e", "secret", tmp_path, EventLog(tmp_path / "events"))
         await pool.start()
         try:

@@ -31,6 +31,7 @@ from torchtitan.inference.types import (
 )
 from torchtitan.trainer import mismatch
 from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.weight_sync.actor_state import ActorState
 
 IDS = [2, 3, 4, 5]
 
@@ -55,7 +56,7 @@ class Liar:
         self.connections = 0
 
     async def health(self, timeout_s: float) -> ActorHealth:
-        return ActorHealth("ok", "e", self.says)
+        return ActorHealth(ActorState.READY, True, "e", self.says)
 
     async def offers(self, timeout_s: float, weights: bool) -> None:
         """It does not say what it is."""
@@ -170,7 +171,7 @@ def test_an_actor_that_cannot_be_looked_at_is_given_up(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, honest: Liar, odd: Liar) -> None:
         odd.breaks = ZeroDivisionError("nobody thought of this")
         pool.answers.expect(0, IDS, truth(0))
-        await eventually(lambda: pool.actors["actor-1"] == "gave up")
+        await eventually(lambda: pool.actors["actor-1"] == "given_up")
         pool.answers.expect(1, IDS, truth(1))
         honest.says = 1
         await eventually(lambda: 1 in honest.scored)
@@ -225,7 +226,7 @@ def test_an_actor_that_is_wrong_every_time_is_given_up_and_the_last_one_ends_the
             pool.answers.expect(version, IDS, truth(version))
             one.says = other.says = version
             await eventually(lambda version=version: pool.statistics["evictions"] == 2 * (version + 1))
-        await eventually(lambda: set(pool.actors.values()) == {"gave up"})
+        await eventually(lambda: set(pool.actors.values()) == {"given_up"})
         with pytest.raises(UserError, match="no inference actor is left .*stale or torn"):
             await pool.generate(GenerateRequest("r", IDS, SamplingParameters(4)))
 
@@ -342,7 +343,7 @@ def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
         following = np.tile(log_probs, (len(parity.sampled_behind(IDS)), 1))
         pool.answers.expect(0, IDS, truth(0) if verify == "probe" else [], following)
         # No newer version comes, and none would help.
-        await eventually(lambda: pool.actors == {"actor-0": "ready", "actor-1": "gave up"})
+        await eventually(lambda: pool.actors == {"actor-0": "ready", "actor-1": "given_up"})
         assert bool(honest.scored) == (verify == "probe")
 
     events = run(tmp_path, config, scenario, Sampler)
@@ -422,7 +423,7 @@ def test_refused_answers_are_reported_with_their_actor_and_the_third_in_a_row_ev
             for _ in range(3):
                 with pytest.raises(ActorError):
                     await bad.generate(GenerateRequest("r", [1], SamplingParameters(1)))
-        assert pool.actors == {"actor-0": "ready", "actor-1": "gave up"}
+        assert pool.actors == {"actor-0": "ready", "actor-1": "given_up"}
 
     events = run(tmp_path, config, scenario, lambda: next(actors)())
     (refused,) = of(events, "answer_refused")
@@ -430,7 +431,7 @@ def test_refused_answers_are_reported_with_their_actor_and_the_third_in_a_row_ev
     evicted = of(events, "actor_evicted")
     assert [event["noticed_by"] for event in evicted] == ["answers"] * 3
     assert "3 answers in a row cannot be right" in evicted[0]["reason"]
-    assert "9 answers in a row" in of(events, "actor_gave_up")[0]["reason"]
+    assert "9 answers in a row" in of(events, "actor_given_up")[0]["reason"]
 
 
 def test_mismatch_alarm_and_stop() -> None:
@@ -483,11 +484,11 @@ def test_an_actor_whose_samples_are_wrong_is_out_until_a_newer_version_and_the_t
             await eventually(lambda: pool.actors["actor-0"] == "ready" and pool.serving_version() == wrong.says)
             await eventually(lambda: pool.actors["actor-1"] == "ready")
         await pool.judge_samples("actor-1", 4, "wrong at 4")
-        assert pool.actors == {"actor-0": "ready", "actor-1": "gave up"}
+        assert pool.actors == {"actor-0": "ready", "actor-1": "given_up"}
         for version in (4, 5, 6):
             await pool.judge_samples("actor-0", version, "wrong as well")
         with pytest.raises(UserError, match=r"is left \(actor-0: wrong as well; actor-1: wrong at 4"):
             await pool.generate(request)
 
     events = run(tmp_path, config, scenario)
-    assert [event["reason"] for event in of(events, "actor_gave_up")] == ["wrong at 4", "wrong as well"]
+    assert [event["reason"] for event in of(events, "actor_given_up")] == ["wrong at 4", "wrong as well"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.patience import asynchronous, eventually
+from tests.unit_tests.inference.stand_in_actor import StandInActor
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
 from torchtitan.inference.pool.actor_pool import InferencePool
@@ -30,29 +30,17 @@ LONG = {
 Answer = Callable[[], web.Response]
 
 
-@contextlib.asynccontextmanager
-async def serving(answer: Answer, seconds: float = 0.0, version: int = 0) -> AsyncIterator[str]:
-    """An actor that says it serves this version, and takes so long to answer a request so. Its URL."""
+class Answering(StandInActor):
+    """It takes so long to answer a request so."""
 
-    async def health(_request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "epoch": "e", "version": version})
+    def __init__(self, answer: Answer, seconds: float = 0.0, version: int = 0):
+        super().__init__(version)
+        self._answer, self._seconds = answer, seconds
 
-    async def generate(request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.Response:
         await request.read()
-        await asyncio.sleep(seconds)
-        return answer()
-
-    app = web.Application()
-    app.add_routes(
-        [web.get("/health", health), web.post("/v1/generate", generate), web.post("/weights/connect", health)]
-    )
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+        await asyncio.sleep(self._seconds)
+        return self._answer()
 
 
 async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **inference: Any) -> None:
@@ -60,7 +48,8 @@ async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **i
     config.inference.num_actors, config.inference.discover = 0, True
     vars(config.inference).update({"health_interval_s": 0.05, **inference})
     pool = InferencePool(config, "e", "secret", folder, EventLog(folder / "events.jsonl"))
-    async with serving(lambda: web.json_response({"completions": [GOOD]}), seconds) as well, serving(sick) as ill:
+    healthy = Answering(lambda: web.json_response({"completions": [GOOD]}), seconds)
+    async with healthy.running() as well, Answering(sick).running() as ill:
         await pool.start()
         try:
             await pool.meet({"ill": ill, "well": well})
@@ -110,7 +99,7 @@ async def test_actor_that_says_it_serves_what_was_not_published_gets_no_requests
     config.inference.num_actors, config.inference.discover = 0, True
     pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events.jsonl"))
     answer = lambda: web.json_response({"completions": [GOOD]})  # noqa: E731
-    async with serving(answer) as well, serving(answer, version=version) as liar:
+    async with Answering(answer).running() as well, Answering(answer, version=version).running() as liar:
         await pool.start()
         try:
             await pool.meet({"liar": liar, "well": well})

@@ -28,6 +28,7 @@ from torchtitan.inference.types import (
     VersionSpan,
 )
 from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.weight_sync.actor_state import ActorState
 
 ASLEEP, READY = "asleep", "ready"
 
@@ -45,7 +46,7 @@ class Sleeper(Liar):
         """What runs does not finish"""
         self.failing = ""
         """sleep or wake: the order that comes to nothing"""
-        self.weights_state = "READY"
+        self.weights_state = ActorState.READY
         self.frozen = False
         self.draining = False
         """It takes nothing new, and finishes what runs before a version"""
@@ -58,9 +59,11 @@ class Sleeper(Liar):
         if self.frozen:
             await asyncio.sleep(timeout_s)
             raise ActorError("health", "no answer")
-        status = ASLEEP if self.asleep else "paused" if self.draining else "ok"
+        state = ActorState.APPLYING if self.draining else ActorState.READY
+        state = ActorState.ASLEEP if self.asleep else state
         asleep = tuple(tag for tag in TAGS if tag in self.asleep)
-        return ActorHealth(status, "e", self.version, asleep=asleep, weights_state=self.weights_state)
+        serves = state is ActorState.READY
+        return ActorHealth(state, serves, "e", self.version, asleep=asleep, weights_state=self.weights_state)
 
     async def connect_weights(self, *_: object) -> None:
         self.orders.append("connect")
@@ -259,7 +262,7 @@ def test_an_actor_that_comes_back_meanwhile_is_put_to_sleep_too(tmp_path: Path) 
 
 def test_an_actor_with_a_version_on_its_way_is_not_pressed(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
-        first.weights_state = "APPLYING"
+        first.weights_state = ActorState.APPLYING
         await pool.sleep()
         assert second.asleep and first.orders == ["connect"]
         await pool.wake("weights")
@@ -292,8 +295,8 @@ def test_a_drain_is_no_trouble_and_what_runs_in_one_can_be_redone(
             sleeper.goes_on.clear()
         tasks = [asyncio.ensure_future(pool.generate(request(f"r{i}"))) for i in range(2)]
         await eventually(lambda: first.generating.is_set() and second.generating.is_set())
-        first.draining, first.weights_state = True, "APPLYING"
-        await eventually(lambda: pool.actors["actor-0"] == "joining")
+        first.draining, first.weights_state = True, ActorState.APPLYING
+        await eventually(lambda: pool.actors["actor-0"] == "applying")
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in tasks)
         # Its engine has frozen meanwhile, and the registry has given it up.
@@ -301,7 +304,7 @@ def test_a_drain_is_no_trouble_and_what_runs_in_one_can_be_redone(
         second.goes_on.set()
         await asyncio.gather(*tasks)
         assert pool.statistics["requests_redone"] == 1
-        first.draining, first.weights_state = False, "READY"
+        first.draining, first.weights_state = False, ActorState.READY
         first.goes_on.set()
         await eventually(lambda: pool.actors["actor-0"] == READY)
 

@@ -237,9 +237,9 @@ async def test_an_actor_whose_options_cannot_work_is_started_once(
     pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events.jsonl"))
     await pool.start()
     try:
-        await eventually(lambda: pool.actors == {"actor-0": "gave up"}, why=lambda: pool.actors)
+        await eventually(lambda: pool.actors == {"actor-0": "given_up"}, why=lambda: pool.actors)
         assert (tmp_path / "starts").read_text() == "x" * starts
-        (event,) = (row for row in read_json_lines(tmp_path / "events.jsonl") if row["kind"] == "actor_gave_up")
+        (event,) = (row for row in read_json_lines(tmp_path / "events.jsonl") if row["kind"] == "actor_given_up")
         assert f"ended with exit code {code}" in event["reason"]
     finally:
         await pool.close()

@@ -138,7 +138,7 @@ def test_what_the_server_answers(tmp_path: Path) -> None:
     write(tmp_path / "completions.jsonl", rows_of(30, 1))
     metrics = [{"step": 1, "loss": 0.5, "reward/mean": 0.25, "x": None}, {"step": 1, "eval/pass@1": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
-    (tmp_path / ACTORS_FILE).write_text('{"step": 1, "actors": {"actor-0": "READY v3", "b\\"c": "LOST"}}')
+    (tmp_path / ACTORS_FILE).write_text('{"step": 1, "actors": {"actor-0": "ready v3", "b\\"c": "evicted"}}')
 
     async def check() -> None:
         async with TestClient(TestServer(LiveServer(tmp_path, "t").app())) as client:
@@ -154,7 +154,7 @@ def test_what_the_server_answers(tmp_path: Path) -> None:
             assert answer.content_type == "text/plain" and "version=0.0.4" in answer.headers["Content-Type"]
             lines = (await answer.text()).splitlines()
             assert {"torchtitan_reward_mean 0.25", "torchtitan_eval_pass_1 0.5", "torchtitan_step 1.0"} <= set(lines)
-            assert r'torchtitan_actor_version{actor="b\"c",state="LOST"} -1.0' in lines
+            assert r'torchtitan_actor_version{actor="b\"c",state="evicted"} -1.0' in lines
 
     asyncio.run(check())
 

@@ -128,8 +128,8 @@ def test_whole_lines_as_the_files_grow_and_are_cut(tmp_path: Path) -> None:
                 assert answer.status == 404 or (await answer.json())["lines"] == []
             about = await (await client.get("/run", headers=BEARER)).json()
             assert about["actors"] == {} and len(about["plots"]) == 13
-            (run_dir / ACTORS_FILE).write_text('{"step": 4, "actors": {"actor-0": "READY v3"}}')
-            assert (await (await client.get("/run", headers=BEARER)).json())["actors"] == {"actor-0": "READY v3"}
+            (run_dir / ACTORS_FILE).write_text('{"step": 4, "actors": {"actor-0": "ready v3"}}')
+            assert (await (await client.get("/run", headers=BEARER)).json())["actors"] == {"actor-0": "ready v3"}
 
     asyncio.run(check())
 
@@ -281,7 +281,7 @@ async def browse(url: str, profile: Path) -> AsyncIterator[Browser]:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_a_browser_draws_what_comes_and_runs_none_of_it(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=30)
-    (run_dir / ACTORS_FILE).write_text('{"step": 30, "actors": {"actor-0": "READY v29"}}')
+    (run_dir / ACTORS_FILE).write_text('{"step": 30, "actors": {"actor-0": "ready v29"}}')
     (run_dir / "completions.jsonl").unlink()
     with JsonLines(run_dir / "completions.jsonl") as file:
         for row in (sample(29), sample(30), sample(30, completion="tail", token_texts=[], log_probs=[])):
@@ -294,7 +294,7 @@ def test_a_browser_draws_what_comes_and_runs_none_of_it(tmp_path: Path) -> None:
             assert await browser.evaluate("at('prompt').textContent") == EVIL
             assert await browser.evaluate("at('completion').textContent") == f"a{EVIL}b"
             assert await browser.evaluate("document.querySelectorAll('img, script').length") == 1
-            assert "READY v29" in await browser.evaluate("at('actors').innerText")
+            assert "ready v29" in await browser.evaluate("at('actors').innerText")
             assert "<script>alert(1)</script>" in await browser.evaluate("at('events').innerText")
             assert "exact" in await browser.evaluate("at('facts').innerText")
             colours = "[...at('completion').children].slice(0, 3).map(one => one.style.backgroundColor).join(' ')"

@@ -67,8 +67,8 @@ def test_rows_have_all_keys_and_only_json_numbers(tmp_path: Path) -> None:
     began = round(time.time(), 3)
     logger = MetricsLogger(make_config(), tmp_path)
     logger.log_evaluation(0, {"eval/pass@1": 0.25})
-    logger.log_step(1, figures(1) | {"loss": math.nan, "grad_norm": math.inf}, {"actor-0": "READY v0"})
-    assert json.loads((tmp_path / "actors.json").read_text()) == {"step": 1, "actors": {"actor-0": "READY v0"}}
+    logger.log_step(1, figures(1) | {"loss": math.nan, "grad_norm": math.inf}, {"actor-0": "ready v0"})
+    assert json.loads((tmp_path / "actors.json").read_text()) == {"step": 1, "actors": {"actor-0": "ready v0"}}
     # Every row is on the disk before the run goes on.
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     logger.close()
@@ -230,7 +230,7 @@ def test_live_display_lets_log_lines_through_and_ends_with_the_last_evaluation(m
     try:
         display = console.make_console(make_config(console="rich").metrics, 10)
         for step in (1, 2):
-            display.step(step, figures(step) | {"reward/mean": 0.25 * step}, {"actor-0": "READY v1"})
+            display.step(step, figures(step) | {"reward/mean": 0.25 * step}, {"actor-0": "ready v1"})
         logging.getLogger("other").warning("a line from elsewhere")
         display.evaluation(2, {"eval/pass@1": 0.88})
         display.close()
@@ -238,7 +238,7 @@ def test_live_display_lets_log_lines_through_and_ends_with_the_last_evaluation(m
     finally:
         root.removeHandler(handler)
     text = stream.getvalue()
-    for expected in ("a line from elsewhere", "2/10", "actor-0 READY v1", "▁█", "version 2"):
+    for expected in ("a line from elsewhere", "2/10", "actor-0 ready v1", "▁█", "version 2"):
         assert expected in text
     last_panel = text[text.rindex("╭") :]
     assert "pass@1 0.88  (after step 2)" in last_panel and "reward" in last_panel

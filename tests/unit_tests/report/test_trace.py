@@ -54,7 +54,7 @@ def make_run(run_dir: Path, ranks: int = 2, steps: int = 4, begin: float = 1000.
     journal.clock = itertools.count(begin + 1.5, 0.1)  # type: ignore[assignment]
     journal.pull(1, "actor-10")
     journal.end(1, "actor-10", reason="late")
-    journal.evict("actor-10", "PULLING")
+    journal.evict("actor-10", "pulling")
     (run_dir / "events.jsonl").write_text(json.dumps({"time": begin + 1, "kind": "actor_evicted", "actor": "actor-10"}))
     return run_dir
 
@@ -222,7 +222,7 @@ def test_the_report_draws_the_last_steps(tmp_path: Path) -> None:
     (run_dir / "config.toml").touch()
     text = write_report(run_dir).read_text()
     assert "Trainer and actors on one clock" in text and "step 30" in text and "step 5<" not in text
-    for expected in ("Weight synchronisation", "actor-10", "1 in PULLING", "trace.json", ">transfer<", ">generate<"):
+    for expected in ("Weight synchronisation", "actor-10", "1 in pulling", "trace.json", ">transfer<", ">generate<"):
         assert expected in text
     (tmp_path / "short").mkdir()
     assert ">evicted<" in write_report(make_run(tmp_path / "short")).read_text()

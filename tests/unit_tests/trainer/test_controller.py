@@ -21,6 +21,7 @@ from torchtitan.rollout.types import Batch
 from torchtitan.trainer.controller import Controller, DataPath, Kind
 from torchtitan.trainer.job import Job
 from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
 
 
@@ -86,14 +87,14 @@ def make(folder: Path, parts: Any, config: JobConfig | None = None) -> Controlle
 def status(state: str, evictions: int) -> ActorStatus:
     # The registry keeps the reason of a state only until the actor is back.
     reason = "no byte within 5 s"
-    return ActorStatus(state, 3, state == "READY", reason if state == "LOST" else "", evictions, reason)
+    return ActorStatus(ActorState(state), 3, state == "ready", reason if state == "evicted" else "", evictions, reason)
 
 
 class Evicted:
     """A pool whose actors are asked to be redone elsewhere, and the weight path that evicts them."""
 
     def __init__(self, error: Exception | None = None):
-        self.states = {"a": status("READY", 0), "b": status("READY", 0)}
+        self.states = {"a": status("ready", 0), "b": status("ready", 0)}
         self.redone: list[tuple[str, str]] = []
         self.error = error
 
@@ -110,11 +111,11 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     parts = Evicted()
     controller = make(tmp_path, parts)
     for actors in (
-        {"a": status("READY", 0), "b": status("READY", 0)},
-        {"a": status("LOST", 1), "b": status("READY", 0)},
-        {"a": status("LOST", 1), "b": status("READY", 0)},
-        {"a": status("READY", 1), "b": status("JOINING", 1)},  # b had only lost its connection
-        {"a": status("LOST", 2), "b": status("READY", 1)},
+        {"a": status("ready", 0), "b": status("ready", 0)},
+        {"a": status("evicted", 1), "b": status("ready", 0)},
+        {"a": status("evicted", 1), "b": status("ready", 0)},
+        {"a": status("ready", 1), "b": status("joining", 1)},  # b had only lost its connection
+        {"a": status("evicted", 2), "b": status("ready", 1)},
     ):
         asyncio.run(controller._note_evictions(actors))
     assert parts.redone == [("a", "no byte within 5 s")] * 2
@@ -124,8 +125,8 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
 
 def test_a_late_actor_is_told_once_until_it_is_late_again(tmp_path: Path) -> None:
     controller = make(tmp_path, Evicted())
-    late = ActorStatus("LATE", 3, True, "took no version within 70 s", 0)
-    for actor in (late, late, status("READY", 0), late):
+    late = ActorStatus(ActorState.LATE, 3, True, "took no version within 70 s", 0)
+    for actor in (late, late, status("ready", 0), late):
         asyncio.run(controller._note_evictions({"a": actor}))
     told = [(event["kind"], event["actor"], event["reason"]) for event in read_json_lines(controller.events.path)]
     assert told == [("actor_late", "a", "took no version within 70 s")] * 2
@@ -142,11 +143,11 @@ def test_an_eviction_is_acted_on_while_no_command_is_asked_for(tmp_path: Path, l
     parts = Evicted()
     controller = make(tmp_path, parts)
     controller._watch = loop.submit(controller._watch_actors)
-    parts.states["b"] = status("LOST", 1)
+    parts.states["b"] = status("evicted", 1)
     until(lambda: bool(parts.redone))
     controller.close()
     assert [actor for actor, _ in parts.redone] == ["b"] and controller._watch.done()
-    parts.states["a"] = status("LOST", 1)
+    parts.states["a"] = status("evicted", 1)
     time.sleep(0.3)
     assert [actor for actor, _ in parts.redone] == ["b"], "it goes on after the end"
 
@@ -166,7 +167,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(tmp_pat
 
 def test_a_pool_that_fails_ends_the_run(tmp_path: Path, loop: BackgroundLoop) -> None:
     parts = Evicted(UserError("no inference actor is left"))
-    parts.states["a"] = status("LOST", 1)
+    parts.states["a"] = status("evicted", 1)
     controller = make(tmp_path, parts)
     controller._watch = loop.submit(controller._watch_actors)
     until(controller._watch.done)

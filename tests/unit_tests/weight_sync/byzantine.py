@@ -22,7 +22,7 @@ from tests.deterministic.parts import REGISTRY, TOKEN
 from tests.hostile import VALUES, message
 from tests.unit_tests.weight_sync.job import Job, Parts
 from tests.unit_tests.weight_sync.runs import JOIN_SECONDS, draw_shape, finish
-from torchtitan.report.deliveries import DeliveryBook
+from torchtitan.report.deliveries import JournalReader
 from torchtitan.report.sync_metrics import Sums
 from torchtitan.weight_sync.wire.handshake import ACTOR, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import Channel, Message
@@ -173,13 +173,13 @@ def check_claims(job: Job) -> None:
 
 def check_trainer(job: Job) -> None:
     """What the training thread reads: the journal and the status, as it reads them."""
-    book, sums = DeliveryBook(), Sums()
+    journal, sums = JournalReader(), Sums()
     lines = [{"time": time, "event": event, **fields} for time, event, fields in job.journal]
-    for entry in [*book.feed(json.loads(json.dumps(line, allow_nan=False)) for line in lines), *book.close()]:
+    for entry in journal.feed(json.loads(json.dumps(line, allow_nan=False)) for line in lines):
         sums.add(entry)
     json.dumps([sums.figures(), job.registry.status()], allow_nan=False)
-    if book.left_out:
-        raise Violation(f"{book.left_out} lines of the journal make no sense")
+    if journal.left_out:
+        raise Violation(f"{journal.left_out} lines of the journal make no sense")
 
 
 def run_byzantine(seed: int, parts: Parts | None = None) -> Job:

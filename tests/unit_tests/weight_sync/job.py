@@ -328,7 +328,7 @@ class Job:
             serving = actor.puller.serving
             if actor.process.alive and newest is not None and (serving is None or serving.version != newest):
                 known = self.registry.actors.get(actor.name)
-                if known is None or known.state != "GIVEN_UP":
+                if known is None or known.state != "given_up":
                     return f"{actor.name} serves {serving}, version {newest} is published"
         return ""
 

@@ -10,8 +10,8 @@ from functools import partial
 from tests.deterministic.machine import Machine, Process, Violation
 from tests.deterministic.parts import REGISTRY
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts, Shape
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.facade import all_have
-from torchtitan.weight_sync.registry.state import LATE
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 JOIN_SECONDS = 0.1
@@ -317,13 +317,13 @@ def run_hung(seed: int, parts: Parts | None = None) -> Job:
     longest = shape.apply_timeout_s + (shape.lease_s if thread == "fetch" else 0.0) + usual
     if waits[hangs_at] > longest or max(waits[:hangs_at] + waits[hangs_at + 1 :]) > usual:
         raise Violation(f"{stuck.name} hangs in {thread} at version {hangs_at}, and the trainer waited {waits}")
-    told = [event for _, event, fields in job.journal if event in ("late", "lost") and fields["actor"] == stuck.name]
-    if job.registry.status()["actors"][stuck.name]["state"] != LATE or not told:
+    told = [event for _, event, fields in job.journal if event in ("late", "evicted") and fields["actor"] == stuck.name]
+    if job.registry.status()["actors"][stuck.name]["state"] != ActorState.LATE or not told:
         raise Violation(f"{stuck.name} hangs, and nobody says so: {told}")
     stuck.process.kill()
     stuck.begin()
     machine.run(machine.now + 1.0 + usual)
-    if job.registry.status()["actors"][stuck.name]["state"] != "READY":
+    if job.registry.status()["actors"][stuck.name]["state"] != "ready":
         raise Violation(f"{stuck.name} has taken a version, and is still late")
     finish(job, 8.0)
     return job

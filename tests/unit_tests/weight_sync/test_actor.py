@@ -44,7 +44,7 @@ def test_others_are_told_an_address_that_they_reach(host: str, peer: str, told: 
 def test_a_thread_that_fails_says_so() -> None:
     actor = SyncActor("127.0.0.1:9", "a", "e", "k", lambda _staged: None, relay_host="127.0.0.1")
     assert (
-        actor.status()["failure"] is None and actor.status()["state"] == "JOINING" and not actor.status()["connected"]
+        actor.status()["failure"] is None and actor.status()["state"] == "joining" and not actor.status()["connected"]
     )
     actor.puller.start = lambda _listener: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     actor.start()

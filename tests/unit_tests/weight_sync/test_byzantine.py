@@ -86,12 +86,12 @@ def test_neither_the_trainer_nor_an_honest_actor_notices(tmp_path: Path) -> None
                 until(lambda: actor.served is not None and actor.served.version >= version, PATIENCE_S)  # noqa: B023
             metrics.step({"policy_version": version})
             sync.statistics()
-        until(lambda: sync.actors()["good"].state == "READY")
+        until(lambda: sync.actors()["good"].state == "ready")
         assert version > 3 and sync.actors()["good"].evictions == 0
         assert (sync.registry.restarts, sync.shard_server.restarts, sync.failure) == (0, 0, "")
         growth = [server.memory_info().rss - was for server, was in zip(servers, before, strict=True)]
         assert max(growth) < MAX_GROWTH_MB << 20
-        assert metrics._book.left_out == 0
+        assert metrics._journal.left_out == 0
         metrics.close()
         SyncMetrics(tmp_path).close()
         for log in (tmp_path / "weight_sync").glob("*.log"):

@@ -18,8 +18,8 @@ from torchtitan.weight_sync.servers import listen
 from torchtitan.weight_sync.wire.runtime import Message
 
 
-def actor(version: int, state: str = "READY", **others: Any) -> Message:
-    serves = state not in ("LOST", "GIVEN_UP", "POISONED") and version >= 0
+def actor(version: int, state: str = "ready", **others: Any) -> Message:
+    serves = state not in ("evicted", "given_up", "poisoned") and version >= 0
     usual = {"pinned": False, "failures": 0, "reason": "", "figures": {}, "evictions": 0, "eviction": ""}
     return {"state": state, "version": version, "serves": serves, **usual, **others}
 
@@ -59,11 +59,11 @@ def sync_of(registry: Registry, failure: str = "") -> WeightSync:
     [
         (3, {}, 0, True), (3, {}, 1, True), (4, {}, 1, True), (3, {}, 2, False), (2, {}, 0, False),
         (None, {}, 0, False), (3, {"b": actor(2)}, 0, False), (3, {"b": actor(4)}, 2, True),
-        (3, {"b": actor(3, "POISONED")}, 0, False),
+        (3, {"b": actor(3, "poisoned")}, 0, False),
         # These are not waited for, and count for nothing.
-        (3, {"b": actor(2, pinned=True)}, 1, True), (3, {"b": actor(2, "LOST")}, 1, True),
-        (3, {"b": actor(2, "LATE")}, 1, True),
-        (3, {"b": actor(2, "GIVEN_UP")}, 2, False), (3, {"b": actor(2, failures=MAX_FAILURES)}, 1, True),
+        (3, {"b": actor(2, pinned=True)}, 1, True), (3, {"b": actor(2, "evicted")}, 1, True),
+        (3, {"b": actor(2, "late")}, 1, True),
+        (3, {"b": actor(2, "given_up")}, 2, False), (3, {"b": actor(2, failures=MAX_FAILURES)}, 1, True),
         (3, {"b": actor(2, failures=MAX_FAILURES - 1)}, 1, False),
     ],
 )  # fmt: skip
@@ -74,13 +74,23 @@ def test_who_is_waited_for(newest: int | None, others: dict[str, Message], at_le
 
 
 def test_who_is_missing_and_why() -> None:
-    before = {"a": actor(2), "late": actor(2), "dies": actor(2), "gone": actor(2, "LOST"), "back": actor(1, "LOST")}
+    before = {
+        "a": actor(2),
+        "late": actor(2),
+        "dies": actor(2),
+        "gone": actor(2, "evicted"),
+        "back": actor(1, "evicted"),
+    }
     after = {
-        **before, "a": actor(3), "late": actor(2, "PULLING"), "dies": actor(2, "LOST", reason="no word"),
-        "back": actor(-1, "JOINING"),
+        **before, "a": actor(3), "late": actor(2, "pulling"), "dies": actor(2, "evicted", reason="no word"),
+        "back": actor(-1, "joining"),
     }  # fmt: skip
     sync = sync_of(Registry(3, before, after))
-    expected = {"late": "PULLING at version 2", "dies": "LOST at version 2: no word", "back": "JOINING at version -1"}
+    expected = {
+        "late": "pulling at version 2",
+        "dies": "evicted at version 2: no word",
+        "back": "joining at version -1",
+    }
     assert sync.wait_until_applied(3, 1.0) == SyncOutcome(frozenset({"a"}), expected)
     waited = sync.statistics()["time/sync_stall_s"]
     assert waited > 0 and sync.statistics()["time/sync_stall_s"] == 0
@@ -90,7 +100,7 @@ def test_who_is_missing_and_why() -> None:
 
 def test_what_is_told_of_actors() -> None:
     sync = sync_of(Registry(3, {"a": actor(3, figures={"apply_s": 1.5, "bytes_full": 7})}))
-    assert sync.actors()["a"] == ("READY", 3, True, "", 0, "")
+    assert sync.actors()["a"] == ("ready", 3, True, "", 0, "")
     told = {"weight_sync/a/version": 3, "weight_sync/a/apply_s": 1.5, "weight_sync/evictions": 2}
     counted = {"weight_sync/versions_published": 5, "weight_sync/versions_skipped": 1}
     assert sync.statistics() == {**told, **counted, "time/snapshot_s": 0.0, "time/sync_stall_s": 0.0}

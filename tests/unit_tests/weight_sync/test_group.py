@@ -210,7 +210,7 @@ def test_all_workers_hold_what_their_actor_serves(start: int) -> None:
         group.failures = 0.0
         for worker in group.workers:
             worker.process.thaw()
-        if job.registry.actors["a"].state == "GIVEN_UP":
+        if job.registry.actors["a"].state == "given_up":
             # Its workers were frozen in three retained snapshots in a row: it is started anew.
             group.replace_leader()
         group.run(20.0)
@@ -236,7 +236,7 @@ def test_what_a_worker_finds_torn_is_served_by_none() -> None:
     group.workers[1].puller.poison_version(0, "flipped")
     group.run(0.02)
     assert group.leader.poisoned and group.leader.serving is None
-    assert job.registry.actors["a"].state == "POISONED"
+    assert job.registry.actors["a"].state == "poisoned"
     # It comes anew, for both.
     group.run(5.0)
     assert group.leader.applied == applied + 1 and job.registry.actors["a"].version == 0
@@ -306,7 +306,7 @@ def test_worker_that_serves_another_version_than_was_ordered_has_not_applied_it(
     job.train(1)
     group.run(2.0)
     assert group.leader.poisoned and group.leader.serving is None
-    assert job.registry.actors["a"].state == "POISONED" and "serves" in job.registry.actors["a"].reason
+    assert job.registry.actors["a"].state == "poisoned" and "serves" in job.registry.actors["a"].reason
     group.close()
 
 

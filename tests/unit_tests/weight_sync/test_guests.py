@@ -153,9 +153,9 @@ def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:
         one.channel.close("ended")
     world.run(0.2)
     status = trainer.last("status")
-    assert status["evictions"] == 1 and status["states"] == {"LOST": 1} and world.heard(trainer) == {}
+    assert status["evictions"] == 1 and status["states"] == {"evicted": 1} and world.heard(trainer) == {}
     assert any("spot" in one["forgotten"] for one in trainer.heard if one["type"] == "status")
-    assert [line["actor"] for line in world.events("lost")] == ["killed"]
+    assert [line["actor"] for line in world.events("evicted")] == ["killed"]
     assert [line["actor"] for line in world.events("left")] == ["spot"]
     # It may come back, and is a usual actor then.
     world.guest()

@@ -211,7 +211,7 @@ def seconds_to_join(seed: int, seconds: float | None) -> float:
     assert actor.versions, f"it did not join within {machine.now - begun:.0f} s"
     machine.run(max(machine.now, begun + (seconds or 0.0)) + 0.5)
     # Those who had their say are not let go for strangers; of these some are waited for, and no more.
-    assert job.registry.actors["late"].state == "READY"
+    assert job.registry.actors["late"].state == "ready"
     held = sum(not channel.closed for channel in opened)
     assert held <= len(ports) * handshake.MAX_HANDSHAKES
     return actor.versions[0][0] - begun

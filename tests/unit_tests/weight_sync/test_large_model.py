@@ -71,7 +71,7 @@ def test_version_of_72b_parameters_is_accepted_with_the_defaults() -> None:
     job.train(30)
     machine.run(30 * shape.interval)
     assert not job.skipped
-    lost = [record for record in job.journal if record[1] in ("lost", "lost_snapshot", "drop", "poisoned")]
+    lost = [record for record in job.journal if record[1] in ("evicted", "lost_snapshot", "drop", "poisoned")]
     assert not lost
     for actor in job.actors:
         # Each serves as many as its link and its engine can take one after the other.

@@ -78,7 +78,7 @@ def test_what_an_actor_measures_stands_by_itself(tmp_path: Path) -> None:
     ranks, evil, trainer = world.ranks(), world.actor(), world.trainer()
     world.publish(ranks, 1, 0)
     known = {"bytes_full": 10**15, "transfer_s": 1e-300, "pause_s": 1e7, "source": "x" * MAX_NAME}
-    forged = dict.fromkeys(("epoch", "version", "actor", "outcome", "published_at", "attempts", "failures"), 7)
+    forged = dict.fromkeys(("epoch", "version", "actor", "outcome", "offered_at", "attempt", "reason"), 7)
     about = {"version": 0, "digest": world.digest}
     evil.say("serving", **about, figures=known | forged | {f"x{number}": 1e17 for number in range(1000)})
     assert trainer.last("status")["actors"]["a"]["figures"] == known
@@ -91,8 +91,8 @@ def test_what_an_actor_measures_stands_by_itself(tmp_path: Path) -> None:
     metrics.close()
     json.dumps(sums, allow_nan=False)
     row = json.loads((folder / "versions.jsonl").read_text(), parse_constant=pytest.fail)
-    named = (row["epoch"], row["version"], row["actor"], row["outcome"], row["attempts"], row["failures"])
-    assert named == ("e1", 0, "a", "applied", 0, [])
+    named = (row["epoch"], row["version"], row["actor"], row["outcome"], row["attempt"], row["reason"])
+    assert named == ("e1", 0, "a", "applied", 0, "")
     measured = {key: value for key, value in row["figures"].items() if value is not None}
     assert measured == known and not forged.keys() & row["figures"].keys()
 

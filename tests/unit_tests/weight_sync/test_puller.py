@@ -43,7 +43,7 @@ def test_version_that_was_pulled_before_the_pin_is_applied_after_it() -> None:
     job = job_of(actor_seconds=(0.5,))
     publish(job, 2.0)
     publish(job, 0.2)
-    assert job.actors[0].puller.state == "PULLING"
+    assert job.actors[0].puller.state == "pulling"
     pin(job, 0)
     job.machine.run(job.machine.now + 3.0)
     assert versions(job.actors[0]) == [0]
@@ -76,18 +76,19 @@ def test_version_that_fails_is_tried_again_and_half_of_it_is_served_by_none(erro
     actor.error = error
     publish(job, 0.8)
     known = job.registry.actors["actor-0"]
-    assert actor.puller.poisoned is half and known.serves is not half and (known.state == "POISONED") is half
-    # It is told once, with its reason.
-    assert sum(str(error) in str(row.get("reason")) for *_, row in job.journal) == 1
+    assert actor.puller.poisoned is half and known.serves is not half and (known.state == "poisoned") is half
+    # It is told once, with its reason, and so is what became of the delivery.
+    events = [event for _, event, row in job.journal if str(error) in str(row.get("reason"))]
+    assert events == ["poisoned" if half else "ended", "delivery"]
     assert known.version == (-1 if half else 0)
     job.machine.run(job.machine.now + 3.0)
-    assert versions(actor) == [0, 1] and known.serves and known.state == "READY" and not actor.puller.poisoned
+    assert versions(actor) == [0, 1] and known.serves and known.state == "ready" and not actor.puller.poisoned
 
 
 def test_look_that_is_faster_than_the_end_of_its_apply_is_not_lost() -> None:
     job = job_of()
     job.train(1)
-    while job.actors[0].puller.state != "APPLYING":
+    while job.actors[0].puller.state != "applying":
         job.machine.run(job.machine.now + 0.0005)
     job.actors[0].puller.poison_version(0, "layer 3 differs")
     job.machine.run(job.machine.now + 5.0)
@@ -101,13 +102,13 @@ def test_actor_that_never_finishes_is_given_up_with_the_reason() -> None:
     job.train(180)
     job.machine.run(180.0)
     known = job.registry.actors["actor-1"]
-    assert known.state == "GIVEN_UP" and "within 5 s, 3 times in a row" in known.reason
+    assert known.state == "given_up" and "within 5 s, 3 times in a row" in known.reason
     assert not job.skipped
     # A new process of its name starts afresh.
     job.actors[1].process.kill()
     job.actors[1].begin()
     job.machine.run(job.machine.now + 0.2)
-    assert job.registry.actors["actor-1"].state == "PULLING"
+    assert job.registry.actors["actor-1"].state == "pulling"
 
 
 def test_deltas_and_a_base_that_is_not_what_the_actor_thinks() -> None:

@@ -157,16 +157,16 @@ def bucket_of(version: int, bucket: int) -> bytes:
 
 def test_version_is_pulled_applied_and_told() -> None:
     world = World()
-    assert world.puller.state == "JOINING"
+    assert world.puller.state == "joining"
     manifest = world.newest(5, 3)
-    assert world.puller.state == "PULLING" and world.registry.last("pulling")["serial"] == 5
+    assert world.puller.state == "pulling" and world.registry.last("pulling")["serial"] == 5
     assert world.server.last("open") == {"type": "open", "pull": 1, "serial": 5, "buckets": [[0, 2]]}
     world.send(3, 0)
     world.run(1.0)
     assert world.registry.bytes == BUCKET_BYTES and not world.applied
     world.send(3, 1)
     world.run(0.1)
-    assert world.applied == [3] and world.puller.state == "READY"
+    assert world.applied == [3] and world.puller.state == "ready"
     assert world.registry.last("ended")["outcome"] == "staged"
     serving = world.registry.last("serving")
     assert (serving["version"], serving["digest"]) == (3, manifest.digest)
@@ -207,7 +207,7 @@ def test_poisoned_actor_says_so_to_each_registry() -> None:
     assert not world.puller.poisoned
     world.puller.poison_version(3, "layer 3 differs")
     world.run(0.1)
-    assert world.puller.state == "POISONED" and world.registry.last("poisoned")["version"] == 3
+    assert world.puller.state == "poisoned" and world.registry.last("poisoned")["version"] == 3
     world.registry.channels[-1].close("killed")
     world.run(1.0)
     assert world.registry.count("poisoned") == 2 and world.registry.count("serving") == 1
@@ -247,7 +247,7 @@ def test_superseded_pull_is_given_up_unless_it_is_retained() -> None:
     assert world.registry.last("ended")["outcome"] == "gone" and world.server.last("open")["serial"] == 2
     # Twice in a row is slow: it waits for room.
     world.newest(3, 2, room=False)
-    assert world.registry.count("ended") == 2 and world.server.count("open") == 2 and world.puller.state == "JOINING"
+    assert world.registry.count("ended") == 2 and world.server.count("open") == 2 and world.puller.state == "joining"
     world.live(3, retained=[2], room=False)
     assert world.server.count("open") == 2
     world.live(3)
@@ -264,7 +264,7 @@ def test_what_a_shard_server_calls_gone_is_not_asked_for_at_once_again() -> None
     world.server.say("gone", pull=99)
     assert world.registry.count("ended") == 0
     world.server.say("gone", pull=1)
-    assert world.registry.last("ended")["outcome"] == "gone" and world.puller.state == "JOINING"
+    assert world.registry.last("ended")["outcome"] == "gone" and world.puller.state == "joining"
     world.run(0.8)
     assert world.server.count("open") == 1
     world.run(0.8)
@@ -366,7 +366,7 @@ def test_shard_server_of_another_rank_is_not_believed() -> None:
     world = World(rank=3)
     world.newest(1, 0)
     world.run(3.0)
-    assert world.server.count("open") == 0 and world.puller.state == "PULLING"
+    assert world.server.count("open") == 0 and world.puller.state == "pulling"
     # It is tried again, more and more seldom.
     assert 3 <= len(world.server.channels) <= 6 and all(channel.closed for channel in world.server.channels)
     world.run(10.0)

@@ -195,17 +195,17 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     first = world.trainer()
     assert first.last("status")["actors"] == {}
     ranks, actor = world.ranks(), world.actor()
-    assert first.last("status")["actors"]["a"]["state"] == "JOINING"
+    assert first.last("status")["actors"]["a"]["state"] == "joining"
     world.publish(ranks, 1, 0)
     actor.say("pulling", serial=1, version=0)
     status = first.last("status")
-    assert status["actors"]["a"]["state"] == "PULLING" and not status["actors"]["a"]["serves"]
+    assert status["actors"]["a"]["state"] == "pulling" and not status["actors"]["a"]["serves"]
     assert status["newest"] == 0
     actor.say("ended", version=0, outcome="staged", reason="")
-    assert first.last("status")["actors"]["a"]["state"] == "APPLYING"
+    assert first.last("status")["actors"]["a"]["state"] == "applying"
     actor.say("serving", version=0, digest=world.digest, figures={"transfer_s": 1.0})
     shown = first.last("status")["actors"]["a"]
-    assert (shown["state"], shown["version"], shown["serves"]) == ("READY", 0, True)
+    assert (shown["state"], shown["version"], shown["serves"]) == ("ready", 0, True)
     assert shown["figures"] == {"transfer_s": 1.0} and world.events("applied")[-1]["actor"] == "a"
     # What happens at once is one message.
     count = first.count("status")
@@ -218,7 +218,7 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     assert first.over and not second.over and second.last("status")["actors"]["a"]["serves"]
     actor.say("poisoned", version=0, reason="half of it")
     shown = second.last("status")["actors"]["a"]
-    assert (shown["state"], shown["reason"], shown["serves"]) == ("POISONED", "half of it", False)
+    assert (shown["state"], shown["reason"], shown["serves"]) == ("poisoned", "half of it", False)
     second.say("pulling", serial=1, version=0)
     assert second.over and "a trainer does not send" in world.machine.protocol_errors[-1]
 
@@ -307,7 +307,7 @@ def test_what_an_earlier_registry_published_counts_and_what_nobody_remembers_doe
     old.say("serving", version=1, digest=digests[1], figures={})
     forgotten.say("serving", version=0, digest=digests[0], figures={})
     shown = trainer.last("status")["actors"]
-    assert (shown["a"]["state"], shown["a"]["version"]) == ("READY", 1)
+    assert (shown["a"]["state"], shown["a"]["version"]) == ("ready", 1)
     # It is not refused, so that it can take a version that is known.
     assert not forgotten.over and not shown["forgotten"]["serves"]
 
@@ -328,7 +328,7 @@ def test_actor_that_does_not_apply_in_time_is_hung_up_on_unless_it_is_pinned() -
     world.run(0.6)
     assert actor.over and not pinned.over
     shown = trainer.last("status")["actors"]["a"]
-    assert shown["state"] == "LOST" and "did not apply a version within 1 s" in shown["reason"]
+    assert shown["state"] == "evicted" and "did not apply a version within 1 s" in shown["reason"]
     # The time that it was pinned does not count.
     world.run(3.0)
     trainer.say("pin", version=None)
@@ -356,25 +356,25 @@ def test_deadline_for_a_version_is_over_all_attempts_and_processes() -> None:
         actor.say("pulling", serial=version + 1, version=version)
         world.run(0.6)
         actor.say("ended", version=version, outcome="gone", reason="")
-    assert (seen(), seen("good")) == ("LATE", "READY") and not actor.over
+    assert (seen(), seen("good")) == ("late", "ready") and not actor.over
     (late,) = world.events("late")
     assert late["actor"] == "a" and "took no version within 3 s" in late["reason"]
     # What it serves already is nothing new, neither over another connection nor from another process.
     for again in (world.actor(), world.actor(instance="a-2")):
         again.say("serving", version=0, digest=old, figures={})
         again.say("pulling", serial=6, version=5)
-        assert seen() == "LATE"
+        assert seen() == "late"
     # A version that it stages and does not apply: lost, and late once it is back.
     again.say("ended", version=5, outcome="staged", reason="")
     world.run(1.5)
-    assert again.over and seen() == "LOST"
+    assert again.over and seen() == "evicted"
     again = world.actor(instance="a-3")
     again.say("serving", version=0, digest=old, figures={})
-    assert seen() == "LATE" and trainer.last("status")["actors"]["a"]["reason"] == "did not apply a version within 1 s"
+    assert seen() == "late" and trainer.last("status")["actors"]["a"]["reason"] == "did not apply a version within 1 s"
     again.say("serving", version=5, digest=world.digest, figures={"transfer_s": 1.0})
-    assert seen() == "READY" and len(world.events("late")) == 1
+    assert seen() == "ready" and len(world.events("late")) == 1
     world.run(5.0)
-    assert seen() == "READY", "nothing newer is offered"
+    assert seen() == "ready", "nothing newer is offered"
 
 
 def test_pinned_actor_is_not_late() -> None:
@@ -402,8 +402,8 @@ def test_silent_clients_are_hung_up_on_and_forgotten_in_the_end(monkeypatch: pyt
     world.run(1.0)
     assert actor.over and rank.over and not lively.over
     status = trainer.last("status")
-    assert status["actors"]["a"]["state"] == "LOST" and status["evictions"] == 1
-    assert "said nothing for 3 s (it was JOINING)" in status["actors"]["a"]["reason"]
+    assert status["actors"]["a"]["state"] == "evicted" and status["evictions"] == 1
+    assert "said nothing for 3 s (it was joining)" in status["actors"]["a"]["reason"]
     world.run(5.0)
     assert "a" in world.registry.actors
     world.run(3.0)
@@ -418,8 +418,8 @@ def test_same_process_may_come_back_and_another_one_starts_afresh() -> None:
     again = world.actor()
     assert actor.over and not again.over
     shown = trainer.last("status")["actors"]["a"]
-    assert (shown["state"], shown["version"], shown["evictions"]) == ("JOINING", -1, 1)
-    assert shown["reason"] == "" and "replaced by a newer connection (it was READY)" in shown["eviction"]
+    assert (shown["state"], shown["version"], shown["evictions"]) == ("joining", -1, 1)
+    assert shown["reason"] == "" and "replaced by a newer connection (it was ready)" in shown["eviction"]
     again.say("serving", version=0, digest=world.digest, figures={})
     assert trainer.last("status")["actors"]["a"]["serves"] and world.events("serves")
     other = world.actor(instance="a-2")
@@ -464,7 +464,7 @@ def test_the_trainer_is_told_counts_of_many_actors_at_once_and_details_little_by
     first = trainer.heard[0]
     assert "a39" in first["actors"] and len(first["actors"]) == STATUS_ACTORS + 1
     assert (dict(first["serving"]), dict(first["awaited"])) == ({0: 39, -1: 1}, {0: 39, -1: 1})
-    assert first["states"] == {"READY": 39, "POISONED": 1}
+    assert first["states"] == {"ready": 39, "poisoned": 1}
     world.run(1.0)
     assert len(trainer.last("status")["actors"]) == 40
     count = len(trainer.heard)

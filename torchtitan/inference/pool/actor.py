@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import functools
 import logging
 import time
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import DISK_ERRORS, UserError
 from torchtitan.inference.actor_client import (
-    UPDATING,
     ActorClient,
     ActorError,
     ActorHealth,
@@ -29,6 +27,7 @@ from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, Sta
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
+from torchtitan.weight_sync.actor_state import OUT, SERVING, UPDATING, ActorState
 from torchtitan.weight_sync.registry.state import differing
 
 # The intervals between probes of an actor that requests wait for, of one that is about to join, and of others: they are
@@ -61,26 +60,8 @@ class Unfit(ActorError):
     """The actor is not what the run needs: another model, type, length, …"""
 
 
-class ActorState(enum.Enum):
-    """STARTING -> JOINING <-> READY <-> ASLEEP. Any of them can become SUSPECT or EVICTED, which lead back to
-    JOINING."""
-
-    STARTING = "starting"
-    JOINING = "joining"
-    """alive, but without weights of this epoch"""
-    READY = "ready"
-    SUSPECT = "suspect"
-    """a request failed; the next sign of life from its engine decides"""
-    ASLEEP = "asleep"
-    """asleep on request; it serves nothing"""
-    EVICTED = "evicted"
-    """out until a probe succeeds; a process that the run started and that has ended is restarted"""
-    GAVE_UP = "gave up"
-    """out for good"""
-
-
 # Nothing waits for actors in these states to sleep or wake.
-ABSENT = (ActorState.STARTING, ActorState.EVICTED, ActorState.GAVE_UP)
+ABSENT = (ActorState.STARTING, *OUT)
 
 
 class Actor:
@@ -151,16 +132,20 @@ class Actor:
     # Called by the pool
 
     @property
-    def gave_up(self) -> bool:
-        return self.state is ActorState.GAVE_UP
+    def given_up(self) -> bool:
+        return self.state is ActorState.GIVEN_UP
 
     @property
     def absent(self) -> bool:
         return self.state in ABSENT
 
     def serves(self, min_version: int) -> bool:
-        ready = self.state is ActorState.READY and not self.leaves
-        return ready and self.version is not None and self.version >= min_version
+        """Whether a request that needs this version or a newer one may be sent to it."""
+        return self._serves and not self.leaves and self.version is not None and self.version >= min_version
+
+    @property
+    def _serves(self) -> bool:
+        return self.version is not None and self.state in SERVING
 
     def connect(self, registry: str, published: Container[int] | None = None) -> None:
         """From now on, pull weights from the trainer with this registry (host:port). published: the versions that the
@@ -193,14 +178,14 @@ class Actor:
             completions = await self._unless_lost("generate", asked)
             self._check(request, completions)
         except ActorNotReady:
-            if self.state is ActorState.READY:
-                self._set_state(ActorState.JOINING)
+            if self._serves:
+                self._set_state(ActorState.PAUSED)
             self.probe_now()
             raise
         except ActorError as error:
             if isinstance(error, AnswerRefused):
                 self._note_refused(str(error))
-            if self.state in (ActorState.READY, ActorState.SUSPECT):
+            if self._serves or self.state is ActorState.SUSPECT:
                 self._failed_requests += 1
                 self._set_state(ActorState.SUSPECT)
             self.probe_now()
@@ -260,8 +245,9 @@ class Actor:
     def lost_from_sync(self, reason: str) -> None:
         """The weight sync has lost this actor: its requests are redone elsewhere, and it gets no prompts until a probe
         has shown that it lives. Does nothing if the actor is already out."""
-        # An actor that finishes its requests before an update is JOINING, but has work.
-        if self.state is not ActorState.READY and not (self.state is ActorState.JOINING and self._requests):
+        # An actor that finishes its requests before an update serves nothing, but has work.
+        is_out = self.state in (*ABSENT, ActorState.ASLEEP, ActorState.SUSPECT)
+        if is_out or not (self._serves or self._requests):
             return
         self.last_reason = reason
         self._set_state(ActorState.SUSPECT)
@@ -299,7 +285,7 @@ class Actor:
     async def supervise(self) -> None:
         """Run until the actor is given up or the task is cancelled."""
         try:
-            while not self.gave_up:
+            while not self.given_up:
                 try:
                     await self._keep_alive()
                 except OSError as error:
@@ -307,7 +293,7 @@ class Actor:
                         raise
                     # To start or stop a process takes descriptors, too. Requests that end give some back.
                     self._evict("supervision", describe_lack_of_descriptors(error))
-                if not self.gave_up:
+                if not self.given_up:
                     await self._wait()
         except Exception as error:
             # A full disk is no fault of the actor's, and ends the run by itself (InferencePool._check_tasks).
@@ -413,7 +399,8 @@ class Actor:
         self._apply(health)
         if matched:
             reached.set()
-        overdue = self._weights.overdue(health) if self.state is ActorState.JOINING else ""
+        is_awaited = self.version is None and self.state not in (ActorState.ASLEEP, ActorState.GIVEN_UP)
+        overdue = self._weights.overdue(health) if is_awaited else ""
         if overdue and self._process is not None and self._weights.hopeless:
             self._evict("join", overdue)
             await self._process.stop()
@@ -435,13 +422,14 @@ class Actor:
             self._not_serving_since = self._not_serving_since or now
             # An update in progress has deadlines of its own and is no trouble.
             brief = now - self._not_serving_since <= BRIEFLY_S or health.weights_state in UPDATING
-            if self.state is not ActorState.JOINING:
-                self._set_state(ActorState.JOINING)
+            # What it serves may be no version of this run.
+            self._set_state(ActorState.JOINING if health.serves else health.state)
+            if before is not None:
                 self.probe_now()  # engines do not serve while they apply a version, but that ends soon
             if self._announced and not brief:
                 self._announced = False
                 reason = "this version was not published" if unpublished else ""
-                self._write("actor_not_serving", status=health.status, version=health.version, reason=reason)
+                self._write("actor_not_serving", state=health.state, version=health.version, reason=reason)
             return
         self._not_serving_since = 0.0
         self._weights.stop_waiting(success=True)
@@ -449,9 +437,8 @@ class Actor:
         self._has_served = True
         if is_news:
             self._ready_at = now
-        if self.state is not ActorState.READY:
-            self._set_state(ActorState.READY)
-        elif self.version != before:
+        self._set_state(health.state)
+        if self.version != before:
             self._changed()
         if is_news:
             self._write("actor_ready", version=health.version)
@@ -491,13 +478,13 @@ class Actor:
     def _evict(self, noticed_by: str, reason: str) -> None:
         """Take the actor out; its requests are redone elsewhere. Does nothing if it is already out."""
         self.last_reason = reason
-        if self.state in (ActorState.EVICTED, ActorState.GAVE_UP):
+        if self.state in OUT:
             return
         unfinished = self._failed_requests + self._requests
         if self.leaves and not unfinished:
             self._set_state(ActorState.EVICTED)
             return
-        phase = "generate" if unfinished else "idle" if self._ready_at else self.state.value
+        phase = "generate" if unfinished else "idle" if self._ready_at else str(self.state)
         self.evictions += 1
         self._evicted_at = time.monotonic()
         self.version, self._announced, self._not_serving_since = None, False, 0.0
@@ -512,14 +499,16 @@ class Actor:
 
     def _give_up(self, reason: str) -> None:
         self.last_reason = reason
-        self._set_state(ActorState.GAVE_UP)
-        self._write("actor_gave_up", level=logging.ERROR, reason=reason)
+        self._set_state(ActorState.GIVEN_UP)
+        self._write("actor_given_up", level=logging.ERROR, reason=reason)
 
     def _set_state(self, state: ActorState) -> None:
-        if self.state is ActorState.GAVE_UP:
+        if self.given_up:
             return  # a probe that was in progress may have found something else
         if state is ActorState.SUSPECT:
             self._suspect_since = time.monotonic()
+        if state is self.state:
+            return
         self.state = state
         if state in ABSENT:
             self._memory.reached.set()
@@ -528,7 +517,7 @@ class Actor:
     async def _wait(self) -> None:
         """Wait until the next probe is due or requested, or the process ends."""
         interval = min(PROBE_S, self._config.health_timeout_s / 10)
-        if self.state in (ActorState.JOINING, ActorState.SUSPECT):
+        if not self._serves and self.state not in (*ABSENT, ActorState.ASLEEP):
             interval = min(interval, JOINING_PROBE_S)
         if self.starved:
             interval = min(interval, FAST_PROBE_S)
@@ -562,7 +551,7 @@ class Actor:
 
     def _note_refused(self, reason: str) -> None:
         """Tell that an answer was refused, and evict the actor with the third in a row."""
-        if self.state in (ActorState.EVICTED, ActorState.GAVE_UP):
+        if self.state in OUT:
             return  # what else it had answered meanwhile
         self._refused_answers += 1
         now = time.monotonic()

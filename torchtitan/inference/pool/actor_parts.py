@@ -13,10 +13,8 @@ from pathlib import Path
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import (
-    LEAVING,
     TOKEN_VARIABLE,
     UNUSABLE,
-    UPDATING,
     ActorClient,
     ActorError,
     ActorHealth,
@@ -28,6 +26,7 @@ from torchtitan.inference.serving.command_line import HOST
 from torchtitan.inference.types import Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import actor_file
+from torchtitan.weight_sync.actor_state import UPDATING, ActorState
 
 # After this many fruitless connections in a row, the process is restarted.
 ATTEMPTS = 3
@@ -194,7 +193,7 @@ class WeightConnection:
     def overdue(self, health: ActorHealth) -> str:
         """Return why an actor that serves nothing should be connected again, or "" while its weights may still come."""
         now = time.monotonic()
-        if not self.connected or health.status in ("paused", LEAVING):
+        if not self.connected or health.state in (ActorState.PAUSED, ActorState.LEAVING):
             self._waiting_since = 0.0
             return ""
         self._waiting_since = self._waiting_since or now

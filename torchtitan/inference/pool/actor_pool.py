@@ -23,11 +23,11 @@ from torchtitan.inference.actor_client import (
     ActorNotReady,
     Facts,
     RequestRefused,
-    gave_up,
+    failed_too_often,
 )
 from torchtitan.inference.answer_checks import MixtureShape
 from torchtitan.inference.engines.registry import engine_of
-from torchtitan.inference.pool.actor import Actor, ActorState
+from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.pool.actor_parts import ActorProcess
 from torchtitan.inference.pool.weight_probe import MAX_FAILURES, ParityGuard, ProbeAnswers
 from torchtitan.inference.serving.joining import demands
@@ -131,14 +131,14 @@ class InferencePool:
     @property
     def actors(self) -> dict[str, str]:
         """Actor -> state, for people."""
-        return {actor.name: actor.state.value for actor in self._actors}
+        return {actor.name: str(actor.state) for actor in self._actors}
 
     def describe_actors(self) -> str:
         """Return what keeps each actor from serving, for people."""
         said = []
         for actor in self._actors:
-            why = f" ({actor.last_reason})" if actor.last_reason and actor.state is not ActorState.READY else ""
-            said.append(f"{actor.name} {actor.state.value}{why}")
+            why = f" ({actor.last_reason})" if actor.last_reason and not actor.serves(0) else ""
+            said.append(f"{actor.name} {actor.state}{why}")
         return "; ".join(said) or "none"
 
     def serving_version(self) -> int | None:
@@ -233,7 +233,7 @@ class InferencePool:
         found = next((member for member in self._actors if member.name == actor), None)
         if not wrong:
             self._wrong_samples.pop(actor, None)
-        elif found is not None and not found.gave_up:
+        elif found is not None and not found.given_up:
             self._wrong_samples[actor] += 1
             await found.distrust(version, wrong, forever=self._wrong_samples[actor] >= MAX_FAILURES)
 
@@ -291,7 +291,7 @@ class InferencePool:
                 failures.append(f"{actor.name}: {error}")
                 failed.add(actor.name)
                 if len(failures) > self._config.inference.max_retries:
-                    raise gave_up(request.request_id, failures, self._config.inference.max_retries) from error
+                    raise failed_too_often(request.request_id, failures, self._config.inference.max_retries) from error
                 self._redone += 1
             finally:
                 actor.load -= request.sampling.n
@@ -344,7 +344,7 @@ class InferencePool:
 
     def _dispatch(self) -> None:
         """Give waiting requests, oldest first, to the least loaded actors that may take them."""
-        lost = bool(self._actors) and all(actor.gave_up for actor in self._actors)
+        lost = bool(self._actors) and all(actor.given_up for actor in self._actors)
         if self._waiting and lost and not self._config.inference.discover:
             reasons = "; ".join(f"{actor.name}: {actor.last_reason}" for actor in self._actors)
             for waiter in self._waiting:
@@ -385,7 +385,7 @@ class InferencePool:
         newest = max((waiter.min_version for waiter in waiting), default=0)
         for actor in self._actors:
             # Requests wait for a newer version than it is known to serve: look often.
-            starved = actor.state is ActorState.READY and not actor.serves(newest)
+            starved = actor.serves(0) and not actor.serves(newest)
             if starved and not actor.starved:
                 actor.probe_now()
             actor.starved = starved
@@ -394,7 +394,7 @@ class InferencePool:
         """Sequences that an actor may have with this request: one request more than fits keeps it busy while an answer
         travels. While others are about to have the version too, only its share of all the work."""
         limit = self._config.inference.max_sequences + waiter.sequences
-        late = [actor for actor in self._actors if actor.state is ActorState.READY and actor not in actors]
+        late = [actor for actor in self._actors if actor.serves(0) and actor not in actors]
         if not late:
             return limit
         loop = asyncio.get_running_loop()

@@ -21,12 +21,13 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from aiohttp import web
 from pydantic import Field
 
-from torchtitan.inference.actor_client import LEAVING, Offers
+from torchtitan.inference.actor_client import Offers
 from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.utils.http_site import HttpSite, has_token
 from torchtitan.utils.prometheus import CONTENT_TYPE, Figure, exposition, numbers_in
 from torchtitan.utils.typed_json import Object, WrongForm, decode
 from torchtitan.weight_sync.actor.actor import SyncActor
+from torchtitan.weight_sync.actor_state import UPDATING, ActorState
 from torchtitan.weight_sync.memory.staging import StagedVersion
 from torchtitan.weight_sync.wire import runtime as wire
 
@@ -140,8 +141,8 @@ class ActorServer(abc.ABC):
         """Called when a connection has begun."""
 
     @abc.abstractmethod
-    def status(self) -> tuple[str, str | None]:
-        """Return one word (ok, or why nothing is served) and the reason as a sentence."""
+    def engine_state(self) -> tuple[ActorState, str | None]:
+        """Return READY and None, or what else the engine is doing and, as a sentence, why nothing is served."""
 
     @abc.abstractmethod
     def details(self) -> dict[str, Any]:
@@ -215,12 +216,14 @@ class ActorServer(abc.ABC):
 
     def state(self) -> dict[str, Any]:
         """Return what /health reports."""
-        status, reason = (LEAVING, "it ends soon") if self._leaves else self.status()
+        state, reason = (ActorState.LEAVING, "it ends soon") if self._leaves else self.engine_state()
         weights = None
         if self._weights is not None:
             weights = self._weights.status()
             weights["failure"] = self._lost or weights["failure"]
-        return {"status": status, "reason": reason, "pid": os.getpid(), "weights": weights, **self.details()}
+            state = _with_weights(state, weights["state"])
+        about = {"state": state, "serves": reason is None, "reason": reason}
+        return {**about, "pid": os.getpid(), "weights": weights, **self.details()}
 
     def figures(self) -> list[Figure]:
         """Return what /metrics reports: the numbers of /health."""
@@ -298,6 +301,15 @@ class ActorServer(abc.ABC):
 
     async def _health(self, _request: web.Request) -> web.Response:
         return answer(self.state())
+
+
+def _with_weights(state: ActorState, weights: ActorState) -> ActorState:
+    """What an actor does whose engine is in `state` while its weight sync is in the state `weights`."""
+    if weights not in UPDATING:
+        return state
+    # An engine may pause in order to apply a version.
+    pauses = state is ActorState.PAUSED and weights is ActorState.APPLYING
+    return weights if pauses or state in (ActorState.JOINING, ActorState.READY) else state
 
 
 def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:

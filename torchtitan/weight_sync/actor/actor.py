@@ -154,7 +154,6 @@ class _PullerThread:
         return {
             "state": puller.state,
             "connected": self._runtime.runs and puller.registry.connected,
-            "poisoned": puller.poisoned,
             **(dict.fromkeys(Served._fields) if served is None else served._asdict()),
             "failure": self._runtime.failure or puller.registry.failure or None,
         }

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, Engine, Transfer
 from torchtitan.weight_sync.transports.bucket_server import Relay
@@ -121,13 +122,15 @@ class Puller:
         self.registry.close("the actor ends")
 
     @property
-    def state(self) -> str:
-        """Return the state by name, for display."""
+    def state(self) -> ActorState:
+        """What it does with versions."""
         if self.poisoned:
-            return "POISONED"
+            return ActorState.POISONED
         if self._applying:
-            return "APPLYING"
-        return "PULLING" if self.transfer is not None else "READY" if self.serving is not None else "JOINING"
+            return ActorState.APPLYING
+        if self.transfer is not None:
+            return ActorState.PULLING
+        return ActorState.JOINING if self.serving is None else ActorState.READY
 
     def poison_version(self, version: int, reason: str) -> None:
         """Poison the actor if it serves or applies `version`: it serves nothing until a version has been applied."""

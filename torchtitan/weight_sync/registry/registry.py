@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, Manifest, merge_layouts
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.registry import state
+from torchtitan.weight_sync.registry.deliveries import Deliveries, Outcome
 from torchtitan.weight_sync.registry.guests import PONG, Guests
 from torchtitan.weight_sync.registry.relays import Relays
 from torchtitan.weight_sync.registry.snapshots import Snapshots
@@ -43,6 +45,8 @@ MAX_LOST_SNAPSHOTS = 3
 ACTOR_SHARE = 0.3
 # In these messages an actor names a version that it has been told of.
 CLAIMS = ("pulling", "ended", "forged", "poisoned")
+# What a pull that has delivered nothing comes to, by how the actor says that it ended.
+ENDS: dict[str, Outcome] = {"gone": "aborted", "lost": "aborted", "refused": "refused"}
 # An actor that has been away this long is no longer listed.
 FORGET_SECONDS = 300.0
 
@@ -50,7 +54,7 @@ FORGET_SECONDS = 300.0
 class Registry:
     """write(event, fields) writes a line of the journal. beat() is the sign of life for the parent. catalogue: of the
     disk transport's folder. guest_token: the keys of guests are derived from it. published: what earlier registries of
-    this launch have published."""
+    this launch have published. clock(): the time that the journal tells; None: the runtime's."""
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Registry:
         catalogue: Catalogue | None = None,
         guest_token: str = "",
         published: PublishedVersions | None = None,
+        clock: Callable[[], float] | None = None,
     ):
         self._catalogue = catalogue
         self._published = PublishedVersions() if published is None else published
@@ -78,6 +83,7 @@ class Registry:
         self.guests = Guests(runtime, settings, self._guest_changed, self._guest_leaves)
         self.actors: dict[str, ActorRecord] = {}
         self._relays = Relays(self.actors, self.snapshots, settings.relay_fanout, token, write)
+        self._deliveries = Deliveries(epoch, clock or runtime.now, write)
         self._trainer = TrainerView(runtime, self.status, self.actors)
         self._layouts: dict[int, Message] = {}
         self._model: Message = {}
@@ -113,7 +119,7 @@ class Registry:
             wire.parse_data_address(str(fields.get("address")))
         if identity.role == ACTOR:
             known = self.actors.get(identity.name)
-            if known is not None and known.state == "GIVEN_UP" and known.instance == fields.get("instance"):
+            if known is not None and known.state is ActorState.GIVEN_UP and known.instance == fields.get("instance"):
                 raise ProtocolError(f"{identity.name} was given up: {known.reason}")
         return {"term": self.term}
 
@@ -143,6 +149,7 @@ class Registry:
             if actor.channel is None:
                 if now - actor.heard_at > FORGET_SECONDS:
                     del self.actors[name]
+                    self._deliveries.forget(name)
                     self._changed(name)
             elif now - actor.heard_at > SILENCE_SECONDS:
                 actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
@@ -255,6 +262,8 @@ class Registry:
         self._announced = live = self._live()
         sources = self._relays.announce(serial, self._runtime.now())
         newest = BroadcastMessage({**live, **self._newest_message})
+        lacking = [name for name, actor in self.actors.items() if actor.channel and actor.version != gathered.version]
+        self._deliveries.offer(gathered.version, lacking)
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.offer(gathered.version, self._runtime.now())
@@ -332,9 +341,10 @@ class Registry:
             actor = self.actors[name] = ActorRecord(None, instance, address, 0.0, **kept)
             self.snapshots.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
-        actor.state, actor.version, actor.source = "JOINING", -1, ""
+        actor.state, actor.version, actor.source = ActorState.JOINING, -1, ""
         if self.newest is not None:
             actor.offer(self.newest.version, actor.heard_at)
+            self._deliveries.offer(self.newest.version, [name])
         channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
         self._write("join", {"actor": name, "instance": instance})
         if self._model:
@@ -350,14 +360,16 @@ class Registry:
             del self.actors[name]
             self.snapshots.forget(name)
             self._write("left", {"actor": name, "version": actor.version})
+            self._deliveries.forget(name)
             self._changed(name)
             return
         phase = actor.state
-        if phase != "GIVEN_UP":
-            actor.state, actor.reason = "LOST", f"{reason} (it was {phase})"
+        if phase is not ActorState.GIVEN_UP:
+            actor.state, actor.reason = ActorState.EVICTED, f"{reason} (it was {phase})"
         actor.evictions, actor.eviction = actor.evictions + 1, actor.reason
         self._evictions += 1
-        self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
+        self._write("evicted", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
+        self._deliveries.evict(name, actor.reason)
         self.snapshots.leave(name)
         self._changed(name)
 
@@ -365,7 +377,7 @@ class Registry:
         actor, count = self.actors[name], self.snapshots.lost[name]
         self._write("lost_snapshot", {"actor": name, "version": actor.version, "times": count})
         if count >= MAX_LOST_SNAPSHOTS and actor.channel is not None:
-            actor.state = "GIVEN_UP"
+            actor.state = ActorState.GIVEN_UP
             actor.reason = f"it could not finish a version within {self.settings.lease_s:g} s, {count} times in a row"
             actor.channel.close(actor.reason)
         self._changed(name)
@@ -385,8 +397,9 @@ class Registry:
                 snapshot = f"snapshot {message['serial']}, which is not version {message['version']}"
                 raise ProtocolError(f"{name} pulls {snapshot}")
             self.snapshots.begin(name, message["serial"], now, relayed=bool(actor.source))
-            actor.state = "PULLING" if actor.state != "POISONED" else actor.state
+            actor.enter(ActorState.PULLING)
             self._write("pulling", {"actor": name, "version": message["version"]})
+            self._deliveries.begin(name, message["version"])
         elif kind == "ended":
             self._on_ended(name, actor, message)
         elif kind == "serving":
@@ -398,9 +411,11 @@ class Registry:
                     self.actors[actor.source].disputes = True
                 self._write("forged", {"actor": name, "version": message["version"], "reason": f"by {actor.source}"})
         elif kind == "poisoned":
-            actor.state, actor.reason, actor.version, actor.applies_since = "POISONED", message["reason"], -1, None
+            actor.state, actor.version, actor.applies_since = ActorState.POISONED, -1, None
+            actor.reason = message["reason"]
             actor.failures += 1
             self._write("poisoned", {"actor": name, "version": message["version"], "reason": message["reason"]})
+            self._deliveries.end(name, "poisoned", message["reason"])
         else:
             raise ProtocolError(f"an actor does not send {kind!r}")
         self._changed(name, routine=kind in ("pulling", "ended", "serving") and not actor.failures)
@@ -410,14 +425,19 @@ class Registry:
         outcome = message["outcome"]
         if outcome == "staged":
             self.snapshots.finished(name)
-            actor.applies_since, then = self._runtime.now(), "APPLYING"
+            actor.applies_since = self._runtime.now()
+            actor.enter(ActorState.APPLYING)
         else:
             self.snapshots.end(name)
-            actor.applies_since, then = None, "READY" if actor.version >= 0 else "JOINING"
-        actor.state = then if actor.state != "POISONED" else actor.state
+            actor.applies_since = None
+            actor.enter(ActorState.READY if actor.version >= 0 else ActorState.JOINING)
         if outcome == "refused":
             actor.failures, actor.reason = actor.failures + 1, message["reason"]
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
+        if outcome == "staged":
+            self._deliveries.stage(name)
+        else:
+            self._deliveries.end(name, ENDS[outcome], message["reason"])
 
     def _check_published(self, name: str, version: int) -> str | None:
         """Return the digest of a version that an actor names; None if that was so long ago that nobody knows it. Raises
@@ -434,13 +454,14 @@ class Registry:
             return
         if digest != message["digest"]:
             raise ProtocolError(f"{name} serves version {message['version']} of other bytes than were published")
-        actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
+        actor.state, actor.reason, actor.applies_since, actor.failures = ActorState.READY, "", None, 0
         actor.version, actor.figures = message["version"], message["figures"]
         actor.take(actor.version, None if newest is None else newest.version, self._runtime.now())
         actor.pinned = actor.version == self._pinned
         # Without figures the actor only repeats what it already served.
         event = "applied" if actor.figures else "serves"
         self._write(event, {"actor": name, "version": actor.version, "figures": actor.figures})
+        self._deliveries.serves(name, actor.version, actor.figures)
 
     # Trainer
 

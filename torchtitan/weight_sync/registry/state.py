@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchtitan.config.transports import TRANSPORTS
+from torchtitan.weight_sync.actor_state import OUT, SERVING, ActorState
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
 if TYPE_CHECKING:
     from torchtitan.config.job_config import WeightSync
 
 
-# An actor that is connected, and not waited for until it has taken a version.
-LATE = "LATE"
-GONE = ("LOST", "GIVEN_UP")
-NOT_AWAITED = (*GONE, LATE)
+# Nobody waits for an actor in one of these states to take a version.
+NOT_AWAITED = (*OUT, ActorState.LATE)
 # Metrics and console lines name each of so many actors; of more, they count how many are in which state.
 MAX_NAMED = 32
 # An actor with this many failures in a row is not waited for until it has applied a version again.
@@ -120,14 +119,14 @@ class ActorRecord:
     address: str
     """Where it relays versions; empty if it does not"""
     heard_at: float
-    state: str = "JOINING"
+    state: ActorState = ActorState.JOINING
     version: int = -1
     pinned: bool = False
     reason: str = ""
     evictions: int = 0
-    """How often it has been lost or given up"""
+    """How often it was evicted, or given up"""
     eviction: str = ""
-    """Why it was lost or given up last, also when it is back"""
+    """Why it was evicted or given up last, also when it is back"""
     failures: int = 0
     """How many versions in a row it could not take: refused, or partly applied"""
     figures: Message = field(default_factory=dict)
@@ -155,12 +154,18 @@ class ActorRecord:
     @property
     def serves(self) -> bool:
         """Return whether prompts may be sent to it."""
-        return self.channel is not None and self.version >= 0 and self.state != "POISONED"
+        return self.channel is not None and self.version >= 0 and self.state is not ActorState.POISONED
 
     @property
     def is_ready(self) -> bool:
         """Return whether it begins with a new version at once, as far as it says."""
-        return self.applies_since is None and not self.pinned and not self.late and self.state != "POISONED"
+        is_free = self.applies_since is None and not self.pinned and not self.late
+        return is_free and self.state is not ActorState.POISONED
+
+    def enter(self, state: ActorState) -> None:
+        """Be in this state, unless it is poisoned: only a version that it has applied ends that."""
+        if self.state is not ActorState.POISONED:
+            self.state = state
 
     @property
     def speed_class(self) -> float:
@@ -188,9 +193,9 @@ class ActorRecord:
         return 0.0 if self.pinned or self.offered_since is None else now - self.offered_since
 
     @property
-    def shown_state(self) -> str:
+    def shown_state(self) -> ActorState:
         """Return the state that the trainer is told."""
-        return LATE if self.late and self.state in ("JOINING", "PULLING", "APPLYING", "READY") else self.state
+        return ActorState.LATE if self.late and self.state in (ActorState.JOINING, *SERVING) else self.state
 
     def status(self) -> Message:
         """Return what the trainer is told."""
@@ -202,7 +207,7 @@ class ActorRecord:
 def tally(actors: Iterable[ActorRecord]) -> Message:
     """Return how many actors are in which state, serve which version (-1: none), and how many of those that the trainer
     waits for serve which."""
-    states, serving, awaited = Counter[str](), Counter[int](), Counter[int]()
+    states, serving, awaited = Counter[ActorState](), Counter[int](), Counter[int]()
     for actor in actors:
         state, version = actor.shown_state, actor.version if actor.serves else -1
         states[state] += 1

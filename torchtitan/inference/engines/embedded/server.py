@@ -30,6 +30,7 @@ from torchtitan.inference.serving.weight_verification import MAX_TORN
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.utils.json_lines import ActivityLog
 from torchtitan.utils.prometheus import Figure
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -185,13 +186,17 @@ class EngineServer(ActorServer):
 
     # What it is doing
 
-    def status(self) -> tuple[str, str | None]:
+    def engine_state(self) -> tuple[ActorState, str | None]:
         engine, reason = self.engine, self.loop.why_unavailable()
         if reason is None:
-            return "ok", None
+            return ActorState.READY, None
         if engine.asleep:
-            return "asleep", reason
-        return "poisoned" if engine.poisoned else "paused" if engine.paused else "not_ready", reason
+            return ActorState.ASLEEP, reason
+        if engine.poisoned:
+            return ActorState.POISONED, reason
+        # It holds a version and is paused, or it ends.
+        is_paused = engine.paused or engine.statistics.versions_applied
+        return ActorState.PAUSED if is_paused else ActorState.JOINING, reason
 
     def details(self) -> dict[str, Any]:
         engine = self.engine

@@ -40,6 +40,7 @@ from torchtitan.inference.types import (
 )
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, whole_weights
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.facade import ActorStatus
 
 logger = logging.getLogger(__name__)
@@ -244,7 +245,7 @@ class ReplicaWeights:
         return "published"
 
     def actors(self) -> Mapping[str, ActorStatus]:
-        status = ActorStatus("SERVING", self._version, self._version >= 0, "", 0)
+        status = ActorStatus(ActorState.READY, self._version, self._version >= 0, "", 0)
         return {replica_name(number): status for number in range(self._replicas)}
 
     def states(self) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import ActorError, gave_up
+from torchtitan.inference.actor_client import ActorError, failed_too_often
 from torchtitan.inference.answer_checks import check_completions
 from torchtitan.inference.types import Completion, GenerateRequest, make_label
 from torchtitan.models.shape.checkpoint_shape import vocabulary_of
@@ -151,7 +151,7 @@ class ReplicaPool:
             except ActorError as error:
                 failures.append(f"{answer.replica}: {error}")
             if len(failures) > self._max_retries:
-                raise gave_up(request.request_id, failures, self._max_retries)
+                raise failed_too_often(request.request_id, failures, self._max_retries)
             self._redone += 1
 
     async def _answer(self, request: GenerateRequest, min_version: int) -> Answer:

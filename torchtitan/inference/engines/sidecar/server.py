@@ -38,6 +38,7 @@ from torchtitan.inference.types import TAGS
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import ActivityLog
 from torchtitan.weight_sync.actor.actor import SyncActor
+from torchtitan.weight_sync.actor_state import ActorState
 
 logger = logging.getLogger(__name__)
 
@@ -187,25 +188,26 @@ class AgentServer(ActorServer):
         # The run that connected the engine reads this and connects again; the engine then gets a full version.
         self._lost = reason
 
-    def status(self) -> tuple[str, str | None]:
+    def engine_state(self) -> tuple[ActorState, str | None]:
         applier = self._applier
         if applier.asleep:
-            return "asleep", "the engine is asleep"
+            return ActorState.ASLEEP, "the engine is asleep"
         if applier.poisoned is not None:
-            return "poisoned", applier.poisoned
-        if self._loader.workers and self._weights is not None and self._weights.status()["poisoned"]:
-            return "poisoned", "its workers do not all hold the same version"
+            return ActorState.POISONED, applier.poisoned
+        weights = None if self._weights is None else self._weights.status()["state"]
+        if self._loader.workers and weights is ActorState.POISONED:
+            return ActorState.POISONED, "its workers do not all hold the same version"
         if applier.holds is None:
-            return "not_ready", self._lost or "no weights version has been applied yet"
+            return ActorState.JOINING, self._lost or "no weights version has been applied yet"
         if applier.paused:
-            return "paused", "the engine is paused"
+            return ActorState.PAUSED, "the engine is paused"
         if applier.lost_pause is not None:
-            return "paused", f"the engine may still be paused: {applier.lost_pause}"
+            return ActorState.PAUSED, f"the engine may still be paused: {applier.lost_pause}"
         if applier.draining:
             # vLLM up to 0.32 lets new requests wait, and later versions answer 503. Other actors serve them sooner
             # either way.
-            return "paused", "running requests finish before new weights come"
-        return "ok", None
+            return ActorState.PAUSED, "running requests finish before new weights come"
+        return ActorState.READY, None
 
     def details(self) -> dict[str, Any]:
         epoch, version = self._applier.holds or (None, None)

@@ -1,0 +1,65 @@
+"""What an actor is doing: one word for it, in the registry, the pool, /health, events, metrics and the report.
+
+                 +------------------------- a version that is newer ------------------------+
+                 v                                                                          |
+    STARTING -> JOINING -> PULLING -> APPLYING -> READY <-> PAUSED, ASLEEP                   |
+                 ^                       |          |                                       |
+                 |                       v          +---------------------------------------+
+                 |                    POISONED -> PULLING
+                 |
+              EVICTED <- SUSPECT <- any state           LATE -> READY     LEAVING: its end
+                 |
+                 v
+             GIVEN_UP: its end
+
+Whoever knows something tells it in these words. An actor tells what it does with versions (to the registry) and whether
+it is paused, asleep or leaving (in /health). The registry adds LATE, EVICTED and GIVEN_UP where a deadline has passed
+or the connection was lost. The pool adds STARTING, SUSPECT, EVICTED and GIVEN_UP where the process has ended or does
+not answer. Whether prompts may be sent to an actor is told beside its state, because an actor may serve one version
+while it takes the next.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ActorState(str, enum.Enum):
+    """The state of an actor. Its value is the word in JSON, logs and metrics."""
+
+    STARTING = "starting"
+    """Its process has been started and has not answered yet"""
+    JOINING = "joining"
+    """It is there and holds no version of this run"""
+    PULLING = "pulling"
+    """It receives a version"""
+    APPLYING = "applying"
+    """It has received a version whole, and its engine takes it"""
+    READY = "ready"
+    """It serves a version and takes no other one"""
+    PAUSED = "paused"
+    """It is there and answers no requests for now, because it was told to pause or for a reason of its engine's"""
+    ASLEEP = "asleep"
+    """It has given its memory back, as the trainer has asked"""
+    POISONED = "poisoned"
+    """Its engine may hold half of a version, so it serves nothing until it has applied a whole one"""
+    LATE = "late"
+    """It has missed a deadline, so nobody waits for it until it has taken a version"""
+    SUSPECT = "suspect"
+    """A request to it has failed, and the next sign of life from its engine decides"""
+    LEAVING = "leaving"
+    """It takes no new requests, and ends when it has answered those that it has"""
+    EVICTED = "evicted"
+    """It is out: its connection was lost, or it did not answer, or not rightly; it comes back by itself"""
+    GIVEN_UP = "given_up"
+    """It is out for good"""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+# A version is on its way to the actor; the registry has deadlines for that.
+UPDATING = (ActorState.PULLING, ActorState.APPLYING)
+# An actor may serve in these states, if it holds a version.
+SERVING = (*UPDATING, ActorState.READY)
+OUT = (ActorState.EVICTED, ActorState.GIVEN_UP)
