@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from tests.chat_models import END, make_chat_model, teach
 from tests.gateways import make_config, playing
 from tests.patience import PATIENCE_S, asynchronous
 from tests.unit_tests.rollout.test_reward_pool import completions_of, totals
-from torchtitan.config.rollout_tables import Judge as Settings
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.rewards import judge
 from torchtitan.rollout.rewards.reward_pool import RewardPool
@@ -20,17 +20,29 @@ from torchtitan.rollout.types import Prompt
 SCORES = {"Rome": "It is. SCORE: 9", "Paris": "SCORE: 0", "Oslo": "Who knows?"}
 
 
-async def questions(settings: Settings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
+MODULE = """
+import json, os
+from torchtitan.rollout.rewards.judge import Judge
+judge = Judge(**json.loads(os.environ["SETTINGS"]))
+"""
+
+
+async def questions(
+    settings: dict[str, Any], prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> list[list[dict[str, Any]]]:
     """The messages that the judge gets about each of SCORES."""
     asked: list[list[dict[str, Any]]] = []
 
-    async def attempts(self: judge.Judge, about: judge.Asked, messages: list[dict[str, Any]], read: Any) -> float:
+    async def attempts(
+        self: judge.Judge, about: judge.GroupQuestion, messages: list[dict[str, Any]], read: Any
+    ) -> float:
         asked.append(messages)
         return 0.0
 
     with monkeypatch.context() as patch:
         patch.setattr(judge.Judge, "_attempts", attempts)
-        await judge.Judge(settings).rewards(prompt.text, list(SCORES), None, lambda name, value: None)
+        asks = judge.Judge(**settings)
+        await asks(prompts=[prompt.text], completions=list(SCORES), log_metric=lambda name, value: None)
     return asked
 
 
@@ -38,17 +50,16 @@ async def questions(settings: Settings, prompt: Prompt, monkeypatch: pytest.Monk
 async def test_the_embedded_engine_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model that has learned by heart what to say; where it gives no score, there is no reward."""
     prompt = Prompt(0, "Capital of Italy?", [1], {})
-    (tmp_path / "rubric.txt").write_text("Right?")
+    (tmp_path / "my_judge.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
     model = make_chat_model(tmp_path / "chat", taught=False)
     config = make_config(model)
-    config.rewards.functions, config.rewards.timeout_s = ["judge"], PATIENCE_S
-    config.rewards.network = True
-    config.judge = Settings(
-        url="http://later", model="chat", rubric=str(tmp_path / "rubric.txt"), key_variable="JUDGE_KEY",
-        max_tokens=24, timeout_s=PATIENCE_S / 2, max_retries=0,
-    )  # fmt: skip
+    config.rewards.functions, config.rewards.timeout_s = ["my_judge:judge"], PATIENCE_S
+    config.rewards.network, config.rewards.variables = True, ["JUDGE_KEY"]
+    settings: dict[str, Any] = {"url": "http://later", "model": "chat", "rubric": "Right?", "max_tokens": 24}
+    settings |= {"timeout_s": PATIENCE_S / 2, "max_retries": 0}
     tokenizer = Tokenizer(model)
-    asked = await questions(config.judge, prompt, monkeypatch)
+    asked = await questions(settings, prompt, monkeypatch)
     learned = [
         tokenizer.encode(tokenizer.render_chat([*messages, {"role": "assistant", "content": said}], False))
         for messages, said in zip(asked, SCORES.values(), strict=True)
@@ -56,7 +67,8 @@ async def test_the_embedded_engine_judges(tmp_path: Path, monkeypatch: pytest.Mo
     teach(model, learned, 600)
     async with playing(config, tmp_path / "run", END) as behind:
         access = await behind.open("judge", temperature=0.0)
-        config.judge.url = access.base_url
+        settings |= {"url": access.base_url, "key_variable": "JUDGE_KEY"}
+        monkeypatch.setenv("SETTINGS", json.dumps(settings))
         monkeypatch.setenv("JUDGE_KEY", access.key)
         pool = RewardPool(config)
         await pool.start()

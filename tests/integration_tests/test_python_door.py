@@ -153,9 +153,9 @@ for path, *arguments in json.loads(sys.argv[1]):
 json.dump(found, open("found.json", "w"))
 """
 # The real model's evaluations alone take a minute each on an idle machine: tests/integration_tests/test_real_model.py.
-EXAMPLES = sorted(
-    path for path in (ROOT / "examples").glob("*.py") if path.name not in ("real_model.py", "version_folder.py")
-)
+# The judge asks a server: tests/unit_tests/rollout/test_judge.py. The reader of versions is a module for others.
+OTHERS = ("real_model.py", "own_judge.py", "version_folder.py")
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in OTHERS)
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(.*?)(?=^```|^#|\Z)", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [(page.name, *block) for page in PAGES for block in BLOCK.findall(page.read_text())]

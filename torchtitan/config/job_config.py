@@ -21,7 +21,6 @@ from torchtitan.config.rollout_tables import (
     Environment,
     Eval,
     Inference,
-    Judge,
     Rewards,
     Rollout,
     WeightSync,
@@ -48,7 +47,7 @@ MAX_SAVE_DEADLINE_S = 600
 
 __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
-    "Inference", "Job", "JobConfig", "Judge", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
+    "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
     "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
     "known_keys", "table_types", "value_at",
 ]  # fmt: skip
@@ -164,7 +163,6 @@ class JobConfig:
     rollout: Rollout = field(default_factory=Rollout)
     curriculum: Curriculum = field(default_factory=Curriculum)
     rewards: Rewards = field(default_factory=Rewards)
-    judge: Judge = field(default_factory=Judge)
     environment: Environment = field(default_factory=Environment)
     inference: Inference = field(default_factory=Inference)
     weight_sync: WeightSync = field(default_factory=WeightSync)

@@ -123,9 +123,6 @@ class Rewards:
     num_workers: Count = 1
     """Reward worker processes; async functions have one more"""
 
-    async_calls: Count = 16
-    """Concurrent calls of async functions; each call covers one group"""
-
     timeout_s: Positive = 10.0
     """Deadline of one reward call, which covers one group's completions"""
 
@@ -138,51 +135,13 @@ class Rewards:
     start"""
 
     network: bool = False
-    """Isolated functions have this machine's network, which judges need"""
+    """Isolated functions have this machine's network, which a judge needs"""
 
     readable: list[str] = field(default_factory=list)
     """Files and folders of the home folder that isolated functions can read as well (docs/reliability.md)"""
 
     variables: list[str] = field(default_factory=list)
     """Environment variables with keys that the functions get; others that look like keys are taken away"""
-
-
-@dataclass(config=TABLE)
-class Judge:
-    url: str = ""
-    """Address of an OpenAI API, such as http://127.0.0.1:8000/v1, whose model is the reward function `judge`"""
-
-    model: str = ""
-    """Name of the model there"""
-
-    rubric: PathText = ""
-    """Text file that tells the judge what is good"""
-
-    mode: Literal["score", "rank"] = "score"
-    """A score from 0 to 10 for each completion, which becomes a reward from 0 to 1, or one ranking of a group's
-    completions: 1 for the best, 0 for the last"""
-
-    key_variable: str = ""
-    """Environment variable that holds the key of the API; empty sends none"""
-
-    max_tokens: Count = 512
-    """Longest answer of the judge"""
-
-    timeout_s: Positive = 8.0
-    """Deadline of one judgement, with all its attempts; less than rewards.timeout_s"""
-
-    max_retries: CountOrZero = 2
-    """How often a judgement is asked for again after a failure; then there is no reward"""
-
-    agreement_share: Share = 0.0
-    """Share of the groups that are judged twice, a ranking the second time in the reverse order, to measure
-    logged/judge/disagreement"""
-
-    prompt_price: NotNegative = 0.0
-    """Price of a million tokens that the judge reads, for logged/judge/cost"""
-
-    completion_price: NotNegative = 0.0
-    """Price of a million tokens that the judge writes"""
 
 
 @dataclass(config=TABLE)

@@ -351,7 +351,6 @@ def _check_rewards(check: Check) -> None:
     check.refuse(key, len(set(functions)) < len(functions), "each function may be named only once")
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
-    _check_judge(check)
     _check_isolation(check, "rewards", rewards)
     judge = evaluation.reward_function if evaluation.enable else ""
     if judge not in ("", environment_name(check.config)) and (problem := reward_problem(judge)):
@@ -368,24 +367,6 @@ def _check_isolation(check: Check, name: str, table: Rewards | Environment) -> N
         check.refuse(f"{name}.variables", missing, f"there is no environment variable {', '.join(missing)}")
         absent = [path for path in table.readable if not Path(path).expanduser().exists()]
         check.refuse(f"{name}.readable", absent, f"there is no file or folder {', '.join(absent)}")
-
-
-def _check_judge(check: Check) -> None:
-    rewards, judge = check.config.rewards, check.config.judge
-    if "judge" not in (*rewards.functions, check.config.eval.reward_function):
-        return
-    check.refuse(
-        "judge.url", not judge.url.startswith(("http://", "https://")), "must be the http:// address of an API"
-    )
-    check.refuse("judge.model", not judge.model, "must name the judge's model")
-    readable = check.planning or Path(judge.rubric).expanduser().is_file()
-    check.refuse("judge.rubric", not judge.rubric or not readable, f"must be a text file (looked in {Path.cwd()})")
-    unset = judge.key_variable and judge.key_variable not in os.environ and not check.planning
-    check.refuse("judge.key_variable", unset, "there is no such environment variable: set it to the key of the API")
-    text = f"must be less than rewards.timeout_s = {rewards.timeout_s:g}, which covers a group"
-    check.refuse("judge.timeout_s", judge.timeout_s >= rewards.timeout_s, text)
-    shut_in = rewards.isolate is not False and not rewards.network
-    check.refuse("rewards.network", shut_in, "must be true: the reward judge needs the network")
 
 
 def _check_environment(check: Check) -> None:

@@ -99,14 +99,16 @@ def test_arguments_follow_trl() -> None:
     assert [one.extra for one in completions] == [{"why": "short"}, {"why": "{'of': 2}"}]
 
 
-def test_async_functions_run_side_by_side_and_not_more_than_allowed() -> None:
+def test_async_functions_run_side_by_side_and_not_more_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.rollout.rewards.reward_pool.ASYNC_CALLS", 2)
+
     async def run(pool: RewardPool) -> None:
         calls = [pool.score(PROMPT, completions_of(str(number))) for number in range(6)]
         assert [totals(one) for one in await asyncio.gather(*calls)] == [[float(number)] for number in range(6)]
         # With two at a time, every pair has seen itself and those before alone: 2, 2, 4, 4, 6, 6.
         assert pool.take_logged() == {"logged/begun": 4.0}
 
-    in_pool(make_config("in_pairs", async_calls=2), run)
+    in_pool(make_config("in_pairs"), run)
 
 
 def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

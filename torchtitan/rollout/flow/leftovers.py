@@ -18,7 +18,6 @@ KEYS = {
         "system_prompt", "chat_template_kwargs",
     ),
     "rewards": ("functions", "weights", "answer_column"),
-    "judge": ("url", "model", "rubric", "mode"),
     "environment": (
         "factory", "tools", "agent", "verifiers", "verifiers_harness", "tool_parser", "max_turns", "on_failure",
     ),

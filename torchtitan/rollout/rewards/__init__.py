@@ -19,7 +19,6 @@ BUILTIN: dict[str, str] = {
     "cosine_length": "torchtitan.rollout.rewards.builtin_rewards:cosine_length",
     "exact_match": "torchtitan.rollout.rewards.builtin_rewards:exact_match",
     "format": "torchtitan.rollout.rewards.builtin_rewards:format",
-    "judge": "torchtitan.rollout.rewards.judge:judge",
     "length": "torchtitan.rollout.rewards.builtin_rewards:length",
     "repetition": "torchtitan.rollout.rewards.builtin_rewards:repetition",
     "soft_overlong": "torchtitan.rollout.rewards.builtin_rewards:soft_overlong",

@@ -1,6 +1,9 @@
-"""The built-in reward `judge`: a language model behind an OpenAI API scores the completions of a group, or ranks them.
+"""A language model as a reward: one behind an OpenAI API scores the completions of a group, or ranks them.
 
-It runs in a reward worker. A judge that does not answer, or not in the form that it is told, gives no reward (None).
+    # my_rewards.py; rewards.functions = ["my_rewards:judge"], rewards.network = true
+    judge = Judge("http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B", rubric="Short answers are good.")
+
+It runs in a reward worker. A judge that does not answer, or not in the form that is asked for, gives no reward (None).
 """
 
 from __future__ import annotations
@@ -14,12 +17,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
-from torchtitan.config.rollout_tables import Judge as Settings
 from torchtitan.rollout.rewards.builtin_rewards import Completion, answer_texts
 from torchtitan.utils.typed_json import IN_PLACE_BYTES, Object, decode
 
@@ -45,7 +46,7 @@ FAILURES = (asyncio.TimeoutError, aiohttp.ClientError, Refused, LookupError, Typ
 
 
 @dataclass
-class Asked:
+class GroupQuestion:
     """What is asked about one group, and what it costs."""
 
     session: aiohttp.ClientSession
@@ -56,47 +57,95 @@ class Asked:
     )
 
 
+@dataclass
 class Judge:
-    """Asks the judge, and remembers what it has said."""
+    """A reward function. Called with a group, it gives each answer, without its thoughts, the judge's score ÷ 10, or
+    its place in the ranking from 1 (best) to 0."""
 
-    def __init__(self, settings: Settings):
-        """Raises OSError if the rubric cannot be read."""
-        self._settings = settings
-        self._rubric = Path(settings.rubric).expanduser().read_text(encoding="utf-8").strip()
-        self._said: OrderedDict[str, Any] = OrderedDict()
+    url: str
+    """Address of an OpenAI API, such as http://127.0.0.1:8000/v1"""
+    model: str
+    """Name of the model there"""
+    rubric: str
+    """What is good, in plain words"""
+    mode: Literal["score", "rank"] = "score"
+    """A score from 0 to 10 for each completion, or one ranking of a group's completions"""
+    key_variable: str = ""
+    """Environment variable that holds the key of the API (rewards.variables hands it over); empty sends none"""
+    max_tokens: int = 512
+    """Longest answer of the judge"""
+    timeout_s: float = 8.0
+    """Deadline of one judgement, with all its attempts; less than rewards.timeout_s"""
+    max_retries: int = 2
+    """How often a judgement is asked for again after a failure; then there is no reward"""
+    agreement_share: float = 0.0
+    """Share of the groups that are judged twice, a ranking the second time in the reverse order, to measure
+    logged/judge/disagreement"""
+    prompt_price: float = 0.0
+    """Price of a million tokens that the judge reads, for logged/judge/cost"""
+    completion_price: float = 0.0
+    """Price of a million tokens that the judge writes"""
 
-    async def rewards(
-        self, question: str, answers: Sequence[str], reference: object, log: Callable[[str, float], None]
+    def __post_init__(self) -> None:
+        """Raises ValueError: a run with this judge could not have a single reward."""
+        problems = []
+        if not self.url.startswith(("http://", "https://")):
+            problems.append(f"url = {self.url!r} must be the http:// address of an API")
+        if not self.model:
+            problems.append("model must name the judge's model")
+        if not self.rubric.strip():
+            problems.append("rubric must say what is good")
+        if self.mode not in FORMS:
+            problems.append(f"mode = {self.mode!r} must be score or rank")
+        if self.key_variable and self.key_variable not in os.environ:
+            problems.append(f"there is no environment variable {self.key_variable}: name it in rewards.variables")
+        if problems:
+            raise ValueError("Judge: " + "; ".join(problems))
+        self._judgements: OrderedDict[str, Any] = OrderedDict()
+
+    async def __call__(
+        self,
+        *,
+        prompts: Sequence[Any],
+        completions: Sequence[Completion],
+        log_metric: Callable[[str, float], None],
+        answer: Sequence[Any] = (),
+        **kwargs: Any,
     ) -> list[float | None]:
-        """Return a reward from 0 to 1 for each answer, None where there is no judgement. log gets the metrics."""
-        settings, distinct = self._settings, list(dict.fromkeys(answers))
-        of_mode = self._rank if settings.mode == "rank" else self._score
+        """Return a reward from 0 to 1 for each completion of a group, None where there is no judgement."""
+        question = prompts[0]
+        if not isinstance(question, str):
+            question = "\n\n".join(f"{message['role']}: {message['content']}" for message in question)
+        answers = answer_texts(completions, **kwargs)
+        distinct = list(dict.fromkeys(answers))
+        of_mode = self._rank if self.mode == "rank" else self._score
         digest = hashlib.blake2b(json.dumps([question, distinct]).encode(), digest_size=4).hexdigest()
-        twice = int(digest, 16) < settings.agreement_share * 2**32
+        twice = int(digest, 16) < self.agreement_share * 2**32
         async with aiohttp.ClientSession() as session:
-            asked = Asked(session, question, reference)
-            first, *again = await asyncio.gather(*(of_mode(asked, distinct, number) for number in range(1 + twice)))
+            group = GroupQuestion(session, question, next(iter(answer), None))
+            first, *again = await asyncio.gather(*(of_mode(group, distinct, number) for number in range(1 + twice)))
         for second in again:
             apart = [abs(a - b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
             if apart:
-                log("judge/disagreement", sum(apart) / len(apart))
-        for name, count in asked.counts.items():
-            log(f"judge/{name}", count)
-        tokens = asked.counts["prompt_tokens"], asked.counts["completion_tokens"]
-        log("judge/cost", (tokens[0] * settings.prompt_price + tokens[1] * settings.completion_price) / 1e6)
-        of_answer = dict(zip(distinct, first, strict=True))
-        return [of_answer[one] for one in answers]
+                log_metric("judge/disagreement", sum(apart) / len(apart))
+        for name, count in group.counts.items():
+            log_metric(f"judge/{name}", count)
+        price = group.counts["prompt_tokens"] * self.prompt_price
+        price += group.counts["completion_tokens"] * self.completion_price
+        log_metric("judge/cost", price / 1e6)
+        reward_of = dict(zip(distinct, first, strict=True))
+        return [reward_of[text] for text in answers]
 
-    async def _score(self, asked: Asked, answers: list[str], number: int) -> list[float | None]:
+    async def _score(self, group: GroupQuestion, answers: list[str], number: int) -> list[float | None]:
         def read(text: str) -> float:
             value = float(SCORE.findall(text)[-1])
             if value > 10:
                 raise ValueError(f"a score of {value:g}")
             return value / 10
 
-        return list(await asyncio.gather(*(self._ask(asked, [one], number, read) for one in answers)))
+        return list(await asyncio.gather(*(self._ask(group, [text], number, read) for text in answers)))
 
-    async def _rank(self, asked: Asked, answers: list[str], number: int) -> list[float | None]:
+    async def _rank(self, group: GroupQuestion, answers: list[str], number: int) -> list[float | None]:
         if len(answers) == 1:
             return [0.5]
         # Judges prefer what stands first, so the order is another one in each group, and backwards the second time.
@@ -104,54 +153,52 @@ class Judge:
         order = order[::-1] if number else order
 
         def read(text: str) -> list[int]:
-            places = [int(one) - 1 for one in RANKING.findall(text)[-1].split(",")]
+            places = [int(place) - 1 for place in RANKING.findall(text)[-1].split(",")]
             if sorted(places) != list(range(len(answers))):
                 raise ValueError(f"a ranking of {[place + 1 for place in places]} for {len(answers)} answers")
             return places
 
-        places = await self._ask(asked, [answers[i] for i in order], number, read)
+        places = await self._ask(group, [answers[i] for i in order], number, read)
         if places is None:
             return [None] * len(answers)
         rewards = {order[place]: 1 - position / (len(answers) - 1) for position, place in enumerate(places)}
         return [rewards[i] for i in range(len(answers))]
 
-    async def _ask(self, asked: Asked, answers: list[str], number: int, read: Callable[[str], Any]) -> Any:
-        """Return what `read` makes of the judge's answer, or None without one within judge.timeout_s."""
-        settings = self._settings
-        parts = [f"<question>\n{asked.question}\n</question>"]
-        parts += [] if asked.reference is None else [f"<reference>\n{asked.reference}\n</reference>"]
-        parts += [f"<answer {i}>\n{one}\n</answer {i}>" for i, one in enumerate(answers, start=1)]
+    async def _ask(self, group: GroupQuestion, answers: list[str], number: int, read: Callable[[str], Any]) -> Any:
+        """Return what `read` makes of the judge's answer, or None without one within timeout_s."""
+        parts = [f"<question>\n{group.question}\n</question>"]
+        parts += [] if group.reference is None else [f"<reference>\n{group.reference}\n</reference>"]
+        parts += [f"<answer {i}>\n{text}\n</answer {i}>" for i, text in enumerate(answers, start=1)]
         messages = [
-            {"role": "system", "content": f"{self._rubric}\n\n{FORMS[settings.mode]}"},
+            {"role": "system", "content": f"{self.rubric.strip()}\n\n{FORMS[self.mode]}"},
             {"role": "user", "content": "\n\n".join(parts)},
         ]
         key = json.dumps([messages, number])
-        if key in self._said:
-            asked.counts["cached"] += 1
-            self._said.move_to_end(key)
-            return self._said[key]
+        if key in self._judgements:
+            group.counts["cached"] += 1
+            self._judgements.move_to_end(key)
+            return self._judgements[key]
         try:
-            judged = await asyncio.wait_for(self._attempts(asked, messages, read), settings.timeout_s)
+            judged = await asyncio.wait_for(self._attempts(group, messages, read), self.timeout_s)
         except FAILURES as error:
-            asked.counts["away"] += 1
-            print(f"no judgement from {settings.url}: {error!r}"[:REASON_CHARACTERS], file=sys.stderr, flush=True)
+            group.counts["away"] += 1
+            print(f"no judgement from {self.url}: {error!r}"[:REASON_CHARACTERS], file=sys.stderr, flush=True)
             return None
-        self._said[key] = judged
-        while len(self._said) > REMEMBERED:
-            self._said.popitem(last=False)
+        self._judgements[key] = judged
+        while len(self._judgements) > REMEMBERED:
+            self._judgements.popitem(last=False)
         return judged
 
-    async def _attempts(self, asked: Asked, messages: list[dict[str, str]], read: Callable[[str], Any]) -> Any:
+    async def _attempts(self, group: GroupQuestion, messages: list[dict[str, str]], read: Callable[[str], Any]) -> Any:
         """Raises one of FAILURES: that of the last attempt, or Refused at once."""
-        settings = self._settings
-        body = {"model": settings.model, "messages": messages, "max_tokens": settings.max_tokens}
-        headers = {"Authorization": f"Bearer {os.environ[settings.key_variable]}"} if settings.key_variable else {}
-        timeout = aiohttp.ClientTimeout(total=settings.timeout_s / (settings.max_retries + 1))
-        path = f"{settings.url.rstrip('/')}/chat/completions"
-        for attempt in range(settings.max_retries + 1):
-            asked.counts["calls"] += 1
+        body = {"model": self.model, "messages": messages, "max_tokens": self.max_tokens}
+        headers = {"Authorization": f"Bearer {os.environ[self.key_variable]}"} if self.key_variable else {}
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s / (self.max_retries + 1))
+        path = f"{self.url.rstrip('/')}/chat/completions"
+        for attempt in range(self.max_retries + 1):
+            group.counts["calls"] += 1
             try:
-                async with asked.session.post(path, json=body, headers=headers, timeout=timeout) as response:
+                async with group.session.post(path, json=body, headers=headers, timeout=timeout) as response:
                     answered = await _body(response)
                     if 400 <= response.status < 500 and response.status not in WORTH_REPEATING:
                         text = answered[:REASON_CHARACTERS].decode(errors="replace")
@@ -159,10 +206,10 @@ class Judge:
                     response.raise_for_status()
                     data = decode(Object, answered)
                 for name in ("prompt_tokens", "completion_tokens"):
-                    asked.counts[name] += (data.get("usage") or {}).get(name) or 0
+                    group.counts[name] += (data.get("usage") or {}).get(name) or 0
                 return read(data["choices"][0]["message"]["content"])
             except FAILURES as error:
-                if attempt == settings.max_retries or isinstance(error, Refused):
+                if attempt == self.max_retries or isinstance(error, Refused):
                     raise
                 await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
@@ -176,28 +223,3 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         if len(data) > IN_PLACE_BYTES:
             raise ValueError(f"an answer of more than {IN_PLACE_BYTES} bytes")
     return bytes(data)
-
-
-_judges: dict[str, Judge] = {}
-
-
-def configure(settings: dict[str, Any]) -> None:
-    """Set the table [judge] of this process. Raises OSError if the rubric cannot be read."""
-    _judges["judge"] = Judge(Settings(**settings))
-
-
-async def judge(
-    *,
-    prompts: Sequence[Any],
-    completions: Sequence[Completion],
-    log_metric: Callable[[str, float], None],
-    answer: Sequence[Any] = (),
-    **kwargs: Any,
-) -> list[float | None]:
-    """Return for each answer of a group, without its thoughts, the judge's score ÷ 10, or its place in the ranking from
-    1 (best) to 0."""
-    question = prompts[0]
-    if not isinstance(question, str):
-        question = "\n\n".join(f"{message['role']}: {message['content']}" for message in question)
-    answers = answer_texts(completions, **kwargs)
-    return await _judges["judge"].rewards(question, answers, next(iter(answer), None), log_metric)

@@ -33,6 +33,8 @@ Score = tuple[float | None, dict[str, float | None]]
 # After a group's call failed, its samples get this many times the group's time limit, shared equally.
 RETRY_SHARE = 2.0
 LOGGED_FAILURES = 10
+# Calls of async functions that run side by side, each over one group.
+ASYNC_CALLS = 16
 # The worker enforces an async function's time limit, unless the function blocks the process: then the parent's limit,
 # which is this many seconds later, ends the worker.
 BLOCKED_S = 2.0
@@ -51,7 +53,7 @@ class Rewards(msgspec.Struct):
 class RewardPool:
     """Runs the rewards.functions of all sources (and eval.reward_function, which only counts if requested by name).
 
-    Calls of async functions run concurrently in one dedicated worker, at most rewards.async_calls at a time. Any other
+    Calls of async functions run concurrently in one dedicated worker, at most ASYNC_CALLS at a time. Any other
     call has a worker to itself, and so does every retry, which finds the samples that make a function fail.
 
     All methods belong to one asyncio loop. `statistics` counts samples that lost a reward to a failure, calls that
@@ -69,16 +71,14 @@ class RewardPool:
         owns = {environment_name(own) for own in self._sources.values()}
         self._all_functions = [name for name in dict.fromkeys(named) if name and name not in owns]
         self._timeout_s = rewards.timeout_s
-        judge = config.judge
 
         def new_pool(functions: Sequence[str], side_by_side: bool) -> WorkerPool:
-            setup = {"functions": functions, "side_by_side": side_by_side, "judge": vars(judge)}
+            setup = {"functions": functions, "side_by_side": side_by_side}
             module = "torchtitan.rollout.rewards.reward_worker"
             table = replace(rewards, num_workers=1) if side_by_side else rewards
             return WorkerPool(
-                table, "the reward worker", module, setup, log_file, run_dir, replaced=self._count_restart,
-                visible=[judge.rubric], secrets=[judge.key_variable],
-            )  # fmt: skip
+                table, "the reward worker", module, setup, log_file, run_dir, replaced=self._count_restart
+            )
 
         self._alone = new_pool(self._all_functions, False)
         self._async: list[str] = []
@@ -86,7 +86,7 @@ class RewardPool:
         self._shared: WorkerPool | None = None
         self._new_pool = new_pool
         self._places = asyncio.Semaphore(rewards.num_workers)
-        self._turns = asyncio.Semaphore(rewards.async_calls)
+        self._turns = asyncio.Semaphore(ASYNC_CALLS)
         self._state = {"global_step": 0, "max_steps": config.training.steps}
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})

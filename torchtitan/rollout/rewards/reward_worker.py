@@ -1,6 +1,6 @@
 """A reward worker process, with messages as in workers/inside.py.
 
-The set-up has {"functions": [names], "side_by_side": boolean, "judge": the table [judge]}. A call is {"function": name,
+The set-up has {"functions": [names], "side_by_side": boolean}. A call is {"function": name,
 "samples": {…}, "state": {…}, "timeout_s": seconds}, and its reply is {"values": [number or null], "invalid": [indices],
 "extra": {column: [values]}, "metrics": {name: [values]}}, {"late": true} or {"error": text}.
 
@@ -146,17 +146,18 @@ def _is_finite_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is an async function, or an object that is called like one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bool], dict[str, Any]]:
     functions = {name: load_reward(name) for name in setup["functions"]}
     if not CHECKS_MATHEMATICS.isdisjoint(functions):
         from torchtitan.rollout.rewards import mathematics
 
         mathematics.checker()  # load it now, so that it does not count against a call's time limit
-    if "judge" in functions:
-        from torchtitan.rollout.rewards import judge
-
-        judge.configure(setup["judge"])
-    coroutines = [name for name, function in functions.items() if inspect.iscoroutinefunction(function)]
+    coroutines = [name for name, function in functions.items() if is_async(function)]
     return (functions, setup["side_by_side"]), {"coroutines": coroutines}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,17 @@ class WorkerPool:
         run_dir: Path | None = None,
         flooded: Callable[[], None] = lambda: None,
         replaced: Callable[[], None] = lambda: None,
-        visible: Iterable[str] = (),
-        secrets: Iterable[str] = (),
     ):
         """what: a worker's name in messages; module: what it runs; setup: its first message, without the limits;
         log_file: for its output, and `flooded` is called once that is cut; run_dir: hidden from isolated workers;
-        replaced: called for every worker that is replaced; visible: files and folders that isolated workers need,
-        wherever they lie; secrets: environment variables with keys that they get, besides the table's.
+        replaced: called for every worker that is replaced.
 
         Raises UserError if the table's isolate = true is not possible here.
         """
         isolation, self._shut_in = find_isolation(table.isolate, table.network)
         self._settings = WorkerSettings(
             what, module, {**setup, "memory_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
-            [*visible, *table.readable], [*table.variables, *secrets], isolation, type(table).__name__.lower(),
+            table.readable, table.variables, isolation, type(table).__name__.lower(),
         )  # fmt: skip
         self._settings.restricted = table.isolate is not False
         self._misses_isolation = isolation is None and table.isolate == "auto"
