@@ -37,10 +37,12 @@ from typing import Any
 import common
 import word_problems
 
+sys.path.insert(0, str(common.REPOSITORY))
+
+from scripts.compare_runs import blank_figure, dress, write_figure
 from torchtitan import train
 from torchtitan.config.training_tables import LOSS_TYPES
 from torchtitan.models.shape.exports import newest_export
-from torchtitan.report.plots import blank_figure, dress, write_figure
 from torchtitan.utils.json_lines import read_json_lines
 
 HERE = Path(__file__).resolve().parent

@@ -11,14 +11,11 @@ import sys
 import sysconfig
 from importlib.machinery import SourceFileLoader
 
-# What the processes of a run import; matplotlib and TensorBoard only once they are used.
+# What the processes of a run import; TensorBoard only once it is used.
 MODULES = (
     "torchtitan.trainer.job",
     "torchtitan.inference.engines.embedded.__main__",
     "torchtitan.rollout.rewards.reward_worker",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.backends.backend_svg",
-    "matplotlib.pyplot",
     "torch.utils.tensorboard",
 )
 

@@ -40,8 +40,8 @@ from torchtitan.errors import UserError
 from torchtitan.grpo_train import follow_commands
 from torchtitan.models.shape.exports import newest_export, with_shipped
 from torchtitan.preflight.validate import ready
+from torchtitan.report.curves import evaluation_table
 from torchtitan.report.metrics import COMPLETIONS_FILE
-from torchtitan.report.page import evaluation_table
 from torchtitan.trainer.run_dir import CONFIG_FILE, MARKER, whole_steps
 from torchtitan.utils.json_lines import read_json_lines, write_whole
 from torchtitan.utils.machine import leave, sleep_between_regions

@@ -26,8 +26,7 @@ SCRIPT = """
 from torchtitan import train
 SMALL = {"grpo.allow_uncorrected": True, "training.steps": 2,
          "training.global_batch_size": 64, "inference.num_actors": 1, "eval.enable": False,
-         "checkpoint.enable": False, "checkpoint.last_save_in_hf": False, "metrics.log_freq": 1,
-         "metrics.enable_report": False}
+         "checkpoint.enable": False, "checkpoint.last_save_in_hf": False, "metrics.log_freq": 1}
 def digits(completions, **kwargs):
     return [sum(map(str.isdigit, text)) * POINTS for text in completions]
 POINTS = 0.25
@@ -137,7 +136,7 @@ def test_a_signal_ends_a_loop_of_runs_once_the_first_is_saved(folder: Path, name
 SMALLER = """
 import contextlib, io, json, runpy, sys, traceback, torchtitan
 train, smaller = torchtitan.train, {
-    "training.global_batch_size": 64, "eval.num_prompts": 16, "inference.num_actors": 1, "metrics.enable_report": False,
+    "training.global_batch_size": 64, "eval.num_prompts": 16, "inference.num_actors": 1,
 }
 torchtitan.train = lambda config, changes, **others: train(config, smaller | changes, **others)
 found = {}

@@ -48,7 +48,6 @@ def start(
         "--eval.num_prompts", "8",
         "--eval.interval", "0",
         "--inference.threads_per_actor", "1",
-        "--metrics.enable_report", "false",
         *options,
         ranks=ranks,
         **environment,
@@ -101,7 +100,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     killed_at = whole_steps(folder)[-1]
     unused = groups_in(folder / f"step-{killed_at}" / "rollout.bin")
     steps = killed_at + 8
-    options = ("--checkpoint.resume", str(run_dir), "--metrics.enable_report", "true")
+    options = ("--checkpoint.resume", str(run_dir))
     start(module_processes, debug_checkpoint, dump, steps, *options, ranks=2).end()
     options = ("--rollout.replay", str(run_dir))
     replay = start(module_processes, debug_checkpoint, dump / "replay", steps, *options, ranks=2)

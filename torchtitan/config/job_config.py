@@ -92,9 +92,6 @@ class Metrics:
     enable_tensorboard: bool = True
     """Write TensorBoard event files, in tb/ of the run folder"""
 
-    enable_report: bool = True
-    """Draw report.html at the end of the run, which takes seconds; python -m torchtitan.report does it later"""
-
     enable_wandb: bool = False
     """Log to Weights & Biases (needs the `wandb` extra; WANDB_MODE=offline works)"""
 

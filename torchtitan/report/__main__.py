@@ -1,8 +1,7 @@
 """python -m torchtitan.report RUN_DIR: write report.html and trace.json, even if the run is active or was killed.
 
-    python -m torchtitan.report RUN_DIR --trace-only --minutes 60 --plot steps.png --steps 12 --last-step 40
+    python -m torchtitan.report RUN_DIR --trace-only --minutes 60
     python -m torchtitan.report --serve RUN_DIR --port 8000
-    python -m torchtitan.report --compare RUN_A RUN_B --labels asynchronous blocking --output figure.svg
 
 A run writes both files when it ends. It also serves its own live page if metrics.live_port is set.
 """
@@ -21,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.errors import UserError
-from torchtitan.report.page import serve_run, write_report
-from torchtitan.report.plots import STEPS, compare_runs, write_plot
-from torchtitan.report.timeline import LAST_MINUTES, read_timeline, write_trace
+from torchtitan.report.live_server import serve_run
+from torchtitan.report.page import write_report
+from torchtitan.report.timeline import LAST_MINUTES, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,28 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run_dir", nargs="?", type=Path, help="run folder")
+    parser.add_argument("run_dir", type=Path, help="run folder")
     parser.add_argument("--trace-only", action="store_true", help="write trace.json, not report.html")
     parser.add_argument(
         "--minutes", type=float, default=LAST_MINUTES, help="of the trace, from the end of the run back"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw some steps as a .svg or .png file")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps in the plot")
-    parser.add_argument("--last-step", type=int, help="the last of them; the newest by default")
     parser.add_argument("--serve", action="store_true", help="serve the live page of the run, until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="of the live page on 127.0.0.1; 0 takes a free one")
-    parser.add_argument("--compare", nargs="+", metavar="RUN_DIR", help="plot reward and evaluation of several runs")
-    parser.add_argument("--labels", nargs="+", help="names of the compared runs, in their order")
-    parser.add_argument("--output", default="compare.svg", help="figure of --compare: .svg or .png")
     arguments = parser.parse_args(argv)
-    if not arguments.minutes > 0 or arguments.steps < 1:
-        parser.error("--minutes must be greater than 0, --steps at least 1")
-    if (arguments.run_dir is None) == (arguments.compare is None):
-        parser.error("give a run folder, or --compare with several")
+    if not arguments.minutes > 0:
+        parser.error("--minutes must be greater than 0")
     try:
-        if arguments.compare:
-            print(compare_runs(arguments.compare, arguments.output, arguments.labels))
-            return 0
         if arguments.run_dir.is_dir() and not (arguments.run_dir / "config.toml").is_file():
             raise UserError(f"{arguments.run_dir} is not a run folder: there is no config.toml in it")
         if arguments.serve:
@@ -61,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.trace_only:
             print(write_report(arguments.run_dir))
         print(write_trace(arguments.run_dir, arguments.minutes))
-        if arguments.plot is not None:
-            print(write_plot(read_timeline(arguments.run_dir), arguments.plot, arguments.steps, arguments.last_step))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)

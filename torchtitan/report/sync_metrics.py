@@ -209,10 +209,10 @@ class SyncMetrics:
             self._file.write(row)
 
 
-def sums_by_actor(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Return the metrics of the whole run per actor (see Sums)."""
+def sums_by_actor(entries: Iterable[Entry]) -> dict[str, dict[str, float]]:
+    """Return the metrics of a journal's entries per actor (see Sums)."""
     sums: defaultdict[str, Sums] = defaultdict(Sums)
-    for entry in read_journal(run_dir):
+    for entry in entries:
         if not isinstance(entry, Publication) and entry.actor:
             sums[entry.actor].add(entry)
     return {actor: sums[actor].figures() for actor in sorted(sums)}

@@ -1,7 +1,7 @@
 """The timeline of a run: trainer ranks, registry and actors on one clock, from the files of the run folder.
 
-This module writes it as trace.json; report/plots.py draws it. Times are in seconds since 1970 on each process's clock.
-The spans of one track nest, because a span is cut where its enclosing span ends.
+This module writes it as trace.json; timeline_view.py has its last steps for the page. Times are in seconds since 1970
+on each process's clock. The spans of one track nest, because a span is cut where its enclosing span ends.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.report.deliveries import Delivery, Incident, Publication
+from torchtitan.report.deliveries import Delivery, Entry, Incident, Publication
 from torchtitan.report.metrics import run_folder
 from torchtitan.report.sync_metrics import read_journal
-from torchtitan.utils.json_lines import TIMELINE, read_json_lines, write_whole
+from torchtitan.utils.json_lines import TIMELINE, JsonTail, write_whole
 
 TRAINER, SYNC = "trainer", "weight sync"
 # Suffix of a rank's second track, which is otherwise named like its first.
@@ -100,12 +100,15 @@ def nested(spans: Iterable[Span]) -> list[Span]:
     return result
 
 
-def read_timeline(run_dir: Path) -> Timeline:
-    """Read the timeline from a run's files; the run may be active or killed."""
+def read_timeline(run_dir: Path, last_bytes: int = 0, journal: Iterable[Entry] | None = None) -> Timeline:
+    """Read the timeline from a run's files; the run may be active or killed.
+
+    last_bytes: of each file but the journal, only the end is read; 0: all. journal: its entries, if they are known.
+    """
     files = run_dir / TIMELINE
-    notes = {path.stem: read_json_lines(path) for path in files.glob("*.jsonl")}
+    notes = {path.stem: list(JsonTail(path, last_bytes).read()) for path in files.glob("*.jsonl")}
     ranks = {int(name.removeprefix("rank-")): notes.pop(name) for name in list(notes) if name.startswith("rank-")}
-    entries = deque(read_journal(run_dir, JOURNAL_BYTES), MAX_RECORDS)
+    entries = deque(read_journal(run_dir, JOURNAL_BYTES) if journal is None else journal, MAX_RECORDS)
     deliveries = [entry for entry in entries if isinstance(entry, Delivery)]
     publications = [entry for entry in entries if isinstance(entry, Publication)]
     incidents = [entry for entry in entries if isinstance(entry, Incident)]
@@ -122,7 +125,7 @@ def read_timeline(run_dir: Path) -> Timeline:
     for actor, spans in sorted(pulls.items()):
         tracks.append(Track(actor, "weights", nested(spans)))
         tracks.append(Track(actor, "generation", nested(_activity(notes.get(actor, [])))))
-    moments = [*_incidents(incidents), *_events(run_dir)]
+    moments = [*_incidents(incidents), *_events(run_dir, last_bytes)]
     return Timeline([track for track in tracks if track.spans], sorted(moments, key=lambda moment: moment.time))
 
 
@@ -185,8 +188,8 @@ def _incidents(incidents: Iterable[Incident]) -> Iterator[Moment]:
         yield Moment(incident.time, incident.kind, incident.actor or SYNC, details)
 
 
-def _events(run_dir: Path) -> Iterator[Moment]:
-    for event in read_json_lines(run_dir / "events.jsonl")[-MAX_RECORDS:]:
+def _events(run_dir: Path, last_bytes: int) -> Iterator[Moment]:
+    for event in deque(JsonTail(run_dir / "events.jsonl", last_bytes).read(), MAX_RECORDS):
         details = {name: value for name, value in event.items() if name not in ("time", "kind")}
         yield Moment(event.get("time", 0.0), str(event.get("kind")), str(event.get("actor") or TRAINER), details)
 

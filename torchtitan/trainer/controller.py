@@ -27,8 +27,9 @@ from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.pool.weight_probe import sampling_tolerance
 from torchtitan.inference.types import Tag
 from torchtitan.report.boards import Boards
+from torchtitan.report.live_server import LivePage
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger, check_rows
-from torchtitan.report.page import LivePage, write_report
+from torchtitan.report.page import write_report
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
@@ -236,14 +237,16 @@ class Controller:
         self.events.write("ranks_started_again", level=logging.WARNING, version=version, **fields)
 
     def close(self) -> None:
-        """Stop watching the actors, and draw the report. A file that cannot be written, or drawn from damaged rows, is
+        """Stop watching the actors, and write the report. A file that cannot be written, or made from damaged rows, is
         only skipped, because the outcome of the run is already decided."""
         if self._watch is not None:
             self._watch.cancel()
-        ends: list[Callable[[], None]] = [self.metrics.close, self.sync_metrics.close]
-        if self.config.metrics.enable_report:
-            ends.append(lambda: logger.info("report: %s", write_report(self.run_dir)))
-        ends.append(lambda: logger.info("trace: %s", write_trace(self.run_dir)))
+        ends: list[Callable[[], None]] = [
+            self.metrics.close,
+            self.sync_metrics.close,
+            lambda: logger.info("report: %s", write_report(self.run_dir)),
+            lambda: logger.info("trace: %s", write_trace(self.run_dir)),
+        ]
         for end in ends:
             try:
                 end()

@@ -39,8 +39,8 @@ from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.inference.pool.weight_probe import sampled_behind
 from torchtitan.models.layers.batch_invariance import size_message
+from torchtitan.report.live_server import LivePage
 from torchtitan.report.metrics import set_up_logging
-from torchtitan.report.page import LivePage
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.demonstrations import Demonstrations
 from torchtitan.rollout.flow.journal import Journal, ReplaySource

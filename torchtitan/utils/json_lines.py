@@ -110,7 +110,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     # Not splitlines(): text in JSON may hold U+0085 or U+2028 as they are, and those end no line here.
     *lines, cut_off = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     last = _object(cut_off)
-    return [*_objects(path, lines), *([] if last is None else [last])]
+    return [*rows_in(path, lines), *([] if last is None else [last])]
 
 
 def older_file(path: Path) -> Path:
@@ -158,7 +158,7 @@ class JsonTail:
                 if _inode(path) != number:
                     return  # it has just been renamed: the next call finds it
                 self._place = place
-                yield from _objects(self._path, lines, self._needs)
+                yield from rows_in(self._path, lines, self._needs)
 
 
 def _inode(path: Path) -> int | None:
@@ -190,7 +190,7 @@ def line_start(path: Path, place: int) -> int:
         return file.tell()
 
 
-def _objects(path: str | Path, lines: Iterable[str], needs: str = "") -> Iterator[dict[str, Any]]:
+def rows_in(path: str | Path, lines: Iterable[str], needs: str = "") -> Iterator[dict[str, Any]]:
     for line in lines:
         row = _object(line)
         if needs and (row is None or needs not in row):

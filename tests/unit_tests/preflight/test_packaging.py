@@ -40,7 +40,7 @@ def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Pa
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtitan").rglob("*.py")}
     configs = {f"torchtitan/train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")}
     assert "torchtitan/train_configs/debug_cpu.toml" in configs
-    page = {f"torchtitan/report/{name}" for name in ("live.html", "report_page.html", "style.css")}
+    page = {f"torchtitan/report/{name}" for name in ("page.html", "page.css", "charts.js", "completions.js", "page.js")}
     engines = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtitan").rglob("engine.toml")}
     assets = {path.relative_to(ROOT).as_posix() for path in SHIPPED_FOLDER.rglob("*") if path.is_file()}
     assert {f"torchtitan/assets/{name}/model.safetensors" for name in SHIPPED} <= assets

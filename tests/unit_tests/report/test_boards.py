@@ -17,8 +17,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.report import boards as module
 from torchtitan.report.boards import Boards
+from torchtitan.report.live_server import LivePage
 from torchtitan.report.metrics import MetricsLogger
-from torchtitan.report.page import LivePage
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 

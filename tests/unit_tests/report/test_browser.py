@@ -13,8 +13,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from torchtitan.report.browser import MAX_ROWS, SORTS, CompletionIndex, Selection
+from torchtitan.report.live_server import LiveServer
 from torchtitan.report.metrics import ACTORS_FILE, cut_after
-from torchtitan.report.page import LiveServer
 from torchtitan.utils.prometheus import Figure, exposition
 
 WORDS = ("seven", "Élan", 'a"b', "back\\slash", "数", "tokens", "line\nbreak")

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -26,10 +25,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests.patience import PATIENCE_S
 from tests.unit_tests.report.test_report import write_run
 from torchtitan.errors import UserError
-from torchtitan.report import page
+from torchtitan.report import live_server
 from torchtitan.report.__main__ import main
-from torchtitan.report.metrics import ACTORS_FILE, cut_after
-from torchtitan.report.page import LivePage, LiveServer, listen
+from torchtitan.report.live_server import LivePage, LiveServer, listen
+from torchtitan.report.metrics import ACTORS_FILE
+from torchtitan.report.page import NO_DATA, page, write_report
+from torchtitan.report.page_data import RunReader
 from torchtitan.utils.json_lines import JsonLines, read_json_lines
 
 TOKEN = "token-of-the-test"
@@ -60,100 +61,42 @@ def append(path: Path, text: str) -> None:
 def test_only_who_knows_the_token_is_let_in_and_only_by_a_name_of_this_machine(tmp_path: Path) -> None:
     async def check() -> None:
         async with client_of(write_run(tmp_path / "run", steps=3)) as client:
-            for path in ("/", "/run", "/report", "/lines/metrics?after=0", "/completions", "/metrics", "/nothing"):
+            for path in ("/", "/data", "/completions", "/metrics", "/nothing"):
                 for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
                     assert (await client.get(path, headers=wrong)).status == 401
                 assert (await client.get(path, params={"token": "wröng"})).status == 401
                 for name in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", ""):
                     assert (await client.get(path, headers=BEARER | {"Host": name})).status == 403
             for name in ("127.0.0.1:1", "localhost:8080", "localhost", "[::1]:80", "[::1]"):
-                assert (await client.get("/run", headers=BEARER | {"Host": name})).status == 200
-            page = await client.get("/", params={"token": TOKEN})
-            assert page.status == 200 and page.headers["Cache-Control"] == "no-store"
-            assert TOKEN not in await page.text()
-            assert (await client.post("/run", headers=BEARER)).status == 405
+                assert (await client.get("/data", headers=BEARER | {"Host": name})).status == 200
+            index = await client.get("/", params={"token": TOKEN})
+            assert index.status == 200 and index.headers["Cache-Control"] == "no-store"
+            assert await index.text() == page(NO_DATA)  # without the token
+            policy = index.headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'") and "frame-ancestors 'none'" in policy
+            assert (await client.post("/data", headers=BEARER)).status == 405
 
     asyncio.run(check())
 
 
-@pytest.mark.slow
-def test_pages_need_no_network_and_run_no_text_of_a_model(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", steps=3)
-    append(run_dir / "completions.jsonl", json.dumps(sample(3)) + "\n")
-
-    async def check() -> None:
-        async with client_of(run_dir) as client:
-            page, other = [await client.get("/", headers=BEARER) for _ in range(2)]
-            text, policy = await page.text(), page.headers["Content-Security-Policy"]
-            (nonce,) = set(re.findall(r'nonce="([^"]+)"', text))
-            assert "default-src 'none'" in policy and f"script-src 'nonce-{nonce}';" in policy
-            assert policy != other.headers["Content-Security-Policy"] and "unsafe" not in policy
-            assert not re.search(r"""(src|href)=["']?(https?:)?//|innerHTML|@import""", text)
-            report = await client.get("/report", headers=BEARER)
-            assert report.headers["Content-Security-Policy"].startswith("default-src 'none'")
-            assert "<script" not in await report.text() and "&lt;script&gt;document" in await report.text()
-        assert sorted(path.name for path in run_dir.iterdir()) == before
-
-    before = sorted(path.name for path in run_dir.iterdir())  # the server only reads
-    asyncio.run(check())
-
-
-def test_whole_lines_as_the_files_grow_and_are_cut(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    path = run_dir / "metrics.jsonl"
-
-    async def check() -> None:
-        async with client_of(run_dir) as client:
-            known = {"file": 0, "end": 0}
-
-            async def more() -> list[str]:
-                query = {"file": known["file"], "after": known["end"]}
-                answer = await (await client.get("/lines/metrics", params=query, headers=BEARER)).json()
-                known.update(answer)
-                return answer["lines"]
-
-            assert await more() == []
-            append(path, '{"step": 1}\n{"step": 2}\n{"st')
-            assert await more() == ['{"step": 1}', '{"step": 2}'] and await more() == []
-            append(path, 'ep": 3, "text": "\u2028é"}\n')
-            assert await more() == ['{"step": 3, "text": "\u2028é"}']
-            cut_after(path, 1)  # a resumed run: another file under the same name
-            assert await more() == ['{"step": 1}']
-            assert known["end"] == path.stat().st_size
-            bad = await client.get("/lines/metrics", params={"after": "x"}, headers=BEARER)
-            assert bad.status == 400
-            for name in ("config", "..%2f..%2fetc%2fpasswd", ""):
-                answer = await client.get(f"/lines/{name}", headers=BEARER)
-                assert answer.status == 404 or (await answer.json())["lines"] == []
-            about = await (await client.get("/run", headers=BEARER)).json()
-            assert about["actors"] == {} and len(about["plots"]) == 13
-            (run_dir / ACTORS_FILE).write_text('{"step": 4, "actors": {"actor-0": "ready v3"}}')
-            assert (await (await client.get("/run", headers=BEARER)).json())["actors"] == {"actor-0": "ready v3"}
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize("chunk", [16, 100, 10_000])
-def test_the_last_lines_are_whole_and_those_after_them_follow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+def test_the_server_answers_with_data_when_they_are_new_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, lines = tmp_path / "events.jsonl", [json.dumps({"step": step}) for step in range(120)]
-    path.write_text("\n".join(lines) + '\n{"cut o')
-    monkeypatch.setattr(page, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(live_server, "DATA_SECONDS", -1.0)
+    run_dir = write_run(tmp_path / "run", steps=3)
 
     async def check() -> None:
-        async with client_of(tmp_path) as client:
-            last = await (await client.get("/lines/events", headers=BEARER)).json()
-            count = len(last["lines"])
-            assert last["lines"] == lines[120 - count :] and sum(map(len, last["lines"])) <= chunk
-            assert count == 120 or (count + 2) * (len(lines[-1]) + 1) + len('{"cut o') > chunk
-            with path.open("a") as file:
-                file.write('ff": 1}\n')
-            query = {"file": last["file"], "after": last["end"]}
-            after = await (await client.get("/lines/events", params=query, headers=BEARER)).json()
-            assert after["lines"] == ['{"cut off": 1}'] and after["begin"] == last["end"]
+        async with client_of(run_dir) as client:
+            answer = await (await client.get("/data", headers=BEARER)).json()
+            assert answer["data"] == RunReader(run_dir).read()
+            known = {"known": answer["digest"]}
+            assert (await client.get("/data", params=known, headers=BEARER)).status == 204
+            assert sorted(path.name for path in run_dir.iterdir()) == before
+            (run_dir / ACTORS_FILE).write_text('{"step": 4, "actors": {"actor-0": "ready v3"}}')
+            newer = await (await client.get("/data", params=known, headers=BEARER)).json()
+            assert newer["data"]["actors"]["lines"][0][:2] == ["actor-0", "ready v3"]
 
+    before = sorted(path.name for path in run_dir.iterdir())
     asyncio.run(check())
 
 
@@ -190,7 +133,7 @@ def test_a_run_serves_its_page_from_another_process(
 
 @pytest.mark.slow
 def test_the_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from torchtitan.report.page import LivePage\n"
+    code = "import sys, time; from pathlib import Path; from torchtitan.report.live_server import LivePage\n"
     code += "page = LivePage(Path(sys.argv[1]), 0); time.sleep(1000)"
     command = [sys.executable, "-u", "-c", code, str(write_run(tmp_path / "run", steps=3))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
@@ -253,11 +196,11 @@ class Browser:
 
 
 @contextlib.asynccontextmanager
-async def browse(url: str, profile: Path) -> AsyncIterator[Browser]:
+async def browse(url: str, profile: Path, *options: str) -> AsyncIterator[Browser]:
     assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0",
-        f"--user-data-dir={profile}", url, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
+        f"--user-data-dir={profile}", *options, url, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
         port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + PATIENCE_S
@@ -267,7 +210,7 @@ async def browse(url: str, profile: Path) -> AsyncIterator[Browser]:
         port = port_file.read_text().split()[0]
         async with ClientSession(timeout=ClientTimeout(PATIENCE_S)) as session:
             async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                (page,) = [one for one in await answer.json() if one["type"] == "page"]
+                (page,) = [target for target in await answer.json() if target["type"] == "page"]
             async with session.ws_connect(page["webSocketDebuggerUrl"]) as socket:
                 yield Browser(socket)
     finally:
@@ -289,18 +232,20 @@ def test_a_browser_draws_what_comes_and_runs_none_of_it(tmp_path: Path) -> None:
 
     async def check(url: str) -> None:
         async with browse(url, tmp_path / "profile") as browser:
-            await browser.wait("document.querySelectorAll('#plots svg').length === 10 && !!at('events').rows.length")
-            assert await browser.evaluate("document.title") == "run: live"
-            assert await browser.evaluate("at('prompt').textContent") == EVIL
-            assert await browser.evaluate("at('completion').textContent") == f"a{EVIL}b"
-            assert await browser.evaluate("document.querySelectorAll('img, script').length") == 1
-            assert "ready v29" in await browser.evaluate("at('actors').innerText")
-            assert "<script>alert(1)</script>" in await browser.evaluate("at('events').innerText")
-            assert "exact" in await browser.evaluate("at('facts').innerText")
-            colours = "[...at('completion').children].slice(0, 3).map(one => one.style.backgroundColor).join(' ')"
+            await browser.wait("document.querySelectorAll('#plots svg[role]').length === 6 && !!completion")
+            assert await browser.evaluate("document.title") == "run"
+            assert "step 30 of 4,000" in await browser.evaluate("byId('cards').innerText")
+            assert await browser.evaluate("byId('prompt').textContent") == EVIL
+            assert await browser.evaluate("byId('completion').textContent") == f"a{EVIL}b"
+            assert EVIL in await browser.evaluate("byId('steps').textContent")
+            assert await browser.evaluate("document.querySelectorAll('img, script').length") == 2
+            assert "ready v29" in await browser.evaluate("byId('actors').innerText")
+            assert "<script>alert(1)</script>" in await browser.evaluate("byId('events').textContent")
+            assert "exact" in await browser.evaluate("byId('facts').innerText")
+            colours = "[...byId('completion').children].slice(0, 3).map(part => part.style.backgroundColor).join(' ')"
             by_difference = await browser.evaluate(colours)
             assert by_difference == "rgba(36, 99, 180, 0) rgba(192, 57, 85, 0.8) rgba(36, 99, 180, 0.85)"
-            await browser.evaluate("at('colour').value = 'version'; at('colour').onchange()")
+            await browser.evaluate("byId('colour').value = 'version'; byId('colour').onchange()")
             first, second, third = (await browser.evaluate(colours)).split(") ")
             assert first == second and third.removesuffix(")") != first
             # It goes on as the files do; a line that is not whole yet waits.
@@ -309,22 +254,43 @@ def test_a_browser_draws_what_comes_and_runs_none_of_it(tmp_path: Path) -> None:
             of_sources |= {"groups/sums/trained": 3, "groups/game/trained": 1, "reward/game/mean": 68}
             append(run_dir / "metrics.jsonl", "\n" + json.dumps(rows[-2] | of_sources) + '\n{"st')
             append(run_dir / "completions.jsonl", json.dumps(sample(31, prompt="newest")) + "\n")
-            await browser.wait("at('cards').innerText.includes('77') && at('prompt').textContent === 'newest'")
+            await browser.wait("byId('cards').innerText.includes('step 31') && byId('prompt').textContent === 'newest'")
             by_source = (
-                "[...document.querySelectorAll('#plots .plot')].find(one => one.innerText.includes('by source'))"
+                "[...document.querySelectorAll('#plots .plot')].find(box => box.innerText.includes('by source'))"
             )
             drawn = await browser.evaluate(f"{by_source}.innerText")
             assert "sums" in drawn and "game" in drawn and "right" not in drawn
-            assert "1 to 4 of 4" in await browser.evaluate("at('place').textContent")
+            assert "1 to 4 of 4" in await browser.evaluate("byId('place').textContent")
             # The reader picks one, and it stays while others come; a search for what only one has finds that one.
-            await browser.evaluate("at('list').rows[3].click()")
-            await browser.wait("at('completion').textContent === 'tail'")
+            await browser.evaluate("byId('list').rows[3].click()")
+            await browser.wait("byId('completion').textContent === 'tail'")
             append(run_dir / "completions.jsonl", json.dumps(sample(32, prompt="later")) + "\n")
-            await browser.evaluate("at('step_to').value = 29; at('step_to').onchange()")
-            await browser.wait("at('list').rows.length === 2 && at('facts').innerText.includes('29')")
-            await browser.evaluate("at('step_to').value = ''; at('text').value = 'NEWEST'; at('text').onchange()")
-            await browser.wait("at('list').rows.length === 2 && at('prompt').textContent === 'newest'")
-            assert await browser.evaluate("document.title") == "run: live"
+            await browser.evaluate("byId('step_to').value = 29; byId('step_to').onchange()")
+            await browser.wait("byId('list').rows.length === 2 && byId('facts').innerText.includes('29')")
+            await browser.evaluate("byId('step_to').value = ''; byId('text').value = 'NEWEST'; byId('text').onchange()")
+            await browser.wait("byId('list').rows.length === 2 && byId('prompt').textContent === 'newest'")
+            assert await browser.evaluate("document.title") == "run"
 
     with served(run_dir) as url:
         asyncio.run(check(url))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_browser_draws_a_report_from_its_file_within_the_width_of_a_phone(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=30)
+    wide = {f"a_reward_with_a_long_name_{number}": 1.0 for number in range(9)}
+    rows = [sample(step, rewards=wide, completion="x" * 500) for step in (1, 15, 30)]
+    (run_dir / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    state = "in a state " * 30
+    (run_dir / ACTORS_FILE).write_text(json.dumps({"step": 30, "actors": {"actor-0": state}}))
+
+    async def check() -> None:
+        async with browse(write_report(run_dir).as_uri(), tmp_path / "profile", "--window-size=380,800") as browser:
+            await browser.wait("document.querySelectorAll('#plots svg[role]').length === 6")
+            await browser.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+            assert await browser.evaluate("document.querySelectorAll('.step').length") == 3
+            assert await browser.evaluate("innerWidth <= 500 && document.documentElement.scrollWidth <= innerWidth")
+            assert await browser.evaluate("document.title") == "run"
+
+    asyncio.run(check())

@@ -32,7 +32,7 @@ from torchtitan.report.metrics import (
     cut_after,
     token_texts,
 )
-from torchtitan.report.page import write_report
+from torchtitan.report.samples import read_samples
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -261,8 +261,8 @@ def test_reading_rows_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0
 
 
-def test_a_conversation_is_written_and_drawn(tmp_path: Path) -> None:
-    """Given and sampled texts in their order, a branch after the other; the report colours what was sampled."""
+def test_a_conversation_is_written_and_shown(tmp_path: Path) -> None:
+    """Given and sampled texts in their order, a branch after the other; the page tells them apart."""
     turns = [Completion([3, 4], [0.0, 0.0], "stop", [VersionSpan("e", version, 0, 2)]) for version in (5, 6, 6)]
     branches = [Branch([Given([1]), turns[0], Given([7]), turns[1]]), Branch([Given([1, 3]), turns[2]])]
     logger = MetricsLogger(make_config(), tmp_path)
@@ -273,10 +273,9 @@ def test_a_conversation_is_written_and_drawn(tmp_path: Path) -> None:
         (0, "w3 w4", [5]), (0, "w7", None), (0, "w3 w4", [6]), (1, "w1 w3", None), (1, "w3 w4", [6]),
     ]  # fmt: skip
     assert row["tokens"] == 6 and row["versions"] == [{"version": 5, "tokens": 2}, {"version": 6, "tokens": 4}]
-    page = write_report(tmp_path).read_text()
-    drawn = page[page.index('<pre class="talk">') :]
-    kinds = ["given", "version1", "given", "version2", "given", "version2"]
-    assert re.findall(r'<span class="(\w+)"', drawn[: drawn.index("</pre>")]) == kinds
+    (step,) = read_samples(tmp_path)
+    segments = [(segment["text"], segment["sampled"]) for segment in step["rows"][0]["segments"]]
+    assert segments == [("w3 w4", True), ("w7", False), ("w3 w4", True), ("w1 w3", False), ("w3 w4", True)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from torchtitan.report import sync_metrics
 from torchtitan.report.deliveries import Incident, JournalReader
-from torchtitan.report.sync_metrics import SyncMetrics, sums_by_actor
+from torchtitan.report.sync_metrics import SyncMetrics, read_journal, sums_by_actor
 from torchtitan.utils.json_lines import StepRecorder, read_json_lines
 from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.registry import deliveries
@@ -149,7 +149,7 @@ def test_every_outcome_has_its_row(tmp_path: Path) -> None:
     assert (rows[1, "b"]["state"], rows[1, "b"]["reason"]) == (ActorState.PULLING, "late")
     assert rows[2, None]["reason"] == "rank 1 had no free slot"
     assert (rows[4, "a"]["state"], rows[4, "a"]["reason"]) == (ActorState.APPLYING, "not for this model")
-    sums = sums_by_actor(tmp_path)
+    sums = sums_by_actor(read_journal(tmp_path))
     assert sums["a"]["pulls"] == 4 and sums["a"]["applied"] == 2
     assert sums["a"]["bytes_delta"] == 40 and sums["a"]["corrupt_buckets"] == 2
     assert sums["a"]["transfer_s"] == 0.5 and sums["a"]["pause_s/max"] == 0.05
@@ -330,7 +330,7 @@ def test_a_resumed_run_keeps_the_rows_of_its_earlier_life_and_a_replay_has_none(
     metrics = SyncMetrics(empty)
     assert metrics.step({"policy_version": 1}) == {}
     metrics.close()
-    assert list(empty.iterdir()) == [] and sums_by_actor(empty) == {}
+    assert list(empty.iterdir()) == [] and sums_by_actor(read_journal(empty)) == {}
 
 
 @settings(max_examples=60)
@@ -382,7 +382,7 @@ def test_sums_of_steps_are_those_of_the_run_whatever_happens(seed: int, actors: 
             totals.update(metrics.step({"policy_version": 0}))
         metrics.close()
         rows = list_of(run_dir)
-        by_actor = sums_by_actor(run_dir)
+        by_actor = sums_by_actor(read_journal(run_dir))
     for (version, name, outcome), count in list(expected.items()):
         if outcome == "aborted":
             expected[version, name, outcome] = min(count, deliveries.MAX_IN_VAIN)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tests.unit_tests.report.test_sync_metrics import Journal
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.__main__ import main
-from torchtitan.report.page import write_report
+from torchtitan.report.page_data import RunReader
 from torchtitan.report.timeline import Moment, Span, Timeline, Track, chrome_trace, nested, read_timeline, write_trace
+from torchtitan.report.timeline_view import STEPS
 from torchtitan.utils import json_lines
 from torchtitan.utils.json_lines import MAX_SPANS, ActivityLog, StepRecorder, TimelineFile, actor_file, rank_file
 
@@ -55,7 +56,8 @@ def make_run(run_dir: Path, ranks: int = 2, steps: int = 4, begin: float = 1000.
     journal.pull(1, "actor-10")
     journal.end(1, "actor-10", reason="late")
     journal.evict("actor-10", "pulling")
-    (run_dir / "events.jsonl").write_text(json.dumps({"time": begin + 1, "kind": "actor_evicted", "actor": "actor-10"}))
+    event = {"time": begin + 1, "kind": "actor_evicted", "actor": "actor-10"}
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
     return run_dir
 
 
@@ -216,21 +218,20 @@ def test_bounded_files_keep_the_newest_whole_rows(tmp_path: Path, caplog: pytest
     assert caplog.text.count("is not written any more") == 1
 
 
-@pytest.mark.slow
-def test_the_report_draws_the_last_steps(tmp_path: Path) -> None:
+def test_the_page_has_the_last_steps(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, steps=30)
-    (run_dir / "config.toml").touch()
-    text = write_report(run_dir).read_text()
-    assert "Trainer and actors on one clock" in text and "step 30" in text and "step 5<" not in text
-    for expected in ("Weight synchronisation", "actor-10", "1 in pulling", "trace.json", ">transfer<", ">generate<"):
-        assert expected in text
+    data = RunReader(run_dir).read()
+    drawn = data["timeline"]
+    assert [step for _, step in drawn["steps"]] == list(range(30 - STEPS + 1, 31)) and drawn["left_out"] == 0
+    spans = [span for lane in drawn["lanes"] for span in lane["spans"]]
+    assert {"train", "transfer", "generate", "snapshot"} <= {kind for _, _, kind, _, _ in spans}
+    assert all(0 <= begin <= end <= drawn["seconds"] for begin, end, *_ in spans)
+    assert "actor-10" in [lane["name"] for lane in drawn["lanes"]]
+    actors = {line[0]: line for line in data["actors"]["lines"]}
+    assert "1 in pulling" in [line[-1] for line in actors.values()] and "actor-10" in actors
     (tmp_path / "short").mkdir()
-    assert ">evicted<" in write_report(make_run(tmp_path / "short")).read_text()
-    picture = tmp_path / "pictures" / "steps.png"
-    assert main([str(run_dir), "--trace-only", "--plot", str(picture), "--steps", "3", "--last-step", "10"]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main([str(run_dir), "--plot", str(tmp_path / "x.gif")]) == 1
-    assert main([str(run_dir), "--plot", "/dev/null/x.svg"]) == 1
+    lanes = RunReader(make_run(tmp_path / "short")).read()["timeline"]["lanes"]
+    assert "evicted" in [name for lane in lanes for _, name in lane["moments"]]
     os.remove(rank_file(run_dir, 0))
     os.remove(rank_file(run_dir, 1))
-    assert main([str(run_dir), "--plot", str(picture)]) == 1
+    assert RunReader(run_dir).read()["timeline"] is None
