@@ -101,15 +101,18 @@ class Run:
         self._plan_faults([])
         self.parameters = {f"p{index}": parameter_values(0, index) for index in range(len(SHAPES))}
         config = WeightSyncConfig(
-            transport="disk" if transport == "s3" else transport, bucket_bytes=BUCKET_BYTES, max_restarts=1000,
-            progress_timeout_s=1.5, apply_timeout_s=2.0, **options,
-        )  # fmt: skip
+            transport="disk" if transport == "s3" else transport, bucket_bytes=BUCKET_BYTES, apply_timeout_s=2.0
+        )
+        config.progress_timeout_s, servers.MAX_RESTARTS = 1.5, 1000
+        for key, value in options.items():
+            table, _, name = key.rpartition(".")
+            setattr(getattr(config, table) if table else config, name, value)
         self.epoch, self.token = f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.sync = WeightSync(config, self.parameters, epoch=self.epoch, token=self.token, run_dir=folder)
         # With delta, one more is kept as the base of the next.
-        self.slots_in_use = 1 + config.delta
+        self.slots_in_use = 1 + config.table.delta
         # With relay, who has connected to whom depends on who came first: an actor dials and is dialled by each other.
-        self.spare_descriptors = 2 * (len(ACTORS) - 1) if config.relay else 0
+        self.spare_descriptors = 2 * (len(ACTORS) - 1) if config.table.relay else 0
         self.version = -1
         self.stops, self.stall_s = 0, stall_s
         self.longest_stall = 0.0
@@ -418,7 +421,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transport", default="tcp,disk", help="tcp, disk, s3; of two, the first has three quarters")
     parser.add_argument("--stall_s", type=float, default=1.0, help="a machine that is busy otherwise needs more")
-    parser.add_argument("--option", action="append", default=[], help="[weight_sync] key=value, value as JSON")
+    parser.add_argument("--option", action="append", default=[], help="of [weight_sync], such as tcp.relay=true")
     parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
     arguments = parser.parse_args()
     # The run is about faults that are told by pulses and deadlines; these are the same, only shorter.
@@ -428,7 +431,7 @@ def main() -> int:
     transports = arguments.transport.split(",")
     count = 4 if arguments.quick else arguments.faults
     if "s3" in transports:
-        options["disk_path"] = f"s3://{BUCKET}/weights"
+        options["disk.path"] = f"s3://{BUCKET}/weights"
     shares = [count - count // 4, count // 4] if transports[1:] else [count]
     figures: dict[str, float] = {}
     begun = time.monotonic()

@@ -3,8 +3,8 @@
     python benchmarks/weight_sync_delta.py [--json]
 
 Whole runs of ./run_grpo.sh's configuration: the debug policy is made and trained with GRPO first; then, for each
-learning rate, a job of its own goes on from those float32 weights with a bfloat16 actor and weight_sync.delta. Counted
-is what the actor received, from the second step on; buckets that came in full because nothing was smaller, too.
+learning rate, a job of its own goes on from those float32 weights with a bfloat16 actor and weight_sync.tcp.delta.
+Counted is what the actor received, from the second step on; buckets that came in full because nothing was smaller, too.
 
     delta_ratio_lr_*       mean of a learning rate's versions; delta_ratio_largest_mean is the largest of them
     delta_ratio_max_lr_*   its largest single version; delta_ratio_max is the largest of all
@@ -116,7 +116,8 @@ class Pair:
         self.applied = threading.Semaphore(0)
         os.environ.update(faults.variables(f"throttle:bytes_per_s={bytes_per_s}" if bytes_per_s else ""))
         token = secrets.token_urlsafe(16)
-        config = WeightSyncConfig(bucket_bytes=16 << 20, delta=delta, apply_timeout_s=SECONDS)
+        config = WeightSyncConfig(bucket_bytes=16 << 20, apply_timeout_s=SECONDS)
+        config.table.delta = delta
         self.publication = WeightSync(config, self.weights, epoch=EPOCH, token=token, run_dir=folder, dtype="bfloat16")
         address, key = self.publication.registry_address, role_key(token, ACTOR, "actor")
         self.actor = SyncActor(address, "actor", EPOCH, key, self._apply)
@@ -197,7 +198,7 @@ def main() -> int:
                 "grpo.async_weight_update": False,
                 "inference.dtype": "bfloat16",
                 "inference.num_actors": 1,
-                "weight_sync.delta": True,
+                "weight_sync.tcp.delta": True,
                 "checkpoint.enable": False,
             }
             found = ratios(train(policy, folder, f"rate-{rate:.0e}", settings))

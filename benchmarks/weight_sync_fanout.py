@@ -67,7 +67,8 @@ def egress_per_version(
 ) -> dict[str, float]:
     """Mean bytes that leave the trainer and the busiest actor per version, and the median seconds until all have it."""
     run_dir = folder / f"{actors}-{'relay' if relay else 'direct'}-{one_host}"
-    config = WeightSyncConfig(relay=relay, bucket_bytes=1 << 20, progress_timeout_s=20)
+    config = WeightSyncConfig(bucket_bytes=1 << 20)
+    config.table.relay, config.progress_timeout_s = relay, 20.0
     weights = {f"layer{index}": torch.zeros(megabytes << 17, dtype=torch.float32) for index in range(2)}
     token = secrets.token_urlsafe(16)
     seconds = []
@@ -174,7 +175,7 @@ def main() -> int:
         "quick": options.quick,
         "versions": versions,
         "version_mb": 2 * (options.megabytes << 17) * 4 / 1e6,
-        "relay_fanout": WeightSyncConfig().relay_fanout,
+        "relay_fanout": WeightSyncConfig.relay_fanout,
         "cores": os.cpu_count(),
     }
     common.report("weight_sync_fanout", {**growth, **figures}, BARS, conditions, options.json)

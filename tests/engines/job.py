@@ -52,7 +52,7 @@ class Trainer:
         self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         # Small enough for a version of several buckets.
-        values = {"bucket_bytes": 256 * 1024, "progress_timeout_s": 5.0, **changes}
+        values = {"bucket_bytes": 256 * 1024, **changes}
         parameters = unique_parameters(dict(self.model.named_parameters()))
         self.sync = WeightSync(
             WeightSyncConfig(**values), parameters, epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype

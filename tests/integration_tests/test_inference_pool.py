@@ -25,6 +25,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import base_url
 from torchtitan.inference.pool import actor_parts
+from torchtitan.inference.pool.actor_parts import WeightConnection
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.pool.weight_probe import ParityGuard
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
@@ -372,11 +373,13 @@ async def test_an_actor_is_out_also_where_the_event_cannot_be_written(
 
 
 @asynchronous
-async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(tmp_path: Path) -> None:
+async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deaf = tmp_path / "deaf"
     deaf.touch()
     config = make_config(num_actors=1, max_restarts=1)
-    config.weight_sync.join_timeout_s = 0.3
+    monkeypatch.setattr(WeightConnection, "deadline_s", 0.3)
     async with running(config, tmp_path, joined=False) as pool:
         await eventually(lambda: pool.actors["actor-0"] == "joining")
         await asyncio.sleep(0.5)
@@ -384,7 +387,7 @@ async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_
         await pool.connect_weights(f"registry:{VERSION}")
         await eventually(lambda: bool(events(tmp_path, "actor_restarting")))
         assert len(events(tmp_path, "actor_join_timeout")) == 3
-        assert "join_timeout_s = 0.3 s: no weights" in events(tmp_path, "actor_evicted")[0]["reason"]
+        assert "startup_timeout_s = 0.3 s: no weights" in events(tmp_path, "actor_evicted")[0]["reason"]
         with pytest.raises(UserError, match="no inference actor is left.*max_restarts.*no weights within"):
             await pool.generate(request(0))
 

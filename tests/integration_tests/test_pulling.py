@@ -95,15 +95,16 @@ class Job:
     ):
         self.folder, self.token = folder, token or secrets.token_urlsafe(16)
         self.values = parameter_values
-        dtype = "float32"
+        dtype, table = "float32", dict[str, bool]()
         if "delta" in transport:
-            self.values, dtype, changes["delta"] = sparse_values, "bfloat16", True
+            self.values, dtype = sparse_values, "bfloat16"
+            table["delta"] = True
             transport = "disk" if "disk" in transport else "tcp"
         self.parameters = {f"p{i}": self.values(0, i).float().to(device) for i in range(len(SHAPES))}
         self.relays = "relay_fanout" in changes
-        config = WeightSyncConfig(
-            transport=transport, port=port, bucket_bytes=64 * 1024, progress_timeout_s=1.5, relay=self.relays, **changes
-        )
+        config = WeightSyncConfig(transport=transport, port=port, bucket_bytes=64 * 1024)
+        vars(config).update({"progress_timeout_s": 1.5, **changes})
+        vars(config.table).update(table, relay=self.relays)
         self.chunks = mock.patch.multiple(nccl, CHUNK_BYTES=chunk_bytes, CHUNK_SECONDS=chunk_seconds)
         self.chunks.start()
         self.publication = WeightSync(

@@ -27,8 +27,9 @@ from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 
 def quick_config(**changes: Any) -> WeightSyncConfig:
-    values = {"bucket_bytes": 64 * 1024, "progress_timeout_s": 1.5, "apply_timeout_s": 2.0}
-    return WeightSyncConfig(**{**values, **changes})
+    config = WeightSyncConfig(bucket_bytes=64 * 1024, apply_timeout_s=2.0)
+    vars(config).update({"progress_timeout_s": 1.5, **changes})
+    return config
 
 
 class Job:

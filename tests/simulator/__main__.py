@@ -124,8 +124,14 @@ def gather(options: argparse.Namespace) -> dict[str, Any]:
         if problem:
             raise ConfigError([f"scenario {options.scenario} {problem}"])
         for name, value in tables.items():
-            values |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+            values |= _flat(name, value)
     return values | flags
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: inner for part, content in value.items() for key, inner in _flat(f"{name}.{part}", content).items()}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -37,7 +37,9 @@ def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
             f"version, and a metrics.jsonl of more than {WARM_UP} steps"
         )
     ranks = ranks or max(1, len(list((folder / "weight_sync").glob("layout-rank*.json"))))
-    values = {f"weight_sync.{key}": value for key, value in config.get("weight_sync", {}).items()}
+    sync = config.get("weight_sync", {})
+    values = {f"weight_sync.{key}": value for key, value in sync.items()}
+    values |= {f"weight_sync.tcp.{key}": value for key, value in sync.get("tcp", {}).items()}
     for table in ("grpo", "inference", "rollout"):  # their keys have the same meaning here
         values |= config.get(table, {})
     groups = max(1, config["training"]["global_batch_size"] // config["grpo"]["group_size"])

@@ -13,11 +13,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.job_config import GRPO, Inference, Rollout, WeightSync
+from torchtitan.config.transports import Tcp
 from torchtitan.config.values import TABLE, Count, CountOrZero, NotNegative, Positive, Share, ShareAboveZero, show
 from torchtitan.errors import ConfigError, nearest
 
-PREFIX = "weight_sync."
-"""Prefix of that table's keys"""
+PREFIX, TCP = "weight_sync.", "weight_sync.tcp."
+"""Prefixes of the keys of these tables"""
 
 
 @dataclass(config=TABLE, frozen=True)
@@ -110,17 +111,21 @@ class Scenario:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Scenario:
         """Make a scenario from flat keys (the table's as weight_sync.key). Raises ConfigError for mistakes."""
-        sync = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
-        own = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+        given_by_table: dict[str, dict[str, Any]] = {TCP: {}, PREFIX: {}, "": {}}
+        for name, value in values.items():
+            prefix = next(prefix for prefix in given_by_table if name.startswith(prefix))
+            given_by_table[prefix][name.removeprefix(prefix)] = value
+        tcp, sync, own = given_by_table.values()
         problems = []
-        for prefix, table, given in ((PREFIX, WeightSync, sync), ("", cls, own)):
+        for prefix, table, given in ((TCP, Tcp, tcp), (PREFIX, WeightSync, sync), ("", cls, own)):
             try:
                 table(**given)
             except ValidationError as error:
                 problems += [_problem(prefix, one) for one in error.errors()]
         if problems:
             raise ConfigError(problems)
-        return cls(**own, weight_sync=WeightSync(**sync))
+        tables: dict[str, Any] = {"tcp": Tcp(**tcp)}
+        return cls(**own, weight_sync=WeightSync(**sync, **tables))
 
     @property
     def seconds(self) -> float:
@@ -134,7 +139,7 @@ class Scenario:
 
 def known_keys() -> dict[str, FieldInfo]:
     """Return key -> its default and meaning."""
-    tables: tuple[tuple[str, Any], ...] = (("", Scenario), (PREFIX, WeightSync))
+    tables: tuple[tuple[str, Any], ...] = (("", Scenario), (PREFIX, WeightSync), (TCP, Tcp))
     every = ((f"{prefix}{name}", info) for prefix, table in tables for name, info in table.__pydantic_fields__.items())
     return {name: info for name, info in every if info.default_factory is None}
 

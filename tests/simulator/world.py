@@ -239,12 +239,12 @@ class World(Machine):
         self.transfers: list[float] = []
         self._committed: dict[int, float] = {}
         self._served: dict[str, int] = {}
-        buckets = BUCKETS if sync.relay or scenario.corruption_probability else 1
+        buckets = BUCKETS if sync.table.relay or scenario.corruption_probability else 1
         self._bucket_bytes = scenario.gigabytes * 1e9 / buckets
-        # The savings of deltas are modelled here, so none are made.
-        settings = Settings.of(replace(sync, delta=False), 1, round(scenario.gigabytes * 1e9))
-        # A bucket arrives in only two pieces here, so a pull that seems to stall may still be moving.
-        settings = replace(settings, progress_timeout_s=settings.lease_s)
+        settings = Settings.of(sync, 1, round(scenario.gigabytes * 1e9))
+        # The savings of deltas are modelled here, so none are made. A bucket arrives in only two pieces, so a pull that
+        # seems to stall may still be moving.
+        settings = replace(settings, delta=False, progress_timeout_s=settings.lease_s)
         shape = Shape(
             ranks=1,
             buckets=buckets,
@@ -296,7 +296,7 @@ class World(Machine):
         source, target = self.actors.get(channel.process.name), self.actors[channel.peer.process.name]
         link = self._trainers_link if source is None else source.egress
         has_base = len(self.published) > 1 and self._served.get(target.name) == self.published[-2]
-        share = self.scenario.delta_share if self.scenario.weight_sync.delta and has_base else 1.0
+        share = self.scenario.delta_share if self.scenario.weight_sync.table.delta and has_base else 1.0
         self.sent_bytes += self._bucket_bytes * share * (source is None)
         return self.network.start(link, target.ingress, self._bucket_bytes * share, done)
 

@@ -296,9 +296,10 @@ def drain_seconds(config: JobConfig) -> float:
     return config.inference.drain_timeout_s if config.inference.update_mode == "drain" else 0.0
 
 
-def lease(sync: WeightSync, version_bytes: int) -> float:
-    """Seconds of weight_sync.lease_s; where it is 0, what a version of so many bytes may take."""
-    return sync.lease_s or 60.0 + version_bytes / PULLED_PER_SECOND
+def lease(version_bytes: int) -> float:
+    """Longest time, in seconds, for which slow actors may go on pulling a version of so many bytes that is no longer
+    the newest; an actor that fails to finish one in this time three times in a row is given up."""
+    return 60.0 + version_bytes / PULLED_PER_SECOND
 
 
 def trains_only_adapters(config: JobConfig) -> bool:

@@ -124,8 +124,13 @@ OTHER_NAMES: dict[str, str] = {
     "engine_args": f"{_ENGINE}.args",
     "engine_memory_gb": f"{_ENGINE}.memory_gb",
     "engine_python": f"{_ENGINE}.python",
+    "disk_path": "weight_sync.disk.path",
     "inference.launch": "inference.num_actors (0 for false)",
     "inference.mode": "inference.backend (colocated for colocate)",
+    "join_timeout_s": "inference.startup_timeout_s",
+    "weight_sync.delta": "weight_sync.tcp.delta",
+    "weight_sync.relay": "weight_sync.tcp.relay",
+    "weight_sync.route": f"{_ENGINE}.route",
 }
 """The end of their name -> the key here, and what to know of its value"""
 

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torchtitan.config.engine_tables import EngineTable
 from torchtitan.config.engines import EngineSpec, engine_names, engine_specs, engine_tables, engines_meaning
 from torchtitan.config.kinds import with_tables
-from torchtitan.config.transports import MEANING, TRANSPORTS
+from torchtitan.config.transports import MEANING, TRANSPORTS, TransportTable, transport_tables
 from torchtitan.config.values import (
     TABLE,
     Column,
@@ -312,7 +312,8 @@ class Inference:
     all the same, with sleep_level before their actor sleeps; if they do not finish, it stays awake"""
 
     startup_timeout_s: Positive = 120.0
-    """Deadline for an actor to answer its first health probe"""
+    """Deadline for an actor to answer its first health probe, and then to have its first version; one that is receiving
+    a version gets more time"""
 
     request_timeout_s: Positive = 300.0
     """Deadline of one generate request"""
@@ -346,6 +347,7 @@ class Inference:
 
 
 @dataclass(config=TABLE)
+@with_tables(transport_tables())
 class WeightSync:
     host: str = "127.0.0.1"
     """Address at which actors and trainer ranks reach rank 0's machine; the default works on that machine only"""
@@ -362,43 +364,16 @@ class WeightSync:
     proves nothing, and does not hold sampled log-probs against the trainer's either; auto is digest for the embedded
     engine without adapters, otherwise probe"""
 
-    verify_every: Count = 1
-    """Versions from one such proof to the next"""
-
     probe_tolerance: NotNegative = 0.0
     """Largest mean difference of log-probs, in nats, of the probe and (divided by a temperature below 1) of what actors
     sample; 0 allows for rounding, types and mixtures as docs/engines.md says"""
-
-    disk_path: str = ""
-    """disk: what trainer and actors share, a folder or a URL that fsspec knows (s3://bucket/prefix, with the extra
-    `remote`), for this job alone; empty is weights/ in the run folder"""
-
-    delta: bool = False
-    """tcp, disk: send only the elements that changed since the version that the actor holds; needs one more slot"""
-
-    relay: bool = False
-    """tcp: actors that hold a version pass it on: each host receives it once, and few of them from the trainer"""
-
-    relay_fanout: Count = 2
-    """relay: hosts that receive from the trainer, or from another host, at the same time; on a host, actors that
-    receive from one actor"""
 
     num_slots: Annotated[int, Range(3)] = 3
     """Staging slots per trainer rank, each for one version: one is being written, one holds the newest, and each
     further slot holds an older version that slow actors are still pulling"""
 
-    lease_s: NotNegative = 0.0
-    """Longest time for which slow actors may go on pulling a version that is no longer the newest; an actor that fails
-    to finish one in this time three times in a row is given up. 0: 60 s plus 4 s per GB of a version"""
-
     bucket_bytes: Annotated[int, Range(1024, 2**30)] = 16 * 1024 * 1024
     """Bytes of one checksummed bucket; more for a version of which a rank would send more than about 4,096 buckets"""
-
-    join_timeout_s: Positive = 60.0
-    """Deadline for an actor to join and to apply its first version; an actor that is receiving one gets more time"""
-
-    progress_timeout_s: Positive = 5.0
-    """A transfer that has moved no byte for this long is requested again, over new connections"""
 
     apply_timeout_s: NotNegative = 0.0
     """Deadline for an actor to apply a version that it has received; 0: 10 s plus 2 s per GB that the
@@ -407,10 +382,20 @@ class WeightSync:
     blocking_timeout_s: Positive = 60.0
     """With grpo.async_weight_update = false: longest wait for all live actors"""
 
-    max_restarts: CountOrZero = 5
-    """How often in a row the registry or a shard server is restarted after it died or froze"""
+    progress_timeout_s: ClassVar[float] = 5.0
+    """A transfer that has moved no byte for this long is requested again, over new connections"""
+
+    relay_fanout: ClassVar[int] = 2
+    """With relay: hosts that receive from the trainer, or from another host, at the same time; on a host, actors that
+    receive from one actor"""
+
+    @property
+    def table(self) -> TransportTable:
+        """The table of the chosen transport, which has the values of TransportTable where it has no keys of its own."""
+        table: TransportTable = getattr(self, self.transport, None) or TransportTable()
+        return table
 
     @property
     def slots_per_rank(self) -> int:
         """num_slots, and with delta one for the version that deltas are taken against."""
-        return self.num_slots + self.delta
+        return self.num_slots + self.table.delta

@@ -97,11 +97,6 @@ def check_weight_sync(check: Check) -> None:
     text = "must be a single address at which this machine can be reached"
     refuse("weight_sync.host", sync.host.strip() in ("", "0.0.0.0", "::"), text)
     transport = TRANSPORTS[sync.transport]
-    able = {"relay": [name for name, one in TRANSPORTS.items() if one.over_channel]}
-    able["delta"] = [name for name, one in TRANSPORTS.items() if one.over_channel or one.own_deltas]
-    for key, names in able.items():
-        text = f"weight_sync.transport {sync.transport} does not support it, only {' and '.join(names)} can"
-        refuse(f"weight_sync.{key}", getattr(sync, key) and sync.transport not in names, text)
     # With parameters in host memory and actors on a GPU, such a transport could never deliver anything.
     text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
     offloaded = config.training.enable_cpu_offload is True and transport.on_device

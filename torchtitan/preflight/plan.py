@@ -220,7 +220,7 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
     slots = sync.slots_per_rank
     host = "host memory, shared with its shard server"
     lines = [f"slots per rank: {slots}, together {size_text(memory.slots)} of {'GPU memory' if on_gpu else host}"]
-    if sync.delta:
+    if sync.table.delta:
         slot = memory.slots // slots
         text = f"base of deltas per rank: {size_text(slot)}, one of the slots; deltas of a version beside it: less than"
         lines.append(f"{text} {size_text(slot)} of host memory")

@@ -244,7 +244,7 @@ class Job:
     def _offered(self, published: bool, started_at: float) -> None:
         """Of a published version, compute what actors have to say of the probe (collective)."""
         self._recorder.add("commit" if published else "skip", started_at)
-        if published and self._probe and self.version % self.config.weight_sync.verify_every == 0:
+        if published and self._probe:
             started_at = time.time()
             # Actors that prove their weights by themselves only sample.
             log_probs = self.trainer.score(self._probe) if verification(self.config) == "probe" else []

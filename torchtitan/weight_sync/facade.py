@@ -208,15 +208,15 @@ class WeightSync:
         self.watcher: Watcher | None = None
         settings = Settings.of(config, world_size, version_bytes, drain_s, guests, applied_bytes)
         if registry is None:
-            where = host, config.port, config.max_restarts
+            where = host, config.port, servers.MAX_RESTARTS
             self.registry = servers.RegistryServer(epoch, token, settings, folder, where, transport)
             registry = self.registry.address
             self.watcher = Watcher(registry, token, epoch)
         self.registry_address = registry
         self.shard_server: servers.ShardServerProcess | servers.ShardServerThread
-        where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
+        where = host, config.port + 1 + local_rank if config.port else 0, servers.MAX_RESTARTS
         facts = {"epoch": epoch, "ranks": world_size, "registry": registry}
-        facts |= {"lease_s": settings.lease_s, "relay": config.relay}
+        facts |= {"lease_s": settings.lease_s, "relay": config.table.relay}
         if isinstance(self.publisher.slots, DeviceSlots) or transport.threaded:
             self.shard_server = servers.ShardServerThread(self.publisher, transport, token, where, facts)
         else:

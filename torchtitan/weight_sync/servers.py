@@ -46,6 +46,8 @@ CHECK_SECONDS = 1.0
 FROZEN_CHECKS = 3
 MODULE = "torchtitan.weight_sync.main"
 BACKLOG = 1024
+# How often in a row a server is restarted after it died or froze.
+MAX_RESTARTS = 5
 ListenSpec = tuple[str, int, int]
 """Host and port to listen at, and the most restarts in a row"""
 # A rank that cannot connect to the registry within this time has no route to it.

@@ -110,7 +110,7 @@ def test_plan_over_ranks(write_config: WriteConfig, monkeypatch: pytest.MonkeyPa
 def test_plan_of_a_public_shape_needs_no_files(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     write_config()
     words = ["--dry-run", "--model.name", "qwen3", "--model.flavor", "8B", "--inference.dtype", "bfloat16"]
-    assert main([*words, "--weight_sync.delta", "true"]) == 0
+    assert main([*words, "--weight_sync.tcp.delta", "true"]) == 0
     # 8.19 billion, as published; 61.03 GiB are four times 15.26.
     text = capsys.readouterr().out
     assert "# bytes per weight version: 16,381,470,720 (15.26 GiB, bfloat16)" in text

@@ -53,8 +53,9 @@ oops | 'oops' does not belong to any
 --weight_sync.num_slots 1 | weight_sync.num_slots = 1 | at least 3
 --grpo.loss_type dap | grpo.loss_type = "dap" | dr_grpo | nearest: dapo
 --inference.backend embeded | "embeded" | nearest: embedded
---weight_sync.transport ipc --weight_sync.delta | delta = true | only tcp and disk can
---weight_sync.transport disk --weight_sync.disk_path nothing://x/y | disk_path = "nothing://x/y" | extra `remote`
+--weight_sync.transport ipc --weight_sync.tcp.delta | weight_sync.tcp.delta = (no value) has no effect | is "ipc"
+--weight_sync.delta | (weight_sync.delta is weight_sync.tcp.delta here)
+--weight_sync.transport disk --weight_sync.disk.path nothing://x/y | disk.path = "nothing://x/y" | extra `remote`
 --weight_sync.transport nccl --training.enable_cpu_offload \
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
 --weight_sync.transport ipc --training.enable_cpu_offload \

@@ -182,8 +182,8 @@ rates = st.sampled_from([0.0, 1.0])
             "max_staleness": st.integers(0, 3),
             "usable_share": st.sampled_from([1.0, 0.5]),
             "weight_sync.num_slots": st.integers(3, 4),
-            "weight_sync.relay": st.booleans(),
-            "weight_sync.delta": st.booleans(),
+            "weight_sync.tcp.relay": st.booleans(),
+            "weight_sync.tcp.delta": st.booleans(),
         }
     ),
 )
@@ -263,8 +263,8 @@ def test_skipped_versions_are_published_while_there_is_no_data() -> None:
 def test_relay_bounds_the_trainers_egress_and_delta_shrinks_it() -> None:
     values = {**EVEN, "actors": 12, "train_s": 20.0, "hours": 0.2}
     plain = simulate(small(**values))
-    relayed = simulate(small(**values, weight_sync__relay=True))
-    delta = simulate(small(**values, weight_sync__delta=True))
+    relayed = simulate(small(**values, weight_sync__tcp__relay=True))
+    delta = simulate(small(**values, weight_sync__tcp__delta=True))
     assert plain["trainer_egress_versions"] == pytest.approx(12, rel=0.05)
     # All get the first one from the trainer, which then knows how fast they are.
     steps = relayed["versions_published"]
@@ -374,12 +374,12 @@ def test_flags_win_over_files_over_runs(tmp_path: Path, capsys: pytest.CaptureFi
     write_run(tmp_path / "run")
     file = tmp_path / "scenario.toml"
     file.write_text("actors = 5\nhours = 0.001\ntrain_s = 0.5\n[weight_sync]\nnum_slots = 4\n")
-    arguments = [str(file), "--from-run", str(tmp_path / "run"), "--train_s", "0.25", "--weight_sync.relay", "true"]
+    arguments = [str(file), "--from-run", str(tmp_path / "run"), "--train_s", "0.25", "--weight_sync.tcp.relay", "true"]
     assert sync_simulator.main([*arguments, "--json", "--mode", "async"]) == 0
     answer = json.loads(capsys.readouterr().out)
     scenario, sync = answer["scenario"], answer["scenario"]["weight_sync"]
     assert [scenario[key] for key in ("train_s", "actors", "gigabytes")] == [0.25, 5, 1193984 / 1e9]
-    assert (sync["num_slots"], sync["relay"]) == (4, True)
+    assert (sync["num_slots"], sync["tcp"]["relay"]) == (4, True)
     assert list(answer["figures"]) == ["async"]
 
 

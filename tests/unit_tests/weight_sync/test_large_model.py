@@ -55,7 +55,7 @@ def test_version_of_72b_parameters_is_accepted_with_the_defaults() -> None:
         slots=config.num_slots,
         interval=90.0,
         actor_seconds=(),
-        lease_s=lease(config, size),
+        lease_s=lease(size),
         progress_timeout_s=config.progress_timeout_s,
         apply_timeout_s=apply_timeout(config, size, 0.0),
     )

@@ -499,9 +499,10 @@ def test_registry_that_ends_closes_everything() -> None:
 
 @pytest.mark.parametrize("relay", [False, True])
 def test_settings_follow_from_the_configuration(relay: bool) -> None:
-    config = WeightSync(num_slots=5, relay=relay, relay_fanout=7, progress_timeout_s=2.0)
+    config = WeightSync(num_slots=5)
+    config.table.relay = relay
     # Of 2 GB: 60 s and 4 s per GB to retain a snapshot; 10 s, 2 s per GB and the draining for an apply.
-    expected = {"lease_s": 68.0, "apply_timeout_s": 15.0, "progress_timeout_s": 2.0}
+    expected = {"lease_s": 68.0, "apply_timeout_s": 15.0, "progress_timeout_s": 5.0}
     # Adapters are merged into all weights.
     assert Settings.of(config, 4, 10**6, 1.0, None, 2 * 10**9).apply_timeout_s == expected["apply_timeout_s"]
-    assert Settings.of(config, 4, 2 * 10**9, 1.0) == Settings(4, retained=3, relay_fanout=7 * relay, **expected)
+    assert Settings.of(config, 4, 2 * 10**9, 1.0) == Settings(4, retained=3, relay_fanout=2 * relay, **expected)

@@ -141,7 +141,7 @@ def test_versions_go_through_s3(bucket: str) -> None:
     Objects(bucket).claim("run folder 1")
     with pytest.raises(UserError, match="belongs to another job"):
         Objects(bucket).claim("run folder 2")
-    with pytest.raises(UserError, match="disk_path: s3://no-such-bucket/weights: .*not exist"):
+    with pytest.raises(UserError, match="disk.path: s3://no-such-bucket/weights: .*not exist"):
         Objects("s3://no-such-bucket/weights").claim("run folder 1")
 
 

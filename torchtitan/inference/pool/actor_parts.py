@@ -151,13 +151,18 @@ class WeightConnection:
 
     def __init__(self, name: str, config: JobConfig, epoch: str, key: str, write: Callable[..., None]):
         self._name, self._epoch, self._key, self._write = name, epoch, key, write
-        self._relay = config.weight_sync.relay
-        self._timeout_s, self._join_timeout_s = config.inference.health_timeout_s, config.weight_sync.join_timeout_s
+        self._relay = config.weight_sync.table.relay
+        self._config, self._timeout_s = config.inference, config.inference.health_timeout_s
         self._registry: str | None = None
         self.connected = False
         self._fruitless = 0
         self._waiting_since = 0.0
         """On time.monotonic(); 0.0 while nothing is awaited"""
+
+    @property
+    def deadline_s(self) -> float:
+        """How long the actor may be without weights once it is connected."""
+        return self._config.startup_timeout_s
 
     @property
     def hopeless(self) -> bool:
@@ -197,11 +202,11 @@ class WeightConnection:
             self._waiting_since = 0.0
             return ""
         self._waiting_since = self._waiting_since or now
-        if now - self._waiting_since <= self._join_timeout_s or health.weights_state in UPDATING:
+        if now - self._waiting_since <= self.deadline_s or health.weights_state in UPDATING:
             return ""
         self._waiting_since, self.connected = 0.0, False
         self._fruitless += 1
         why = health.reason or f"it serves version {health.version} of epoch {health.epoch}"
-        reason = f"no weights within weight_sync.join_timeout_s = {self._join_timeout_s:g} s: {why}"
+        reason = f"no weights within inference.startup_timeout_s = {self.deadline_s:g} s: {why}"
         self._write("actor_join_timeout", level=logging.WARNING, reason=reason)
         return reason

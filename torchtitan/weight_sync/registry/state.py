@@ -92,12 +92,12 @@ class Settings:
             world_size=world_size,
             guests=guests or {},
             retained=config.num_slots - 2,
-            lease_s=lease(config, version_bytes),
-            relay_fanout=config.relay_fanout if config.relay else 0,
+            lease_s=lease(version_bytes),
+            relay_fanout=config.relay_fanout if config.table.relay else 0,
             progress_timeout_s=config.progress_timeout_s,
             apply_timeout_s=apply_timeout(config, max(version_bytes, applied_bytes), drain_s),
             sees_bytes=TRANSPORTS[config.transport].sends,
-            delta=config.delta and TRANSPORTS[config.transport].over_channel,
+            delta=config.table.delta and TRANSPORTS[config.transport].over_channel,
         )
 
 

@@ -242,14 +242,14 @@ class Disk(Transport):
 
     @classmethod
     def configured(cls, config: WeightSync, run_dir: Path) -> Disk:
-        path = config.disk_path or str(run_dir / "weights")
+        path = config.table.path or str(run_dir / "weights")
         folder = path if "://" in path else str(Path(path).resolve())
-        whole_every = WHOLE_EVERY if config.delta else 1
+        whole_every = WHOLE_EVERY if config.table.delta else 1
         return cls({"folder": folder, "run": str(run_dir.resolve()), "whole_every": whole_every})
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        url = config.weight_sync.disk_path
+        url = config.weight_sync.table.path
         if "://" not in url:
             return
         code = f"from fsspec.core import url_to_fs; url_to_fs({url!r}, skip_instance_cache=True)"
@@ -257,7 +257,7 @@ class Disk(Transport):
             done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, check=False)
             if done.returncode:
                 text = done.stderr.strip().rpartition("\n")[2]
-                yield "weight_sync.disk_path", f"cannot be opened by {python} (extra `remote`): {text}"
+                yield "weight_sync.disk.path", f"cannot be opened by {python} (extra `remote`): {text}"
 
     def _store(self, url: str) -> Folder | Objects:
         if url not in self._stores:

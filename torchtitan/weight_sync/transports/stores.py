@@ -162,12 +162,12 @@ class Folder(Store):
         except BlockingIOError as error:
             self._file.seek(0)
             raise UserError(
-                f"weight_sync.disk_path: {self.url} belongs to another job that still runs "
+                f"weight_sync.disk.path: {self.url} belongs to another job that still runs "
                 f"({self._file.read(400).strip()}): two jobs in one folder would delete each other's weights"
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise UserError(f"weight_sync.disk_path: {path}: {error.strerror or error}") from error
+                raise UserError(f"weight_sync.disk.path: {path}: {error.strerror or error}") from error
             logger.warning("%s cannot be locked (%s): no other job may use this folder", path, error.strerror)
 
     def release(self) -> None:
@@ -265,13 +265,13 @@ class Objects(Store):
             owner = self.in_time(partial(self._text, OWNER))
             if owner and owner != about:
                 raise UserError(
-                    f"weight_sync.disk_path: {self.url} belongs to another job ({owner}): two jobs there would delete "
+                    f"weight_sync.disk.path: {self.url} belongs to another job ({owner}): two jobs there would delete "
                     f"each other's weights. If that job has ended for good, delete {self.url}/{OWNER}"
                 )
             self.in_time(partial(self.put, OWNER, about.encode()))
             self._owner = about
         except OSError as error:
-            raise UserError(f"weight_sync.disk_path: {self.url}: {error.strerror or error}") from error
+            raise UserError(f"weight_sync.disk.path: {self.url}: {error.strerror or error}") from error
 
     def release(self) -> None:
         """Undo claim(), within a deadline. The job has ended, and ends as well without its store."""

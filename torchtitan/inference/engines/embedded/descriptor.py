@@ -61,7 +61,7 @@ class Embedded(EngineDescriptor):
             *shared_command(PROGRAM, config, port_file),
             "--cache-mb", str(cache_megabytes(config)),
             "--threads", str(threads_per_actor(inference)),
-            "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
+            "--verify-every", str(int(verification(config) == "digest")),
             "--require-version",
             *(["--exact"] if inference.engine.exact else []),
         ]  # fmt: skip

@@ -103,8 +103,8 @@ def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
         "--startup-timeout", str(inference.startup_timeout_s),
         # These transports move a version from device to device.
         *(["--stage-on-device"] if TRANSPORTS[sync.transport].on_device else []),
-        *(["--verify-every", str(sync.verify_every)] if verification(config) == "digest" else []),
-        *(["--disk-path", sync.disk_path] if sync.disk_path and "://" not in sync.disk_path else []),
+        *(["--verify-every", "1"] if verification(config) == "digest" else []),
+        *(["--disk-path", sync.table.path] if sync.table.path and "://" not in sync.table.path else []),
         "--engine-arguments", json.dumps(engine_words(theirs)),
     ]  # fmt: skip
 
