@@ -221,7 +221,7 @@ def as_rendered(model: str, size: Size) -> Size:
     """With the tokens that the template puts around each message, so that the engine has as much to do."""
     renderer = ChatRenderer(Tokenizer(model, {}))
     first, next_ = ([{"role": "user", "content": "x" * length}] for length in (size.prompt, size.observed))
-    prompt = renderer.whole(first, [])
+    prompt = renderer.render_prompt(first, [])
     observed = renderer.following(prompt + tokens_of(0, size.sampled), next_, [])
     return replace(size, prompt=len(prompt), observed=len(observed))
 

@@ -115,7 +115,7 @@ async def play_both_ways(behind: Behind) -> AsyncIterator[Branch]:
         assert messages[-1]["content"] == SAID[1]
         played = await behind.gateway.end(access.session)
         (branch,) = played.branches
-        assert (played.calls, played.failed, played.cut) == (2, 0, False)
+        assert (played.calls, played.failed, played.truncated) == (2, 0, False)
         spans = {(span.epoch, span.version) for one in branch.sampled for span in one.spans}
         assert spans == {(behind.trainer.epoch, 0)}
         yield branch

@@ -123,7 +123,7 @@ for messages in conversations:
 def test_messages_that_follow_are_what_renderers_writes(verifiers_python: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_tokenizer(tmp_path / "model"))
     renderer = ChatRenderer(tokenizer)
-    held = renderer.whole([{"role": "user", "content": QUESTION}], TOOLS)
+    held = renderer.render_prompt([{"role": "user", "content": QUESTION}], TOOLS)
     said = [*tokenizer.encode(SAID[0]), END]
     texts = ["sunny", "a\n\n b ", "é🙂", "", '{"x": 1}']
     tools_say = [[{"role": "tool", "content": text, "tool_call_id": "1"}] for text in texts]

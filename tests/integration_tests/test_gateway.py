@@ -81,7 +81,7 @@ async def test_an_openai_client_plays_with_tools(model: Path, record: Path, tmp_
         assert choice["token_ids"] == expected == [entry["token_id"] for entry in entries]
         assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in expected]
         played = await behind.gateway.end("many")
-        assert played.branches[0].sampled[0].token_ids == expected and played.cut
+        assert played.branches[0].sampled[0].token_ids == expected and played.truncated
 
 
 @asynchronous
@@ -202,7 +202,7 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         with pytest.raises(openai.AuthenticationError):
             await client(SessionAccess("", access.base_url, "guessed")).chat.completions.create(**question)
         played = await behind.gateway.end("mistakes")
-        assert (played.calls, played.failed, played.cut) == (MAX_CALLS, 0, True)
+        assert (played.calls, played.failed, played.truncated) == (MAX_CALLS, 0, True)
 
         # An episode that is over, twice: one event.
         for _ in range(2):

@@ -113,5 +113,5 @@ async def test_official_libraries_play_with_tools(library: str, model: Path, tmp
             assert await play(access) == SAID[1]
             played = await behind.gateway.end(access.session)
             (branch,) = played.branches
-            assert (played.calls, played.failed, played.cut) == (2, 0, False)
+            assert (played.calls, played.failed, played.truncated) == (2, 0, False)
             assert branch.token_ids == expected and len(branch.sampled) == 2

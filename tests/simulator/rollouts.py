@@ -163,7 +163,7 @@ class Rollouts:
             group = self.ready.pop(index)
             self.staleness[self._budget.version - group.oldest] += len(group.lengths)
             self.trained_tokens += group.tokens
-        self._budget.hand_out(batch)
+        self._budget.consumed(batch)
         self._redo_stale()
         self._fill()
         return True

@@ -19,7 +19,7 @@ from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import nearest
 from torchtitan.preflight.check import Check
-from torchtitan.rollout.data.mix import Mix
+from torchtitan.rollout.data.source_scheduler import SourceScheduler
 
 
 def check_sources(check: Check) -> None:
@@ -94,6 +94,8 @@ def describe_mix(config: JobConfig, ranks: int) -> list[str]:
     if any(one.epochs for one in sources):
         parts = [f"{one.name} {one.epochs:g} × its rows" for one in sources]
         return [f"mix: shares of every batch in relation to {', '.join(parts)}"]
-    mix = Mix(weights_of(config, [1] * len(sources)), groups_per_batch(config, ranks))
-    first = [f"{one.name} {mix.share(one.name):.1%} ({mix.upcoming(one.name, 1)[0]} groups)" for one in sources]
+    scheduler = SourceScheduler(weights_of(config, [1] * len(sources)), groups_per_batch(config, ranks))
+    first = [
+        f"{one.name} {scheduler.share(one.name):.1%} ({scheduler.upcoming(one.name, 1)[0]} groups)" for one in sources
+    ]
     return [f"mix: {', '.join(first)} of the first batch; whole groups left over are carried to the next"]

@@ -53,7 +53,7 @@ def play(stream: CurriculumStream, batches: int, rewards: Callable[[str], list[f
         drawn += [stream.next() for _ in range(10)]
         for prompt in drawn[-10:]:
             stream.note(prompt.index, rewards(prompt.text))
-        stream.used_up(drawn[-1].index)
+        stream.consumed(drawn[-1].index)
     return drawn
 
 

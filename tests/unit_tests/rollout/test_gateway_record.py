@@ -27,10 +27,10 @@ def branch(begin: int) -> Branch:
 def test_a_record_comes_whole(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0 if where == "elsewhere" else 1 << 20)
     made = [branch(number) for number in range(3)]
-    sent = {"branches": branches_to_json(made), "calls": 7, "failed": 1, "cut": True, "counts": {"stops_cut": 2}}
+    sent = {"branches": branches_to_json(made), "calls": 7, "failed": 1, "truncated": True, "counts": {"stops_cut": 2}}
     record = asyncio.run(read_record(msgspec.json.encode(sent)))
     assert record is not None
-    assert (record.calls, record.failed, record.cut, record.counts) == (7, 1, True, {"stops_cut": 2})
+    assert (record.calls, record.failed, record.truncated, record.counts) == (7, 1, True, {"stops_cut": 2})
     for got, expected in zip(record.branches, made, strict=True):
         for one, other in zip(got.segments, expected.segments, strict=True):
             if isinstance(one, Completion) and one.routes is not None:
@@ -41,4 +41,4 @@ def test_a_record_comes_whole(where: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert one == other
     assert asyncio.run(read_record(b"null")) is None
     with pytest.raises(WrongForm, match="branches"):
-        asyncio.run(read_record(b'{"calls":1,"failed":0,"cut":false,"counts":{},"branches":[[{"x":1}]]}'))
+        asyncio.run(read_record(b'{"calls":1,"failed":0,"truncated":false,"counts":{},"branches":[[{"x":1}]]}'))

@@ -72,7 +72,7 @@ def test_a_named_template_is_chosen_as_transformers_does(tmp_path: Path, form: s
     ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     for tools in ([], [TOOL]):
         expected = theirs.apply_chat_template([ASK], tools=tools or None, tokenize=False)
-        assert ours.decode(ChatRenderer(ours).whole([ASK], tools), skip_special=False) == expected
+        assert ours.decode(ChatRenderer(ours).render_prompt([ASK], tools), skip_special=False) == expected
     assert ours.template_source.startswith("{{ tools"), "tool calls have the format of the template that writes tools"
     Tokenizer(tmp_path, {"citations": "on"})
     with pytest.raises(UserError, match="names other, which the chat template .* it reads citations, messages, tools"):

@@ -337,7 +337,7 @@ class Agents:
         return None
 
     async def run(self, row: object, index: int, access: SessionAccess, timeout_s: float) -> float:
-        access.said = STDERR
+        access.stderr = STDERR
         try:
             return await self._play(access)
         except Hangs:

@@ -33,7 +33,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.types import GenerateRequest, VersionSpan
 from torchtitan.report.metrics import describe_sample
 from torchtitan.rollout.flow.journal import Journal, decode_batch, encode_batch
-from torchtitan.rollout.flow.rollouts import Rollouts, make_stages
+from torchtitan.rollout.flow.rollouts import Rollouts, make_backends
 from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Batch, Prompt
 from torchtitan.utils.json_lines import EventLog, read_json_lines
@@ -206,16 +206,16 @@ def test_the_last_error_says_that_every_call_timed_out(tmp_path: Path, what: str
     config, here = make_config(), "tests.unit_tests.rollout"
     config.training.global_batch_size, config.rewards.timeout_s = 2, 0.2
     config.training.seq_len, config.rollout.max_completion_tokens = 32, 8
-    stages = {}
+    backends = {}
     if what == "reward":
         config.rewards.functions = [f"{here}.reward_examples:async_hang"]
     else:
         config.environment.factory, config.environment.step_timeout_s = f"{here}.environment_examples:HangsAsleep", 0.2
         config.environment.max_retries, config.rewards.functions = 0, []
-        stages = make_stages(config, Actors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
+        backends = make_backends(config, Actors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
     actors: Any = Actors()
     tokenizer: Any = Text()
-    rollouts = Rollouts(config, actors, RewardPool(config), tokenizer, None, "now", ranks=1, stages=stages)
+    rollouts = Rollouts(config, actors, RewardPool(config), tokenizer, None, "now", ranks=1, backends=backends)
     said = {
         "reward": r"reward function '.*:async_hang': timeout \(the reward worker gave no answer within 0.2 s\)",
         "environment": "an episode was lost: the environment worker gave no answer within 0.2 s",
@@ -252,8 +252,8 @@ def test_sources_that_run_the_same_share_its_processes(tmp_path: Path) -> None:
         Source(name="c", environment={"factory": guess, "max_turns": 3}),
         Source(name="d"),
     ]
-    stages = make_stages(config, FakeActors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
-    assert stages["a"] is stages["b"] is not stages["c"] and "d" not in stages
+    backends = make_backends(config, FakeActors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
+    assert backends["a"] is backends["b"] is not backends["c"] and "d" not in backends
     rewards = RewardPool(config)
     assert rewards.statistics["failures"] == 0
 

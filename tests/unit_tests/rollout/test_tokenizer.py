@@ -112,7 +112,7 @@ def test_variables_of_the_template_reach_every_prompt(tmp_path: Path) -> None:
     for values, ends in (({}, "assistant\n"), ({"enable_thinking": False}, "</think>\n\n")):
         ours = Tokenizer(tmp_path, values)
         expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False, **values)
-        assert ours.apply_chat_template(MESSAGES) == ChatRenderer(ours).whole(MESSAGES, []) == expected
+        assert ours.apply_chat_template(MESSAGES) == ChatRenderer(ours).render_prompt(MESSAGES, []) == expected
         follows = ChatRenderer(ours).following([2], MESSAGES[1:])
         for tokens in (expected, follows):
             assert ours.decode(tokens, skip_special=False).endswith(ends)

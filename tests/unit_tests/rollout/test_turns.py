@@ -23,7 +23,7 @@ from torchtitan.rollout.data.demonstrations import Demonstration, DemonstrationM
 from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
 from torchtitan.rollout.environments.environment_pool import Outcome, Reply
 from torchtitan.rollout.flow.episodes import EpisodePlayer
-from torchtitan.rollout.flow.rollouts import Rollouts, Stage
+from torchtitan.rollout.flow.rollouts import EpisodeBackend, Rollouts
 from torchtitan.rollout.gateway.calls import Call, Choice
 from torchtitan.rollout.gateway.gateway_process import Gateway
 from torchtitan.rollout.gateway.server import GatewayServer
@@ -145,7 +145,7 @@ def test_every_place_gives_the_tokens_of_the_template(family: Family, tmp_path: 
         assert branch.token_ids == whole
         # An answer that was cut off before its end, or between the tokens that end it, gets what is missing.
         for length in range(3, len(said[0])) if not tools else ():
-            held = [*renderer.whole(messages[:1], tools), *said[0][:length]]
+            held = [*renderer.render_prompt(messages[:1], tools), *said[0][:length]]
             if whole[len(held)] in tokenizer.special_token_ids:
                 assert [*held, *renderer.following(held, messages[2:3], tools)] == whole[: len(prompt)]
 
@@ -225,7 +225,7 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
             None,
             "now",
             1,
-            {"": Stage(Quiet(tools=TOOLS, statistics={}, tool_format="hermes"))},  # type: ignore[arg-type]
+            {"": EpisodeBackend(Quiet(tools=TOOLS, statistics={}, tool_format="hermes"))},  # type: ignore[arg-type]
         )
         asyncio.run(rollouts._start())
 

@@ -77,8 +77,8 @@ class ChatTemplate:
     @functools.cached_property
     def names(self) -> set[str]:
         """All words by which the template may ask a message for a key. Raises UserError if it is not a template."""
-        found = {str(one.value) for one in self._tree.find_all(nodes.Const) if isinstance(one.value, str)}
-        return found | {one.attr for one in self._tree.find_all(nodes.Getattr)}
+        found = {str(node.value) for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return found | {node.attr for node in self._tree.find_all(nodes.Getattr)}
 
     @functools.cached_property
     def _compiled(self) -> jinja2.Template:

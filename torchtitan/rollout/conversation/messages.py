@@ -49,7 +49,7 @@ def read_message(message: Any) -> dict[str, Any]:
     if plain["role"] == ASSISTANT:
         given = {key: plain.pop(key) for key in THOUGHTS if isinstance(plain.get(key), (str, list, dict))}
         thoughts = [_read_thought(key, value) for key, value in given.items()] + [thought] * bool(thought)
-        if len({one.strip() for one in thoughts if one}) > 1:
+        if len({text.strip() for text in thoughts if text}) > 1:
             raise ValueError(f"a message has thoughts that differ, in {', '.join(given)} or its content: keep one")
         if thoughts:
             plain["reasoning_content"] = next(filter(None, thoughts), "")
@@ -82,11 +82,14 @@ def _read_content(content: Any) -> tuple[str, str]:
 
 def _read_thought(key: str, value: Any) -> str:
     """Return the text of a thought: text, or a list of texts and parts with a text."""
-    parts = value if isinstance(value, list) else [value]
-    texts = [part["text"] if isinstance(part, dict) and "text" in part else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"a message's {key} must be text: {value!r:.200}")
-    return "".join(texts)
+    text = ""
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, dict) and "text" in part:
+            part = part["text"]
+        if not isinstance(part, str):
+            raise ValueError(f"a message's {key} must be text: {value!r:.200}")
+        text += part
+    return text
 
 
 def thoughts_as_keys(message: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +113,9 @@ CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from)\1\s*:""")
 def read_chat(value: Any) -> Any:
     """Return the messages that a column holds as JSON text, whole or one by one, as `plain_tools` reads tools; any
     other value as it is. Raises ValueError for text that looks like messages and is no JSON."""
-    if isinstance(value, list) and any(isinstance(one, str) for one in value):
+    if isinstance(value, list) and any(isinstance(item, str) for item in value):
         try:
-            return [json.loads(one) if isinstance(one, str) else one for one in value]
+            return [_decoded(item) for item in value]
         except ValueError:
             return value  # whoever checks the messages names the one that is none
     if not isinstance(value, str) or not CHAT_TEXT.match(value):
@@ -123,17 +126,21 @@ def read_chat(value: Any) -> Any:
         raise ValueError(f"text that looks like chat messages is no JSON ({error}): {value[:80]!r}") from None
 
 
+def _decoded(value: Any) -> Any:
+    """JSON text as what it means, any other value as it is."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
 def plain_tools(tools: Any) -> list[dict[str, Any]]:
     """Return the JSON schemas of tools from a `tools` column as in TRL: a list, None, or JSON text for all or any item.
 
     Raises ValueError for anything else.
     """
     try:
-        listed = (json.loads(tools) if isinstance(tools, str) else tools) or []
-        plain = [_without_nulls(json.loads(one) if isinstance(one, str) else one) for one in listed]
+        plain = [_without_nulls(_decoded(tool)) for tool in _decoded(tools) or []]
     except (TypeError, ValueError):
         plain = [tools]
-    if not all(isinstance(one, dict) for one in plain):
+    if not all(isinstance(tool, dict) for tool in plain):
         raise ValueError(f"tools must be a list of JSON schemas: {tools!r:.200}")
     return plain
 
@@ -142,8 +149,10 @@ def _without_nulls(value: Any) -> Any:
     """Remove null keys, as TRL does. Parquet files and Hugging Face datasets add a key to all objects of a column if
     one of them has it."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def _without_null_keys(value: Mapping[str, Any]) -> dict[str, Any]:

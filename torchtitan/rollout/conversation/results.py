@@ -99,10 +99,13 @@ def _owners(calls: Sequence[dict[str, Any]], results: Messages) -> list[int | No
         if key and key in by_id:
             same = by_id[key]
             owners[number] = same.popleft() if len(same) > 1 else same[0]
-    # A result with an id belongs to no call with another one.
-    open_results = [number for number, owner in enumerate(owners) if owner is None and not (given[number] and all(ids))]
+    open_results = [number for number, owner in enumerate(owners) if owner is None]
+    if all(ids):  # a result with an id belongs to no call with another one
+        open_results = [number for number in open_results if not given[number]]
+    if not open_results:
+        return owners
     taken = {*owners}
-    free = [owner for owner in range(len(calls)) if owner not in taken] if open_results else []
+    free = [owner for owner in range(len(calls)) if owner not in taken]
     by_name = _queues((owner, _name(calls[owner])) for owner in free)
     for number in open_results:
         if named := by_name.get(str(results[number].get("name"))):

@@ -46,7 +46,7 @@ THOUGHT_MARKS: tuple[Group, ...] = (*TAGS[:-1], ("<|channel>", "<channel|>"), CH
 CLOSINGS = {tag.opening: bare(re.escape(tag.closing)) for tag in TAGS}
 TAG_TEXTS = [text for tag in TAGS for text in tag]
 TAG_PATTERNS = [re.escape(text) for text in TAG_TEXTS]
-OPENED_TAG = bare(*(rf"{re.escape(one.opening)}\s*(?:{re.escape(one.closing)}\s*)?\Z" for one in TAGS))
+OPENED_TAG = bare(*(rf"{re.escape(tag.opening)}\s*(?:{re.escape(tag.closing)}\s*)?\Z" for tag in TAGS))
 # How many tokens at the end of a prompt are searched for the beginning of a thought.
 OPENED_TOKENS = 32
 
@@ -133,8 +133,10 @@ class Turn:
         hidden: marks that are special tokens, which the text of a turn does not show.
         """
         seen = [part for part in self.parts if not self._leaves_out(part, hidden)]
-        text = ("\n" if self.channels else "").join(part.written for part in seen if part.written)
-        text = bare(*map(re.escape, sorted(hidden))).sub("", text) if hidden else text
+        separator = "\n" if self.channels else ""
+        text = separator.join(part.written for part in seen if part.written)
+        if hidden:
+            text = bare(*map(re.escape, sorted(hidden))).sub("", text)
         return plain(text) if self.channels or len(seen) == len(self.parts) else plain(text).strip()
 
     def _leaves_out(self, part: Part, hidden: Collection[str]) -> bool:
@@ -157,7 +159,7 @@ def last_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     tool's result, which is not an answer."""
     if isinstance(completion, str):
         return completion
-    return next((str(one["content"]) for one in reversed(completion) if one["role"] == ROLE), "")
+    return next((str(message["content"]) for message in reversed(completion) if message["role"] == ROLE), "")
 
 
 def split_thought(text: str) -> tuple[str, str]:
@@ -175,14 +177,14 @@ def read_turn(text: str, opened: str = "", reader: CallReader | None = None) -> 
         opened: what `opened_by` returns for its prompt.
         reader: reads the calls outside of thoughts; without it, a call is part of the answer.
     """
-    whole = opened + text
-    if has_channels(whole):
-        messages = read_messages(whole)
+    turn = opened + text
+    if has_channels(turn):
+        messages = read_messages(turn)
         if not any(message.has_structure for message in messages):  # bare text, which nothing says to be a thought
             text = messages[0].header.removeprefix(f"{ROLE} ")
-            return Turn([Part("answer", text, text, end=len(whole))], False, True)
+            return Turn([Part("answer", text, text, end=len(turn))], False, True)
         return Turn([_part_of(message, reader) for message in messages], is_well_formed(messages), True)
-    parts = _split_at_tags(whole, len(opened), reader)
+    parts = _split_at_tags(turn, len(opened), reader)
     return Turn(parts, _thinks_then_answers(parts))
 
 
@@ -199,10 +201,10 @@ def _part_of(message: Message, reader: CallReader | None) -> Part:
     return Part("thought" if kind == "thought" else "call", content, content, calls=calls, end=message.place)
 
 
-def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Part]:
+def _split_at_tags(turn: str, begin: int, reader: CallReader | None) -> list[Part]:
     """Return the parts of a turn whose thoughts stand between tags. begin: where the policy's own text begins."""
-    if reader is None and not any(map(whole.__contains__, TAG_TEXTS)):
-        return [Part("answer", whole, whole[begin:], end=len(whole))] if whole else []
+    if reader is None and not any(map(turn.__contains__, TAG_TEXTS)):
+        return [Part("answer", turn, turn[begin:], end=len(turn))] if turn else []
     pattern = tags = bare(*TAG_PATTERNS)
     if reader is not None:
         pattern = bare(*TAG_PATTERNS, f"(?P<call>{reader.opening.pattern})")
@@ -212,25 +214,25 @@ def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Pa
     def add(end: int, kind: Literal["thought", "answer", "call"], text: str, **more: Any) -> None:
         nonlocal place
         if end > place:
-            parts.append(Part(kind, text, whole[max(place, begin) : max(end, begin)], end=end, **more))
+            parts.append(Part(kind, text, turn[max(place, begin) : max(end, begin)], end=end, **more))
             place = end
 
-    while (found := pattern.search(whole, place)) is not None:
-        add(found.start(), "answer", whole[place : found.start()])
+    while (found := pattern.search(turn, place)) is not None:
+        add(found.start(), "answer", turn[place : found.start()])
         if reader is not None and found["call"] is not None:
-            calls, end = reader.read_call(whole, found)
+            calls, end = reader.read_call(turn, found)
             if any(isinstance(call, Exception) for call in calls):  # whose text may end a thought
-                inside = tags.search(whole, found.end(), end)
+                inside = tags.search(turn, found.end(), end)
                 end = inside.start() if inside else end
-            add(end, "call", whole[place:end], calls=calls)
+            add(end, "call", turn[place:end], calls=calls)
         elif (closing := CLOSINGS.get(found[0])) is not None:
-            closed = closing.search(whole, found.end())
-            text = whole[found.end() : closed.start() if closed else len(whole)]
-            add(closed.end() if closed else len(whole), "thought", text, tag=found[0], closed=closed is not None)
+            closed = closing.search(turn, found.end())
+            text = turn[found.end() : closed.start() if closed else len(turn)]
+            add(closed.end() if closed else len(turn), "thought", text, tag=found[0], closed=closed is not None)
         else:
             add(found.end(), "answer", "")
             stray, unopened = len(parts), found[0]
-    add(len(whole), "answer", whole[place:])
+    add(len(turn), "answer", turn[place:])
     if stray:  # all up to the last closing tag that nothing opens
         first = parts[:stray]
         text = "".join(part.text if part.kind != "thought" else part.written for part in first)
@@ -243,10 +245,10 @@ def _split_at_tags(whole: str, begin: int, reader: CallReader | None) -> list[Pa
 
 def _thinks_then_answers(parts: Sequence[Part]) -> bool:
     solid = [part for part in parts if part.kind != "answer" or part.text.strip()]
-    thinks = bool(solid) and solid[0].kind == "thought" and bool(solid[0].tag) and solid[0].closed
-    return (
-        thinks
-        and solid[0].tag not in solid[0].text
-        and all(part.kind != "thought" for part in solid[1:])
-        and any(part.kind == "answer" for part in solid)
-    )
+    if not solid:
+        return False
+    thought, rest = solid[0], solid[1:]
+    if thought.kind != "thought" or not thought.tag or not thought.closed or thought.tag in thought.text:
+        return False
+    kinds = {part.kind for part in rest}
+    return "answer" in kinds and "thought" not in kinds

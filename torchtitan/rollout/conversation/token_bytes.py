@@ -14,7 +14,9 @@ def _byte_level_alphabet() -> dict[str, int]:
     themselves, the others for what lies behind the first 256."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet |= {chr(256 + place): byte for place, byte in enumerate(others)}
+    return alphabet
 
 
 class TokenBytes:
@@ -32,7 +34,7 @@ class TokenBytes:
         kinds = {decoder.get("type") for decoder in decoders}
         self._alphabet = _byte_level_alphabet() if "ByteLevel" in kinds else None
         self._has_byte_tokens = "ByteFallback" in kinds
-        self._spaces = [space for decoder in decoders if (space := _text_for_space(decoder))]
+        self._spaces = list(filter(None, map(_text_for_space, decoders)))
 
     def find(self, token: int) -> bytes:
         """Return a token's bytes; none for a token that the vocabulary does not hold."""

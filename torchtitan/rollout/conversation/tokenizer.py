@@ -86,21 +86,25 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         added = self._tokenizer.get_added_tokens_decoder().items()
-        self.added_tokens = {str(one.content): token for token, one in added}
-        special = {token: str(one.content) for token, one in added if one.special or CONTROL.fullmatch(one.content)}
+        self.added_tokens = {str(added_token.content): token for token, added_token in added}
+        special = {
+            token: str(added_token.content)
+            for token, added_token in added
+            if added_token.special or CONTROL.fullmatch(added_token.content)
+        }
         self.special_token_ids = frozenset(special)
         """Tokens that no text from outside may contain"""
         self._special = any_of(special.values())
         self._shielded = shielded(self._special)
-        self.unseen_texts = frozenset(str(one.content) for _, one in added if one.special)
+        self.unseen_texts = frozenset(str(added_token.content) for _, added_token in added if added_token.special)
         """Of added tokens that `decode` leaves out"""
         # The same tokenizer without the tokens that were added to its model.
-        own = _read_json(path)
-        self._without_added = FastTokenizer.from_str(json.dumps(own | {"added_tokens": []}))
+        definition = _read_json(path)
+        self._without_added = FastTokenizer.from_str(json.dumps(definition | {"added_tokens": []}))
         self._token_bytes = TokenBytes(
-            own, {token: text for text, token in self.added_tokens.items()}, self._tokenizer.id_to_token
+            definition, {token: text for text, token in self.added_tokens.items()}, self._tokenizer.id_to_token
         )
-        self.unknown_id = _unknown_id(own["model"])
+        self.unknown_id = _unknown_id(definition["model"])
         """The token of text that the vocabulary does not hold; None where there is always another way to write it"""
         self._without_added.no_padding()
         self._without_added.no_truncation()
@@ -203,7 +207,10 @@ class Tokenizer:
             settings = _read_json(self.directory / name)
             # That of a composite may say it of its text model only.
             value = settings.get("eos_token_id") or (settings.get("text_config") or {}).get("eos_token_id")
-            found += value if isinstance(value, list) else [] if value is None else [value]
+            if isinstance(value, list):
+                found += value
+            elif value is not None:
+                found.append(value)
         if "eos_token" in self.special_tokens:
             token_id = self._tokenizer.token_to_id(self.special_tokens["eos_token"])
             found += [] if token_id is None else [token_id]
@@ -223,12 +230,12 @@ class ChatRenderer:
         self.tokenizer = self._tokenizer = tokenizer
         # A placeholder for the policy's turn, which is not rendered; it is random, so that no message contains it.
         self._mark = f"said{secrets.token_hex(8)}"
-        self._said: dict[str, Any] = {"role": "assistant", "content": self._mark}
+        self._placeholder: dict[str, Any] = {"role": "assistant", "content": self._mark}
         self.stop_token_ids = list(dict.fromkeys([*stop_token_ids, *tokenizer.eos_token_ids]))
         """All tokens that end a turn"""
         self._checks = TemplateChecks(tokenizer, self._mark)
 
-    def whole(self, messages: Messages, tools: Messages) -> list[int]:
+    def render_prompt(self, messages: Messages, tools: Messages) -> list[int]:
         """Return the prompt of a new conversation. Raises UserError if the template refuses it."""
         messages = self.readable(messages, tools)
         self.refuse_unseen(messages, tools)
@@ -243,11 +250,11 @@ class ChatRenderer:
         messages = self.readable(messages, tools, begins=False)
         self.refuse_unseen(messages, tools)
         calls = [
-            self._call(self._shield(one.get("name", self._mark)), one.get("tool_call_id", ""))
-            for one in messages
-            if one.get("role") == "tool"
+            self._call(self._shield(message.get("name", self._mark)), message.get("tool_call_id", ""))
+            for message in messages
+            if message.get("role") == "tool"
         ]
-        turn = {**self._said, "tool_calls": calls} if calls else self._said
+        turn = {**self._placeholder, "tool_calls": calls} if calls else self._placeholder
         before, tools = [{"role": "user", "content": "?"}, turn], self._shield(list(tools))
         try:
             held_text = self._tokenizer.render_chat(before, False, tools)
@@ -259,25 +266,30 @@ class ChatRenderer:
         # Earlier messages may be rendered differently if others follow them.
         _, found, behind = held_text.rpartition(self._mark)
         _, found_again, text = whole_text.rpartition(self._mark)
-        own, ids = self._tokenizer.encode(behind), self._tokenizer.encode_shielded(text)
-        end, ended = self._first_stop(own), held[-1] in self.stop_token_ids
-        kept = True
+        turn_end_ids, continued_ids = self._tokenizer.encode(behind), self._tokenizer.encode_shielded(text)
+        end, ended = self._first_stop(turn_end_ids), held[-1] in self.stop_token_ids
+        keeps_prefix = True
         if end is None:
             begin = 0
             if calls:  # what the template writes behind a call belongs to it, so the policy has written it
-                kept, ids = text.startswith(behind), self._tokenizer.encode_shielded(text[len(behind) :])
+                keeps_prefix = text.startswith(behind)
+                continued_ids = self._tokenizer.encode_shielded(text[len(behind) :])
         else:
-            begin = end + 1 if ended else end if calls else 0
-            kept = ids[:begin] == own[:begin]
-        if not found or not found_again or not kept:
+            begin = 0
+            if ended:
+                begin = end + 1
+            elif calls:
+                begin = end
+            keeps_prefix = continued_ids[:begin] == turn_end_ids[:begin]
+        if not found or not found_again or not keeps_prefix:
             raise UserError(
                 f"the chat template of {self._tokenizer.directory} writes a turn differently once others follow it, so "
                 "a conversation cannot continue from sampled tokens: use a template that keeps its prefixes"
             )
         if (end is None or not ended) and held[-1] in self._tokenizer.special_token_ids:
             # What begins the next message may also end the turn before it, as GLM-4.5's <|user|>.
-            begin += ids[begin : begin + 1] == [held[-1]]
-        return ids[begin:]
+            begin += continued_ids[begin : begin + 1] == [held[-1]]
+        return continued_ids[begin:]
 
     def answered(
         self, messages: Messages, answer: dict[str, Any], tools: Messages = ()
@@ -290,22 +302,22 @@ class ChatRenderer:
         messages = self.readable(messages, tools)
         tokenizer, talk = self._tokenizer, [*messages, answer]
         self.refuse_unseen(talk, tools)
-        before, whole = tokenizer.render_chat(messages, tools=tools), tokenizer.render_chat(talk, False, tools)
-        if not whole.startswith(before):
+        before, with_answer = tokenizer.render_chat(messages, tools=tools), tokenizer.render_chat(talk, False, tools)
+        if not with_answer.startswith(before):
             return None
-        prompt_ids, said = tokenizer.encode_shielded(before), tokenizer.encode_shielded(whole)
+        prompt_ids, answer_ids = tokenizer.encode_shielded(before), tokenizer.encode_shielded(with_answer)
         # Some tokenizers begin a text with a space, so the answer is read behind its prompt if no token spans both.
-        joined = said[: len(prompt_ids)] == prompt_ids
-        said = said[len(prompt_ids) :] if joined else tokenizer.encode_shielded(whole[len(before) :])
-        if (end := self._first_stop(said)) is None:
+        joined = answer_ids[: len(prompt_ids)] == prompt_ids
+        answer_ids = answer_ids[len(prompt_ids) :] if joined else tokenizer.encode_shielded(with_answer[len(before) :])
+        if (end := self._first_stop(answer_ids)) is None:
             role = "tool" if answer.get("tool_calls") else "user"
             try:
                 longer = tokenizer.render_chat([*talk, {"role": role, "content": "?"}], True, tools)
             except UserError:
                 longer = ""
-            next_ids = tokenizer.encode(longer[len(whole) :])[:1] if longer.startswith(whole) else []
-            said += next_ids if self._first_stop(next_ids) == 0 else tokenizer.eos_token_ids[:1]
-        return prompt_ids, said if end is None else said[: end + 1]
+            next_ids = tokenizer.encode(longer[len(with_answer) :])[:1] if longer.startswith(with_answer) else []
+            answer_ids += next_ids if self._first_stop(next_ids) == 0 else tokenizer.eos_token_ids[:1]
+        return prompt_ids, answer_ids if end is None else answer_ids[: end + 1]
 
     def readable(self, messages: Messages, tools: Messages = (), begins: bool = True) -> list[dict[str, Any]]:
         """Return the messages in a form that the template writes, so that the policy reads all of them.
@@ -387,8 +399,11 @@ class ChatRenderer:
     def warn_of_branches(self) -> None:
         """Log a warning if an agent's conversations cannot continue, so that each call begins a branch."""
         parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
-        look = {"type": "function", "function": {"name": "look", "description": "Look", "parameters": parameters}}
-        for what, tools in (("result of a tool", [look]), ("message of a user", [])):
+        example_tool = {
+            "type": "function",
+            "function": {"name": "look", "description": "Look", "parameters": parameters},
+        }
+        for what, tools in (("result of a tool", [example_tool]), ("message of a user", [])):
             try:
                 self.refuse_environment(tools)
             except UserError as error:
@@ -396,7 +411,7 @@ class ChatRenderer:
 
     def warn_of_ends(self) -> None:
         """Log a warning if the template ends turns with a token that does not stop sampling."""
-        begin, answer = {"role": "user", "content": "?"}, self._said
+        begin, answer = {"role": "user", "content": "?"}, self._placeholder
         try:
             alone = self._tokenizer.render_chat([begin, answer], False)
             followed = self._tokenizer.render_chat([begin, answer, begin])
@@ -424,19 +439,17 @@ class ChatRenderer:
         return self._tokenizer.encode_shielded("".join(self._shield(message["content"]) for message in messages))
 
     def _shielded(self, messages: Messages) -> list[dict[str, Any]]:
-        return [
-            {key: self._shield(value) for key, value in message.items()}
-            if message["role"] not in INSTRUCTING
-            else message
-            for message in messages
-        ]
+        return [message if message["role"] in INSTRUCTING else self._shield_values(message) for message in messages]
+
+    def _shield_values(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self._shield(value) for key, value in message.items()}
 
     def _shield(self, value: Any) -> Any:
         """Shield all texts in a value."""
         if isinstance(value, str):
             return self._tokenizer.shield(value)
         if isinstance(value, list):
-            return [self._shield(one) for one in value]
+            return [self._shield(item) for item in value]
         if isinstance(value, dict):
-            return {self._shield(key): self._shield(one) for key, one in value.items()}
+            return {self._shield(key): self._shield(item) for key, item in value.items()}
         return value

@@ -80,12 +80,12 @@ def _behind_prompt(tokenizer: Tokenizer, question: dict[str, Any], answer: dict[
     """Return the tokens of an answer that does not begin where the prompt ends: some templates end it with `<think>`,
     and write no thought into a turn that has none."""
     prompt = tokenizer.render_chat([question], tools=[TOOL])
-    whole = tokenizer.render_chat([question, answer], False, [TOOL])
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+    with_answer = tokenizer.render_chat([question, answer], False, [TOOL])
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, with_answer, strict=False))
     common = "".join(character for character, _ in same)
     # Tags that begin with the same letters are not the same.
     begin = max(common.rfind(end) + 1 for end in (">", "\n", " "))
-    return tokenizer.encode_shielded(whole[begin:])
+    return tokenizer.encode_shielded(with_answer[begin:])
 
 
 def _reading_format(tokenizer: Tokenizer, written: _Written, first: str) -> str:

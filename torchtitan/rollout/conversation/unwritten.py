@@ -34,7 +34,7 @@ class AnswerCheck:
     def __init__(self, tokenizer: Tokenizer, renderer: ChatRenderer):
         self._tokenizer, self._stops = tokenizer, frozenset(renderer.stop_token_ids)
         texts = [tokenizer.decode([token], skip_special=False) for token in renderer.stop_token_ids]
-        self._stop_texts = [text for text in texts if text]
+        self._stop_texts = tuple(text for text in texts if text)
         self._written: set[tuple[object, ...]] = set()
         """Kinds of answers of which the template writes everything"""
 
@@ -61,7 +61,8 @@ class AnswerCheck:
                 f"the chat template of {directory} does not write the {' and the '.join(lost)} of an answer, so "
                 "it would not be trained: take a template that does (chat_template.jinja there), or rows without it"
             )
-        if ends := [token for token in self._tokenizer.encode_shielded(text[:end]) if token in self._stops]:
+        ends = [token for token in self._tokenizer.encode_shielded(text[:end]) if token in self._stops]
+        if ends:
             stop = self._tokenizer.decode(ends[:1], skip_special=False)
             raise UserError(
                 f"the chat template of {directory} writes {stop!r}, which ends a turn, before the end of an answer, so "
@@ -77,8 +78,11 @@ class AnswerCheck:
             return ""
         ids = self._tokenizer.encode(text)
         ends = [place for place, token in enumerate(ids) if token in self._stops]
-        rest = ids[ends[-1 if behind_last else 0] + 1 :] if ends else []
-        return self._tokenizer.decode([token for token in rest if token not in self._stops], skip_special=False).strip()
+        if not ends:
+            return ""
+        end = ends[-1] if behind_last else ends[0]
+        rest = [token for token in ids[end + 1 :] if token not in self._stops]
+        return self._tokenizer.decode(rest, skip_special=False).strip()
 
     def _mark(self, answer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the answer with a mark at the end of all that it says, and what each mark is the end of."""
@@ -111,7 +115,8 @@ class AnswerCheck:
 
     def _without_stops(self, text: str) -> str:
         text = text.rstrip()
-        while stop := next((one for one in self._stop_texts if text.endswith(one)), ""):
+        while text.endswith(self._stop_texts):
+            stop = next(filter(text.endswith, self._stop_texts))
             text = text.removesuffix(stop).rstrip()
         return text
 
@@ -146,23 +151,24 @@ def warn_of_unread_keys(conversations: Iterable[tuple[int, Messages, Messages]],
     tried, read, first = Counter[str](), set[str](), dict[str, int]()
     for number, messages, tools in conversations:
         recorded = [_Recorded(plain_message(message)) for message in messages]
-        others = dict.fromkeys(key for one in recorded for key in _other_keys(one))
+        others = dict.fromkeys(key for message in recorded for key in _other_keys(message))
         asked = [key for key in others if key not in read and tried[key] < TRIES]
         if not asked:
             continue
-        for one in recorded:
+        for message in recorded:
             # A copy would be rendered in its place; AnswerCheck looks at thoughts.
-            one.pop("reasoning_content", None)
+            message.pop("reasoning_content", None)
         answered = recorded[-1]["role"] == ASSISTANT
         try:
             tokenizer.render_chat(recorded, not answered, tools)
         except UserError:
             continue  # making the prompt says why
-        read |= {key for one in recorded for key in one._read}
+        read |= {key for message in recorded for key in message._read}
         tried.update(asked)
         for key in asked:
             first.setdefault(key, number)
-    if unread := [f"{key!r} (row {number})" for key, number in first.items() if key not in read]:
+    unread = [f"{key!r} (row {number})" for key, number in first.items() if key not in read]
+    if unread:
         logger.warning(
             "the chat template of %s does not read these keys of messages, so the policy does not see them: %s",
             tokenizer.directory, ", ".join(unread),

@@ -81,7 +81,7 @@ class CurriculumStream(PromptStream):
     def note(self, index: int, rewards: Sequence[float]) -> None:
         self._results[index] = list(rewards)
 
-    def used_up(self, last: int) -> None:
+    def consumed(self, last: int) -> None:
         self._batches += 1
         for index in sorted(index for index in self._results if index <= last):
             self._learn(index, self._drawn[index], self._results[index])

@@ -20,9 +20,9 @@ from torchtitan.rollout.conversation.messages import ASSISTANT, plain_message
 from torchtitan.rollout.conversation.results import settle_results
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.unwritten import AnswerCheck
-from torchtitan.rollout.data.mix import Mix, in_turns
 from torchtitan.rollout.data.prompt_stream import PromptStream, load_streams
 from torchtitan.rollout.data.prompts import PromptMaker, first_held_out, load_datasets
+from torchtitan.rollout.data.source_scheduler import SourceScheduler, in_turns
 from torchtitan.rollout.data.unknown_text import check_unknown_text, refuse_surplus_tokens, vocabulary_of
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
 
@@ -57,8 +57,8 @@ class DemonstrationMaker(PromptMaker):
         if self._is_text(row):
             tokens = self._tokenizer.encode(row[self._sft.completion_column])
             ends = [place for place, token in enumerate(tokens) if token in self.renderer.stop_token_ids]
-            said = tokens[: ends[-1] + 1] if ends else tokens + self._tokenizer.eos_token_ids[:1]
-            add_turn(branches, self._tokenise(content), _as_sampled(said))
+            answer = tokens[: ends[-1] + 1] if ends else tokens + self._tokenizer.eos_token_ids[:1]
+            add_turn(branches, self._tokenise(content), _as_sampled(answer))
         else:
             content = self._add_chat(branches, row, index)
         if any(branch.sampled_at[:1] == [0] for branch in branches):
@@ -66,7 +66,7 @@ class DemonstrationMaker(PromptMaker):
         last = branches[-1]
         asked = last.token_ids[: len(last) - len(last.sampled[-1].token_ids)]
         if self._sft.loss_on == "all":
-            branches = [Branch([Given(one.token_ids[:1]), _as_sampled(one.token_ids[1:])]) for one in branches]
+            branches = [Branch([Given(branch.token_ids[:1]), _as_sampled(branch.token_ids[1:])]) for branch in branches]
         return Demonstration(
             index, content, asked, self._columns(row), self._prefill(asked), source=self._source, branches=branches
         )
@@ -108,8 +108,8 @@ class DemonstrationMaker(PromptMaker):
         messages = self._messages(row[self._rollout.prompt_column])
         given = 0 if completion is None else len(messages)
         if completion is not None:
-            said = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-            messages = settle_results([*messages, *(plain_message(message) for message in said)])
+            answers_given = [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
+            messages = settle_results([*messages, *(plain_message(message) for message in answers_given)])
         # A greeting that opens a conversation is not trained, because it answers nothing.
         answers = [i for i in range(max(given, 1), len(messages)) if messages[i]["role"] == ASSISTANT]
         if not answers:
@@ -157,34 +157,36 @@ class Demonstrations:
         self._streams: dict[str, PromptStream] = {}
         self._held_out: list[Prompt] = []
         counts = []
-        for name, own in sources_of(config):
-            maker = DemonstrationMaker(own, tokenizer)
-            rows, held_out = load_datasets(own, maker.renderer)
-            check_unknown_text(rows, own, tokenizer)
+        for name, source_config in sources_of(config):
+            maker = DemonstrationMaker(source_config, tokenizer)
+            rows, held_out = load_datasets(source_config, maker.renderer)
+            check_unknown_text(rows, source_config, tokenizer)
             for index, row in enumerate([*rows, *held_out]):
                 maker.check(row, index)
-            refuse_surplus_tokens([*rows, *held_out], maker, vocabulary_of(own))
-            seed, shuffle = config.training.seed, own.rollout.shuffle
+            refuse_surplus_tokens([*rows, *held_out], maker, vocabulary_of(source_config))
+            seed, shuffle = config.training.seed, source_config.rollout.shuffle
             self._streams[name] = PromptStream(rows, maker, seed, shuffle)
             self._held_out += first_held_out(held_out, maker, config.eval.num_prompts)
             counts.append(len(rows))
         self._size, self._rows = groups_per_batch(config, ranks), sum(counts)
-        self._mix = Mix(weights_of(config, counts), self._size)
+        self._scheduler = SourceScheduler(weights_of(config, counts), self._size)
         epochs = config.sft.epochs
         self.steps = math.ceil(epochs * self._rows / self._size) if epochs else config.training.steps
         """Steps of the whole run"""
 
     def next_batch(self, version: int) -> Batch:
         """Return the batch to train on at `version`. Raises UserError if no row fits."""
-        counts = {name: self._mix.upcoming(name, 1)[0] for name in self._streams}
-        shares = [[stream.next() for _ in range(counts[name])] for name, stream in self._streams.items()]
-        self._mix.hand_out(counts)
+        counts = {name: self._scheduler.upcoming(name, 1)[0] for name in self._streams}
+        shares: list[list[Prompt]] = []
+        for name, stream in self._streams.items():
+            shares.append([stream.next() for _ in range(counts[name])])
+        self._scheduler.served(counts)
         batch = self._batch(version, in_turns(shares))
         lengths = [len(sample.completion_ids) for sample in batch.samples]
         batch.statistics = {
             "completion/length_mean": sum(lengths) / len(lengths),
-            "demonstrations/epoch": sum(one.position for one in self._streams.values()) / self._rows,
-            "demonstrations/too_long": float(sum(one.dropped for one in self._streams.values())),
+            "demonstrations/epoch": sum(stream.position for stream in self._streams.values()) / self._rows,
+            "demonstrations/too_long": float(sum(stream.dropped for stream in self._streams.values())),
         }
         return batch
 
@@ -195,17 +197,17 @@ class Demonstrations:
     def export_state(self) -> bytes:
         """Return the position in the rows, for a checkpoint between two steps."""
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
-        return json.dumps({"streams": streams, "mix": self._mix.state_dict()}).encode()
+        return json.dumps({"streams": streams, "mix": self._scheduler.state_dict()}).encode()
 
     def restore_state(self, data: bytes) -> None:
         """Continue from an exported state. Raises UserError if the rows are not those of the state."""
         state = json.loads(data)
         load_streams(state, self._streams)
-        self._mix.load_state_dict(state.get("mix", self._mix.state_dict()))
+        self._scheduler.load_state_dict(state.get("mix", self._scheduler.state_dict()))
 
     def _batch(self, version: int, prompts: Sequence[Prompt]) -> Batch:
         groups = []
-        for one in prompts:
-            assert isinstance(one, Demonstration)
-            groups.append(Group(one.index, [Sample(one.branches, "stop", 0.0)], one.source))
+        for prompt in prompts:
+            assert isinstance(prompt, Demonstration)
+            groups.append(Group(prompt.index, [Sample(prompt.branches, "stop", 0.0)], prompt.source))
         return Batch(version, groups)

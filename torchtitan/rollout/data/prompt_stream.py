@@ -68,7 +68,7 @@ class PromptStream:
     def note(self, index: int, rewards: Sequence[float]) -> None:
         """Take in the rewards of the group of a position; a curriculum learns from them."""
 
-    def used_up(self, last: int) -> None:
+    def consumed(self, last: int) -> None:
         """Note that a batch has been handed out whose last group has this position."""
 
     def figures(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -289,8 +290,8 @@ def _check_columns(rows: Sequence[Row], config: JobConfig, where: str, functions
     """Check the columns that reward functions get: their names, and the references."""
     column = config.rewards.answer_column
     names = {name for row in rows for name in row} - {config.rollout.prompt_column, column}
-    own = {name for name in functions - {environment_name(config), ""} if not is_built_in(name)}
-    if own and (hidden := ARGUMENTS & names):
+    custom_functions = {name for name in functions - {environment_name(config), ""} if not is_built_in(name)}
+    if custom_functions and (hidden := ARGUMENTS & names):
         raise UserError(
             f"{where}: a reward function would not see column{'s' if len(hidden) > 1 else ''} "
             f"{', '.join(map(repr, sorted(hidden)))}, because one of its arguments has that name: rename the column"
@@ -329,11 +330,12 @@ def _ending_problem(prompt: Any) -> str | None:
 
 
 def _tools_problem(row: Row, config: JobConfig, renderer: ChatRenderer | None) -> str | None:
-    said = (row[config.rollout.prompt_column], row.get(config.sft.completion_column))
+    texts = (row[config.rollout.prompt_column], row.get(config.sft.completion_column))
     try:
         tools = [] if has_environment(config) else plain_tools(row.get("tools"))
         if renderer is not None:
-            messages = [plain_message(one) for part in said if isinstance(part, list) for one in part]
+            chats = [text for text in texts if isinstance(text, list)]
+            messages = [plain_message(message) for message in itertools.chain.from_iterable(chats)]
             renderer.refuse_unseen(renderer.readable(settle_results(messages), tools), tools)
     except (ValueError, UserError) as error:
         return str(error)

@@ -54,8 +54,10 @@ def _texts(row: dict[str, Any], config: JobConfig) -> Iterator[tuple[str, str]]:
     elif NEEDS_ANSWER & set(config.rewards.functions):
         columns.append(config.rewards.answer_column)
     for column in columns:
-        said = row.get(column)
-        parts = [one.get("content") for one in said] if isinstance(said, list) else [said]
+        value = row.get(column)
+        parts = [value]
+        if isinstance(value, list):
+            parts = [message.get("content") for message in value]
         yield from ((column, part) for part in parts if isinstance(part, str) and part.strip())
 
 

@@ -4,7 +4,7 @@ The set-up has either {"agent"}, which is `package.module:function` or a command
 "renderer", "model", "max_turns"}. In the second case, this process runs in verifiers' own environment and needs none of
 the trainer's packages. Messages have {"episode": number, "do": …} with
 
-    run     {"row", "base_url", "key"}  {"reward", "said"}, or {"error", "killed"}: a signal has ended its program
+    run     {"row", "base_url", "key"}  {"reward", "stderr"}, or {"error", "killed"}: a signal has ended its program
     quote   {}                          {"text"}: the end of its command's standard error so far
     drop    (no reply)                  the episode is over
 
@@ -178,14 +178,14 @@ async def _run_in(
     await reading
     await asyncio.wait([reading_errors], timeout=QUOTED_WITHIN_S)
     if code := process.returncode:
-        said = _quoted(errors)
+        stderr = _quoted(errors)
         kind = ProgramKilled if -code in OUTSIDE_SIGNALS else RuntimeError
-        raise kind(f"{words[0]} ended with exit code {code}{said and QUOTES}{said}")
+        raise kind(f"{words[0]} ended with exit code {code}{stderr and QUOTES}{stderr}")
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:
-        reward, said = read_number(json.loads(last), words[0]), _quoted(errors)
-        return {"reward": reward, "said": said} if said else {"reward": reward}
+        reward, stderr = read_number(json.loads(last), words[0]), _quoted(errors)
+        return {"reward": reward, "stderr": stderr} if stderr else {"reward": reward}
     except ValueError:
         raise ValueError(f"the last line that {words[0]} printed is not a reward: {last[:200]!r}") from None
 

@@ -62,7 +62,7 @@ class _Text(msgspec.Struct):
 
 class _Reward(msgspec.Struct):
     reward: float | None
-    said: str = ""
+    stderr: str = ""
     """The end of a command's standard error"""
 
 
@@ -143,10 +143,10 @@ class EnvironmentPool(WorkerPool):
         try:
             return await worker.call(message, kind, timeout_s, most_bytes)
         except CallFailed as failure:
-            failure.where, failure.told = message["do"], worker in self._ended
+            failure.where, failure.reported = message["do"], worker in self._ended
             if self.counts_failures:
                 failure.counted = True
-                self.failures.attempt_failed(failure.kind, failure.where, str(failure), told=failure.told)
+                self.failures.attempt_failed(failure.kind, failure.where, str(failure), reported=failure.reported)
             if failure.kind == "crash":
                 self._ended.add(worker)
             raise
@@ -213,15 +213,15 @@ class Episode:
         if process.forward is not None and access.address is not None:
             process.forward.target = access.address
             url = f"http://127.0.0.1:{process.about['port']}/v1"
-        told = {"row": row, "index": index, "base_url": url, "key": access.key}
+        episode = {"row": row, "index": index, "base_url": url, "key": access.key}
         try:
-            reply = await self._call(_Reward, timeout_s, REPLY_BYTES, do="run", **told)
+            reply = await self._call(_Reward, timeout_s, REPLY_BYTES, do="run", **episode)
         except CallFailed as failure:
             if failure.kind == "timeout":
-                access.said = await self._quote()
+                access.stderr = await self._quote()
             raise
         self._finished = True
-        access.said = reply.said
+        access.stderr = reply.stderr
         return reply.reward
 
     async def _quote(self) -> str:

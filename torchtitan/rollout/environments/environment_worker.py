@@ -73,7 +73,9 @@ class Tool:
         try:
             checked = self.arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
-            problems = [f"{'.'.join(map(str, one['loc'])) or self.name}: {one['msg']}" for one in error.errors()]
+            problems = [
+                f"{'.'.join(map(str, problem['loc'])) or self.name}: {problem['msg']}" for problem in error.errors()
+            ]
             raise ValueError("; ".join(problems)) from None
         return {name: getattr(checked, name) for name in type(checked).model_fields}
 
@@ -275,8 +277,8 @@ class Instance:
 
     def _text(self, value: Any, where: str) -> str:
         """Return text unchanged, TRL's content parts as their joined texts, and other values as JSON."""
-        if isinstance(value, list) and value and all(isinstance(one, Mapping) and "text" in one for one in value):
-            value = "".join(str(one["text"]) for one in value)
+        if isinstance(value, list) and value and all(map(_has_text, value)):
+            value = "".join(str(part["text"]) for part in value)
         if value is None:
             return ""
         if not isinstance(value, str):
@@ -334,10 +336,17 @@ def _plain(value: Any) -> tuple[Any] | None:
         return None
 
 
+def _has_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and "text" in part
+
+
 def _count(value: Any) -> int:
     """Return how many values JSON has for this one."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return 1 + sum(map(_count, inner))
+    if isinstance(value, dict):
+        return 1 + sum(map(_count, value.values()))
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(_count, value))
+    return 1
 
 
 def allow_for_a_thread() -> None:

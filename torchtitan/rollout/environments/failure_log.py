@@ -46,22 +46,22 @@ class FailureLog:
             self._events.write(event, level=logging.WARNING, **shown)
 
     def attempt_failed(
-        self, kind: str, where: str, reason: str, then: str = "", said: str = "", told: bool = False
+        self, kind: str, where: str, reason: str, then: str = "", stderr: str = "", reported: bool = False
     ) -> None:
         """Count an attempt at an episode that failed.
 
-        where: what it was doing; then: what becomes of the episode; said: the end of its agent's standard error; told:
-        whether an event has told of the cause already.
+        where: what it was doing; then: what becomes of the episode; stderr: the end of its agent's standard error;
+        reported: whether an event has told of the cause already.
         """
         self.statistics.update(["failures", COUNTS[kind]])
         self.latest = reason
-        if not told:
-            about = {"what": kind, "in": where, "reason": reason, "then": then, "stderr": said[-QUOTED_CHARACTERS:]}
+        if not reported:
+            about = {"what": kind, "in": where, "reason": reason, "then": then, "stderr": stderr[-QUOTED_CHARACTERS:]}
             self.write(kind, "environment_failed", **about)
         self._go_on([kind], reason)
 
     def calls_went_wrong(
-        self, episode: str, counts: Mapping[str, int], refusals: Sequence[Mapping[str, str]], said: str
+        self, episode: str, counts: Mapping[str, int], refusals: Sequence[Mapping[str, str]], stderr: str
     ) -> list[str]:
         """Write an event of an episode's calls that got no answer, and return their kinds.
 
@@ -69,8 +69,8 @@ class FailureLog:
         """
         wrong = without_answer(counts)
         if wrong:
-            reasons = [f"{one['path']}: {one['reason']}" for one in refusals]
-            about = {"episode": episode, "calls": wrong, "reasons": reasons, "stderr": said[-QUOTED_CHARACTERS:]}
+            reasons = [f"{refusal['path']}: {refusal['reason']}" for refusal in refusals]
+            about = {"episode": episode, "calls": wrong, "reasons": reasons, "stderr": stderr[-QUOTED_CHARACTERS:]}
             self.write(min(wrong, key=lambda name: self._written[name]), "calls_without_answer", **about)
         return list(wrong)
 

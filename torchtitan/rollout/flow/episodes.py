@@ -46,10 +46,10 @@ class EpisodeFailed(Exception):
     """An attempt at an episode that failed. `cause` is a CallFailed or GatewayLost; `played` is what the policy had
     sampled by then, None if that was nothing."""
 
-    def __init__(self, cause: CallFailed | GatewayLost, played: Trajectory | None = None, said: str = ""):
-        """said: the end of its agent's standard error."""
+    def __init__(self, cause: CallFailed | GatewayLost, played: Trajectory | None = None, stderr: str = ""):
+        """stderr: the end of its agent's standard error."""
         super().__init__(str(cause))
-        self.cause, self.played, self.said = cause, played, said
+        self.cause, self.played, self.stderr = cause, played, stderr
 
 
 class Player(ABC):
@@ -102,14 +102,14 @@ class Player(ABC):
         """
         name = f"{request.request_id}-{number}"
         sampling = replace(request.sampling, n=1, seed=stream_seed(request.sampling.seed, number, 0))
-        alone, begun, blame = False, False, Blame(self._config.environment.max_retries)
+        alone, has_begun, blame = False, False, Blame(self._config.environment.max_retries)
         for attempt in itertools.count():
-            own = GenerateRequest(f"{name}-{attempt}", [], sampling)
+            attempt_request = GenerateRequest(f"{name}-{attempt}", [], sampling)
             try:
-                trajectory = await self.play_one(prompt, own, request.request_id, min_version, alone)
+                trajectory = await self.play_one(prompt, attempt_request, request.request_id, min_version, alone)
             except EpisodeFailed as error:
                 self.last_failure = str(error)
-                begun = begun or error.played is not None
+                has_begun = has_begun or error.played is not None
                 if error.played is not None and blame.is_its_own(error.cause, alone):
                     self._count_failure(error, "episodes_failed")
                     error.played.failure = Failure.OWN_TURN
@@ -125,7 +125,7 @@ class Player(ABC):
                 return trajectory
             self.statistics.update(["episodes_without_room", "episodes_lost"])
             break
-        return Trajectory([], "stop", "", failure=Failure.LOST if begun else Failure.NOT_BEGUN)
+        return Trajectory([], "stop", "", failure=Failure.LOST if has_begun else Failure.NOT_BEGUN)
 
     def _count_failure(self, error: EpisodeFailed, outcome: str) -> None:
         """Count a failed attempt, and what becomes of the episode (one of EPISODES)."""
@@ -134,7 +134,7 @@ class Player(ABC):
         if isinstance(cause, GatewayLost):
             self.failures.attempt_failed("gateway", "run", str(cause), then)
         elif not cause.counted:
-            self.failures.attempt_failed(cause.kind, cause.where, str(cause), then, error.said, cause.told)
+            self.failures.attempt_failed(cause.kind, cause.where, str(cause), then, error.stderr, cause.reported)
 
 
 class Blame:
@@ -153,9 +153,11 @@ class Blame:
 
     def is_in_doubt(self, cause: Exception) -> bool:
         """Whether a neighbour in the process, or who sent a signal, may be to blame as well."""
-        return isinstance(cause, CallFailed) and (
-            (cause.kind == "crash" and cause.in_flight > 0) or (cause.kind == "exception" and not cause.caused)
-        )
+        if not isinstance(cause, CallFailed):
+            return False
+        if cause.kind == "crash":
+            return cause.in_flight > 0
+        return cause.kind == "exception" and not cause.caused
 
     def ends(self, cause: Exception, alone: bool) -> bool:
         """Count one more attempt, and return whether it was the last one."""
@@ -284,14 +286,14 @@ class EpisodePlayer(Player):
                 return
             tokens = tokens + following
 
-    def _trajectory(self, prompt: Prompt, played: Conversation, begun: int) -> Trajectory:
+    def _trajectory(self, prompt: Prompt, played: Conversation, begin: int) -> Trajectory:
         """Return what was played, without an outcome. begun: the number of tokens before the first turn."""
         completion: Any = played.messages
         if isinstance(prompt.text, str):
             # Template text between turns and tool results must not be mistaken for the policy's answer.
             turns = [message["content"] for message in played.messages if message["role"] == "assistant"]
-            whole = played.branches[0].token_ids[begun:]
-            completion = "\n".join(turns) if self._is_chat(prompt) else self._tokenizer.decode(whole)
+            sampled_ids = played.branches[0].token_ids[begin:]
+            completion = "\n".join(turns) if self._is_chat(prompt) else self._tokenizer.decode(sampled_ids)
         last = self._turns.read_marked(played.opened, played.marked, self._maker.tools)
         return Trajectory(played.branches, played.finish_reason, completion, turn=last)
 
@@ -351,18 +353,18 @@ class AgentPlayer(Player):
             record = await self._gateway.end(access.session)
             self.statistics["turns"] += len(sampled_segments(record.branches))
             self.statistics.update(record.counts)
-        wrong = self.failures.calls_went_wrong(access.session, record.counts, record.refusals, access.said)
+        wrong = self.failures.calls_went_wrong(access.session, record.counts, record.refusals, access.stderr)
         failure = _cause(failure, record)
         if not record.branches:
             assert failure is not None
-            raise EpisodeFailed(failure, said=access.said) from failure
-        said = self._said(prompt, record.branches)
+            raise EpisodeFailed(failure, stderr=access.stderr) from failure
+        answer = self._answer_of(prompt, record.branches)
         turn = self._last_turn(record.branches[-1])
-        trajectory = Trajectory(record.branches, "length" if record.cut else "stop", said, reward, turn=turn)
+        trajectory = Trajectory(record.branches, "length" if record.truncated else "stop", answer, reward, turn=turn)
         if record.side:
             trajectory.extra["side_branches"] = record.side
         if failure is not None:
-            raise EpisodeFailed(failure, trajectory, access.said) from failure
+            raise EpisodeFailed(failure, trajectory, access.stderr) from failure
         self.failures.attempt_ended_well(wrong)
         return trajectory
 
@@ -371,9 +373,9 @@ class AgentPlayer(Player):
         prompt_ids = [token for segment in before for token in segment.token_ids]
         return reader_of(self._tokenizer).read(prompt_ids, last.token_ids)
 
-    def _said(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
+    def _answer_of(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
         """Return the policy's turns in the branch with which the main conversation ended, for reward functions."""
-        texts = [self._tokenizer.decode(one.token_ids) for one in branches[-1].sampled]
+        texts = [self._tokenizer.decode(turn.token_ids) for turn in branches[-1].sampled]
         if isinstance(prompt.text, str):
             return "\n".join(texts)
         return [{"role": "assistant", "content": text} for text in texts]
@@ -385,7 +387,7 @@ def _cause(failure: CallFailed | None, record: SessionRecord) -> CallFailed | No
         # An agent that got no answer may well have failed of that.
         cause = CallFailed("unanswered", f"{record.failed} calls of the policy were not answered")
     elif not record.branches:
-        reasons = "".join(f"; {one['path']} was refused: {one['reason']}" for one in record.refusals)
+        reasons = "".join(f"; {refusal['path']} was refused: {refusal['reason']}" for refusal in record.refusals)
         kind = "refused" if reasons else "unasked"
         cause = failure or CallFailed(kind, f"the agent has got no answer of the policy{reasons}")
     elif failure is None and record.ended_by:

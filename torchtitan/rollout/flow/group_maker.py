@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from torchtitan.config.derived import environment_name, learns_from_rewards
 from torchtitan.config.job_config import JobConfig
@@ -113,9 +114,9 @@ class GroupMaker:
         completion.hint_ids = prompt.hint_ids
         add_turn(branches, prompt.token_ids, completion)
         text = self._tokenizer.decode(completion.token_ids)
-        said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+        answer = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
         turn = self._turns.read(prompt.token_ids, completion.token_ids)
-        return Trajectory(branches, completion.finish_reason, said, turn=turn)
+        return Trajectory(branches, completion.finish_reason, answer, turn=turn)
 
     async def teach(self, trajectories: Sequence[Trajectory]) -> None:
         """Get the log-probs of a teacher server, if one is configured. Raises UserError if it does not answer."""
@@ -127,23 +128,35 @@ class GroupMaker:
     ) -> list[Score]:
         """Return the rewards from `functions` (None: the configured ones), plus each environment's own reward, which
         counts once. A failure has none, but environment.on_failure may say for training that its rewards are 0."""
-        if any(one.failure for one in trajectories):
-            rest = [one for one in trajectories if one.failure is None]
-            found = iter(await self.score(prompt, rest, functions))
-            return [
-                next(found) if one.failure is None else self._score_of_failure(one, functions) for one in trajectories
-            ]
+        finished = [trajectory for trajectory in trajectories if trajectory.failure is None]
+        of_finished = iter(await self._score_finished(prompt, finished, functions))
+        scores: list[Score] = []
+        for trajectory in trajectories:
+            if trajectory.failure is None:
+                scores.append(next(of_finished))
+            else:
+                scores.append(self._score_of_failure(trajectory, functions))
+        return scores
+
+    async def _score_finished(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], functions: Sequence[str] | None
+    ) -> list[Score]:
         if not trajectories:
             return []
-        own = self._environment
-        asked = None if functions is None else [name for name in functions if name != own]
-        scores = await self.rewards.score(prompt, trajectories, asked)
-        if functions is None and not learns_from_rewards(self._config):
-            scores = [(reward or 0.0, rewards) for reward, rewards in scores]
-        return [
-            score if one.reward is None else ((score[0] or 0.0) + one.reward, {**score[1], own: one.reward})
-            for score, one in zip(scores, trajectories, strict=True)
-        ]
+        asked = functions
+        if functions is not None:
+            asked = [name for name in functions if name != self._environment]
+        every_sample_counts = functions is None and not learns_from_rewards(self._config)
+        scores: list[Score] = []
+        found = await self.rewards.score(prompt, trajectories, asked)
+        for (reward, rewards), trajectory in zip(found, trajectories, strict=True):
+            if every_sample_counts:
+                reward = reward or 0.0
+            if trajectory.reward is not None:
+                reward = (reward or 0.0) + trajectory.reward
+                rewards = {**rewards, self._environment: trajectory.reward}
+            scores.append((reward, rewards))
+        return scores
 
     def _score_of_failure(self, trajectory: Trajectory, functions: Sequence[str] | None) -> Score:
         config = self._config
@@ -156,15 +169,17 @@ class GroupMaker:
 
 def counters(makers: Sequence[GroupMaker]) -> dict[str, float]:
     """Return the counts since the start, under their keys in metrics.jsonl; what several makers share counts once."""
+    # id -> (the beginning of its keys, what counts)
+    counting: dict[int, tuple[str, Any]] = {}
+    for maker in makers:
+        counting[id(maker.rewards)] = "reward", maker.rewards
+        counting[id(maker.pool)] = "inference", maker.pool
+        if maker.episodes is not None:
+            counting |= {id(part): ("environment", part) for part in maker.episodes.counting}
     figures: dict[str, float] = defaultdict(float)
-    for part, counting in (
-        ("reward", [maker.rewards for maker in makers]),
-        ("inference", [maker.pool for maker in makers]),
-        ("environment", [one for maker in makers if maker.episodes is not None for one in maker.episodes.counting]),
-    ):
-        for one in {id(one): one for one in counting}.values():
-            for name, count in one.statistics.items():
-                figures[f"{part}/{name}"] += count
+    for prefix, part in counting.values():
+        for name, count in part.statistics.items():
+            figures[f"{prefix}/{name}"] += count
     return dict(figures)
 
 
@@ -192,7 +207,7 @@ class Teacher:
     async def teach(self, trajectories: Sequence[Trajectory]) -> None:
         """Set the teacher's log-prob of every sampled token, and for a divergence over the vocabulary the likeliest in
         its place. Raises UserError if the server returns none."""
-        branches = [branch for one in trajectories for branch in one.branches]
+        branches = [branch for trajectory in trajectories for branch in trajectory.branches]
         answers = await asyncio.gather(*map(self._teach, branches))
         for branch, (begin, log_probs, top) in zip(branches, answers, strict=True):
             end = begin
@@ -204,10 +219,10 @@ class Teacher:
 
     async def _teach(self, branch: Branch) -> tuple[int, list[float], list[Top]]:
         """The length of the prompt that the teacher reads, and its answer."""
-        whole, prompt = branch.token_ids, branch.segments[0].token_ids
+        token_ids, prompt = branch.token_ids, branch.segments[0].token_ids
         hint = branch.sampled[0].hint_ids
         read = prompt if hint is None else hint
-        return len(read), *await self.ask(read + whole[len(prompt) :])
+        return len(read), *await self.ask(read + token_ids[len(prompt) :])
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Return the log-probs of all tokens but the first. Raises UserError if all attempts fail."""

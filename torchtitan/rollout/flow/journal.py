@@ -49,11 +49,13 @@ def decode_batch(data: bytes) -> Batch:
 
 
 def batch_to_json(batch: Batch) -> dict[str, Any]:
-    if empty := [group.prompt_index for group in batch.groups if not group.samples]:
-        raise ValueError(f"group {empty[0]} is empty")
     # A group's samples share a prompt, so each given segment is written only once.
     given: dict[tuple[int, ...], int] = {}
-    groups = [(group.prompt_index, [_sample_to_json(one, given) for one in group.samples]) for group in batch.groups]
+    groups: list[tuple[int, list[dict[str, Any]]]] = []
+    for group in batch.groups:
+        if not group.samples:
+            raise ValueError(f"group {group.prompt_index} is empty")
+        groups.append((group.prompt_index, [_sample_to_json(sample, given) for sample in group.samples]))
     return {
         "format": FORMAT,
         "version": batch.version,
@@ -71,36 +73,42 @@ def batch_from_json(data: dict[str, Any]) -> Batch:
     given = [_unpack(text) for text in data["given"]]
     # Earlier journals and checkpoints do not say which groups are from a curriculum's pass.
     from_pass = data.get("from_pass", [False] * len(data["groups"]))
-    groups = [
-        Group(index, [_sample_from_json(one, given) for one in samples], *others)
-        for (index, samples), *others in zip(data["groups"], data["sources"], from_pass, strict=True)
-    ]
+    groups: list[Group] = []
+    for (index, written), source, is_from_pass in zip(data["groups"], data["sources"], from_pass, strict=True):
+        samples = [_sample_from_json(sample, given) for sample in written]
+        groups.append(Group(index, samples, source, is_from_pass))
     return Batch(data["version"], groups, data["statistics"])
 
 
 def _sample_to_json(sample: Sample, given: dict[tuple[int, ...], int]) -> dict[str, Any]:
-    branches = [[_segment_to_json(segment, given) for segment in branch.segments] for branch in sample.branches]
-    return {**vars(sample), "branches": branches}
+    return {**vars(sample), "branches": [_branch_to_json(branch, given) for branch in sample.branches]}
 
 
 def _sample_from_json(data: dict[str, Any], given: list[list[int]]) -> Sample:
-    branches = [Branch([_segment_from_json(one, given) for one in segments]) for segments in data["branches"]]
-    return Sample(**{**data, "branches": branches})
+    return Sample(**{**data, "branches": [_branch_from_json(branch, given) for branch in data["branches"]]})
+
+
+def _branch_to_json(branch: Branch, given: dict[tuple[int, ...], int]) -> list[int | dict[str, Any]]:
+    return [_segment_to_json(segment, given) for segment in branch.segments]
+
+
+def _branch_from_json(data: list[int | dict[str, Any]], given: list[list[int]]) -> Branch:
+    return Branch([_segment_from_json(segment, given) for segment in data])
 
 
 def _segment_to_json(segment: Segment, given: dict[tuple[int, ...], int]) -> int | dict[str, Any]:
     """Return the index of a given segment in `given`, or a sampled segment as an object."""
     if isinstance(segment, Given):
         return given.setdefault(tuple(segment.token_ids), len(given))
-    kept, taught = segment.kept_token_ids, segment.teacher_log_probs
-    fields = {
-        **segment.to_json(),
-        "token_ids": _pack(segment.token_ids),
-        "log_probs": _pack_floats(segment.log_probs),
-        "kept_token_ids": None if kept is None else [[len(ids) for ids in kept], _pack([*itertools.chain(*kept)])],
-        "teacher_log_probs": None if taught is None else _pack_floats(taught),
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+    fields = {name: value for name, value in segment.to_json().items() if value is not None}
+    fields["token_ids"] = _pack(segment.token_ids)
+    fields["log_probs"] = _pack_floats(segment.log_probs)
+    if segment.kept_token_ids is not None:
+        lengths = [len(ids) for ids in segment.kept_token_ids]
+        fields["kept_token_ids"] = [lengths, _pack(list(itertools.chain(*segment.kept_token_ids)))]
+    if segment.teacher_log_probs is not None:
+        fields["teacher_log_probs"] = _pack_floats(segment.teacher_log_probs)
+    return fields
 
 
 def _segment_from_json(data: int | dict[str, Any], given: list[list[int]]) -> Segment:
@@ -181,10 +189,10 @@ class Journal:
         Returns:
             (the version that the trainer had reached, the batches).
         """
-        kept = self.path.with_name(KEPT_NAME)
+        kept_path = self.path.with_name(KEPT_NAME)
         places: dict[int, tuple[Path, int]] = {}
         reached = step
-        for path in (kept, self.path):
+        for path in (kept_path, self.path):
             start = 0
             for end, record in read_records(path) if path.is_file() else ():
                 if record["record"] == "batch" and record["version"] >= step:
@@ -192,13 +200,13 @@ class Journal:
                 elif record["record"] == "decision":
                     reached = max(reached, record["version"])
                 start = end
-        whole = kept.with_suffix(".tmp")
-        with whole.open("wb") as file:
+        new_path = kept_path.with_suffix(".tmp")
+        with new_path.open("wb") as file:
             for _, (path, start) in sorted(places.items()):
                 with path.open("rb") as source:
                     source.seek(start)
                     file.write(source.readline())
-        whole.replace(kept)
+        new_path.replace(kept_path)
         self._cut_at(step)
         return reached, ReplaySource(self.path.parent, self, KEPT_NAME)
 

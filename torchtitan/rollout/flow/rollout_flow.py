@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.data.mix import Mix, in_turns
 from torchtitan.rollout.data.prompt_stream import load_streams
+from torchtitan.rollout.data.source_scheduler import SourceScheduler, in_turns
 from torchtitan.rollout.flow.group_maker import counters, make_sample
 from torchtitan.rollout.flow.journal import Journal, ReplaySource, batch_from_json, batch_to_json
 from torchtitan.rollout.flow.leftovers import changed_since, sampled_as
@@ -30,20 +30,20 @@ WAITS_LONG_S = 30.0
 class RolloutFlow:
     """Keeps the actors busy and hands out batches. All methods belong to one asyncio loop.
 
-    Each source keeps what is generated for it (source_flow.py), and has its own places in every batch (mix.py): no
-    source waits for another one until the batch is put together. A saved state has what is not drawn yet, being
-    generated, or ready, so a resume neither loses nor repeats a prompt.
+    Each source keeps what is generated for it (source_flow.py), and has its own places in every batch
+    (source_scheduler.py): no source waits for another one until the batch is put together. A saved state has what is
+    not drawn yet, being generated, or ready, so a resume neither loses nor repeats a prompt.
     """
 
     def __init__(
         self,
         config: JobConfig,
         sources: Sequence[SourceFlow],
-        mix: Mix,
+        scheduler: SourceScheduler,
         journal: Journal | None,
         events: EventLog | None = None,
     ):
-        self._config, self._mix = config, mix
+        self._config, self._scheduler = config, scheduler
         self._all, self._sources = list(sources), list(sources)
         """All sources, and those that have not failed"""
         self._journal, self._events = journal, events
@@ -72,7 +72,7 @@ class RolloutFlow:
         for source in self._sources:
             source.budget.version, source.budget.handed_out = version, version <= last_kept
             source.groups.rewards.set_step(version)
-            source.redo_stale()
+            source.resample_stale()
         self._fill()
 
     async def next_batch(self, version: int, timeout_s: float) -> Batch | None:
@@ -92,9 +92,10 @@ class RolloutFlow:
             started = time.monotonic()
             if all(source.has_enough for source in self._sources):
                 self._enough_since = self._enough_since or started
-                parts = [indices for one in self._sources if (indices := one.next_groups()) is not None]
-                if len(parts) == len(self._sources):
-                    return self._hand_out(version, parts, started - self._enough_since)
+                parts = [source.next_groups() for source in self._sources]
+                complete = [indices for indices in parts if indices is not None]
+                if len(complete) == len(parts):
+                    return self._make_batch(version, complete, started - self._enough_since)
             if started >= deadline:
                 return None
             self._changed.clear()
@@ -107,13 +108,17 @@ class RolloutFlow:
 
     def export_state(self) -> bytes:
         """Return the prompt positions, the prompts in flight and the finished groups."""
-        ready = [one.ready[index] for one in self._sources for index in sorted(one.ready)]
+        ready: list[Group] = []
+        unfinished: list[int] = []
+        for source in self._sources:
+            ready += [source.ready[index] for index in sorted(source.ready)]
+            unfinished += [*source.in_flight, *source.resample]
         state = {
-            "streams": {one.name: one.stream.state_dict() for one in self._all},
-            "unfinished": sorted(index for one in self._sources for index in [*one.in_flight, *one.redo]),
+            "streams": {source.name: source.stream.state_dict() for source in self._all},
+            "unfinished": sorted(unfinished),
             "ready": batch_to_json(Batch(self._version, ready)),
-            "mix": self._mix.state_dict(),
-            "sampled_as": {one.name: sampled_as(one.config) for one in self._all},
+            "mix": self._scheduler.state_dict(),
+            "sampled_as": {source.name: sampled_as(source.config) for source in self._all},
         }
         return json.dumps(state).encode()
 
@@ -131,23 +136,23 @@ class RolloutFlow:
             raise UserError(
                 "the checkpoint is one of job.stage = sft: start a new run with its export as model.hf_assets_path"
             )
-        load_streams(state, {one.name: one.stream for one in self._all})
-        self._mix.load_state_dict(state.get("mix", self._mix.state_dict()))
+        load_streams(state, {source.name: source.stream for source in self._all})
+        self._scheduler.load_state_dict(state.get("mix", self._scheduler.state_dict()))
         for source in set(self._sources):
-            if source.name not in self._mix.names:
+            if source.name not in self._scheduler.names:
                 self._sources.remove(source)
                 logger.warning("source %s had failed before the checkpoint: the run goes on without it", source.name)
         for index in sorted(state["unfinished"]):
-            self._owner(index).redo.append(index)
+            self._owner(index).resample.append(index)
         ready, before = batch_from_json(state["ready"]), state.get("sampled_as", {})
         ready.forget_actors()
-        changed = {one.name: changed_since(before.get(one.name), one.config) for one in self._all}
-        self._changed_keys = {key: values for one in changed.values() for key, values in one.items()}
+        changed = {source.name: changed_since(before.get(source.name), source.config) for source in self._all}
+        self._changed_keys = {key: values for changes in changed.values() for key, values in changes.items()}
         again = 0
         for group in ready.groups:
             owner = self._owner(group.prompt_index)
             if changed[owner.name]:
-                heapq.heappush(owner.redo, group.prompt_index)
+                heapq.heappush(owner.resample, group.prompt_index)
                 again += 1
             else:
                 owner.add(group)
@@ -157,24 +162,24 @@ class RolloutFlow:
         if again and self._events is not None:
             self._events.write("groups_made_again", level=logging.WARNING, groups=again, **self._changed_keys)
 
-    def train_again(self, kept: ReplaySource) -> int:
+    def train_again(self, recorded: ReplaySource) -> int:
         """Hand out these batches before any new one; call it after restore_state() and before set_version().
 
         Batches that were sampled or judged with other values of the configuration are not trained on again.
 
         Returns how many other groups were ready when the last of them was recorded; these are generated again.
         """
-        if not kept.versions:
+        if not recorded.versions:
             return 0
         if self._changed_keys:
             if self._events is not None:
-                count = len(kept.versions)
+                count = len(recorded.versions)
                 self._events.write("batches_made_again", level=logging.WARNING, batches=count, **self._changed_keys)
             return 0
-        self._kept = kept
-        batches = [kept.read_batch(version) for version in kept.versions]
+        self._kept = recorded
+        batches = [recorded.read_batch(version) for version in recorded.versions]
         for batch in batches:
-            self._mix.hand_out(count_by_source(batch.groups))
+            self._scheduler.served(count_by_source(batch.groups))
         used = {group.prompt_index for batch in batches for group in batch.groups}
         for source in self._sources:
             source.skip({index for index in used if self._owner(index) is source})
@@ -192,7 +197,7 @@ class RolloutFlow:
         return self._all[index % len(self._all)]
 
     def _start_statistics(self) -> None:
-        labels = {name: label for one in self._all for name, label in one.fresh_statistics().labels.items()}
+        labels = {name: label for source in self._all for name, label in source.fresh_statistics().labels.items()}
         self._statistics = RolloutStatistics(labels)
         for source in self._sources:
             source.start_statistics(self._statistics)
@@ -200,11 +205,18 @@ class RolloutFlow:
     def _fill(self) -> None:
         """Send out prompts for as many groups as can be used, those that are used first first."""
         while self._running and self._failure is None:
-            wanted = [(one.budget.turn(position), position / one.budget.groups_per_batch, number, position)
-                      for number, one in enumerate(self._sources) if (position := one.wants()) is not None]  # fmt: skip
+            # (version that trains it, its place in that batch, number of its source, position in that source)
+            wanted: list[tuple[int, float, int, float]] = []
+            for number, source in enumerate(self._sources):
+                position = source.wants()
+                if position is not None:
+                    budget = source.budget
+                    wanted.append(
+                        (budget.training_version(position), position / budget.groups_per_batch, number, position)
+                    )
             if not wanted:
                 return
-            *_, number, position = min(wanted)
+            _, _, number, position = min(wanted)
             source = self._sources[number]
             min_version = source.budget.oldest_useful_version(position)
             try:
@@ -219,7 +231,7 @@ class RolloutFlow:
         try:
             groups = source.groups
             sampled = await groups.sample(prompt, groups.request(prompt), min_version)
-            trajectories = [one for one in sampled if one.branches]
+            trajectories = [trajectory for trajectory in sampled if trajectory.branches]
             await groups.teach(trajectories)
             scores = await groups.score(prompt, trajectories)
             samples = []
@@ -230,20 +242,20 @@ class RolloutFlow:
                     samples.append(make_sample(trajectory, reward, rewards, answer))
             source.look_for_reward(prompt, trajectories, samples)
             group = Group(prompt.index, samples, source.name, prompt.from_pass)
-            source.take_in(group, prompt.row, time.monotonic() - started)
+            source.accept(group, prompt.row, time.monotonic() - started)
         except Exception as error:
-            heapq.heappush(source.redo, prompt.index)  # a state that is saved now must include it
+            heapq.heappush(source.resample, prompt.index)  # a state that is saved now must include it
             self._fail(error, source)
         finally:
             source.in_flight.pop(prompt.index, None)
         self._fill()
         self._changed.set()
 
-    def _hand_out(self, version: int, parts: list[list[int]], straggler_wait_s: float) -> Batch:
-        shares = [source.hand_out(indices) for source, indices in zip(self._sources, parts, strict=True)]
+    def _make_batch(self, version: int, parts: list[list[int]], straggler_wait_s: float) -> Batch:
+        shares = [source.next_batch(indices) for source, indices in zip(self._sources, parts, strict=True)]
         batch = Batch(version, in_turns(shares))
         counts = count_by_source(batch.groups)
-        self._mix.hand_out({name: counts.get(name, 0) for name in self._mix.names})
+        self._scheduler.served({name: counts.get(name, 0) for name in self._scheduler.names})
         batch.statistics = self._statistics.figures(version, batch.samples) | self._gauges()
         by_source: list[tuple[int, dict[str, float]]] = []
         for source, groups in zip(self._sources, shares, strict=True):
@@ -261,31 +273,34 @@ class RolloutFlow:
         if self._journal is not None:
             self._journal.append_batch(batch)
         for source in self._sources:
-            source.redo_stale()
+            source.resample_stale()
         self._no_completion_s = 0.0
         self._fill()
         return batch
 
     def _gauges(self) -> dict[str, float]:
+        ready = sum(len(source.ready) for source in self._sources)
+        in_flight = sum(len(source.in_flight) for source in self._sources)
+        too_long = sum(source.stream.dropped for source in self._all)
         return {
-            "rollout/groups_ready": float(sum(len(one.ready) for one in self._sources)),
-            "rollout/groups_in_flight": float(sum(len(one.in_flight) for one in self._sources)),
-            "rollout/prompts_too_long": float(sum(one.stream.dropped for one in self._all)),
+            "rollout/groups_ready": float(ready),
+            "rollout/groups_in_flight": float(in_flight),
+            "rollout/prompts_too_long": float(too_long),
             **self._stream_figures(),
-            **counters([one.groups for one in self._all]),
+            **counters([source.groups for source in self._all]),
             **self._all[0].groups.rewards.take_logged(),
         }
 
     def _stream_figures(self) -> dict[str, float]:
         figures: dict[str, float] = {}
         for source in self._sources:
-            own = source.stream.figures()
-            figures |= of_source(own, source.name) if source.name else own
+            stream_figures = source.stream.figures()
+            figures |= of_source(stream_figures, source.name) if source.name else stream_figures
         return figures
 
     def _count_wait(self, seconds: float) -> None:
         """Count time for which the trainer waited. Raises UserError when it has waited for too long."""
-        progress = sum(one.groups.progress for one in self._all)
+        progress = sum(source.groups.progress for source in self._all)
         self._no_completion_s = self._no_completion_s + seconds if progress == self._progress else 0.0
         self._progress = progress
         limit = self._config.rollout.data_timeout_s
@@ -299,7 +314,7 @@ class RolloutFlow:
                     timeout_s=limit, actors=self._all[0].groups.pool.describe_actors(),
                 )  # fmt: skip
         if self._no_completion_s > limit:
-            count = sum(len(one.in_flight) for one in self._sources)
+            count = sum(len(source.in_flight) for source in self._sources)
             actors = self._all[0].groups.pool.describe_actors()
             raise UserError(
                 f"no completion arrived for {limit:g} s (rollout.data_timeout_s) with {count} groups "
@@ -327,7 +342,7 @@ class RolloutFlow:
         """End the run, or go on without a source that it does not require."""
         if source in self._sources and isinstance(error, UserError) and not source.required and len(self._sources) > 1:
             self._sources.remove(source)
-            self._mix.leave(source.name)
+            self._scheduler.remove(source.name)
             for task in source.in_flight.values():
                 if task is not asyncio.current_task():
                     task.cancel()

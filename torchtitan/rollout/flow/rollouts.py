@@ -31,9 +31,9 @@ from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_detection import detect_format, refuse_unread_calls
 from torchtitan.rollout.data.curriculum import CurriculumStream
 from torchtitan.rollout.data.demonstrations import DemonstrationMaker
-from torchtitan.rollout.data.mix import Mix
 from torchtitan.rollout.data.prompt_stream import PromptStream
 from torchtitan.rollout.data.prompts import PromptMaker, first_held_out, is_chat, load_datasets
+from torchtitan.rollout.data.source_scheduler import SourceScheduler
 from torchtitan.rollout.data.unknown_text import check_unknown_text, refuse_surplus_tokens, vocabulary_of
 from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool
 from torchtitan.rollout.flow.episodes import AgentPlayer, Engines, EpisodePlayer, Player
@@ -59,21 +59,27 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Stage:
+class EpisodeBackend:
     """What plays the episodes of an environment; the gateway is given if its programs reach the policy through it."""
 
     environments: EnvironmentPool | None = None
     gateway: Gateway | None = None
 
 
-class Task:
+class SourceTask:
     """What a source asks, and how groups of its prompts are made."""
 
     def __init__(
-        self, config: JobConfig, pool: Engines, rewards: RewardPool, tokenizer: Tokenizer, epoch: str, stage: Stage
+        self,
+        config: JobConfig,
+        pool: Engines,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        epoch: str,
+        backend: EpisodeBackend,
     ):
         """config: the run's as it is for the source. Raises UserError for data that does not fit it."""
-        self.config, self._stage = config, stage
+        self.config, self._backend = config, backend
         is_sft = config.job.stage == "sft"
         self.maker = (DemonstrationMaker if is_sft else PromptMaker)(config, tokenizer)
         # Demonstrations have been checked by the class of that name.
@@ -83,10 +89,10 @@ class Task:
             if not plays_through_gateway(config):  # an agent writes the prompts itself
                 refuse_surplus_tokens([*self.rows, *self._held_out], self.maker, vocabulary_of(config))
         episodes: Player | None = None
-        if isinstance(stage.environments, AgentPool) and stage.gateway is not None:
-            episodes = AgentPlayer(config, stage.gateway, stage.environments, tokenizer)
-        elif stage.environments is not None:
-            episodes = EpisodePlayer(config, pool, stage.environments, self.maker, tokenizer)
+        if isinstance(backend.environments, AgentPool) and backend.gateway is not None:
+            episodes = AgentPlayer(config, backend.gateway, backend.environments, tokenizer)
+        elif backend.environments is not None:
+            episodes = EpisodePlayer(config, pool, backend.environments, self.maker, tokenizer)
         self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
 
     def stream(self) -> PromptStream:
@@ -103,12 +109,12 @@ class Task:
 
     async def start(self) -> None:
         """Check what can be checked once the environments have started. Raises UserError."""
-        if self._stage.environments is not None:
-            self.maker.tools = self._stage.environments.tools
-            renders = self._stage.gateway is not None and not self.config.environment.verifiers
+        if self._backend.environments is not None:
+            self.maker.tools = self._backend.environments.tools
+            renders = self._backend.gateway is not None and not self.config.environment.verifiers
             if renders and self.maker.renderer.tokenizer.has_chat_template:
                 self.maker.renderer.warn_of_branches()
-            if self._stage.gateway is None and any(is_chat(row, self.config) for row in self.rows):
+            if self._backend.gateway is None and any(is_chat(row, self.config) for row in self.rows):
                 try:
                     self.maker.renderer.refuse_environment(self.maker.tools)
                     if self.maker.tools:
@@ -138,31 +144,36 @@ class Rollouts:
         journal: Journal | None,
         epoch: str,
         ranks: int,
-        stages: Mapping[str, Stage] = MappingProxyType({}),
+        backends: Mapping[str, EpisodeBackend] = MappingProxyType({}),
         events: EventLog | None = None,
     ):
-        """ranks: number of trainer ranks; stages: what plays the episodes of sources with an environment, by name.
+        """ranks: number of trainer ranks; backends: what plays the episodes of sources with an environment, by name.
 
         Raises UserError for a dataset or tokenizer that does not fit the configuration.
         """
-        self.pool, self.rewards, self._stages = pool, rewards, stages
+        self.pool, self.rewards, self._backends = pool, rewards, backends
         self.tasks = [
-            Task(own, pool, rewards, tokenizer, epoch, stages.get(name, Stage())) for name, own in sources_of(config)
+            SourceTask(source_config, pool, rewards, tokenizer, epoch, backends.get(name, EpisodeBackend()))
+            for name, source_config in sources_of(config)
         ]
         """One for each source, in their order"""
         self.sets = self.tasks
         """What is evaluated, in the order of sets_of()"""
         if config.eval.enable and config.eval.set:
             self.sets = [
-                Task(own, pool, rewards, tokenizer, epoch, stages.get(source_name(own), Stage()))
-                for _, own in sets_of(config)
+                SourceTask(
+                    set_config, pool, rewards, tokenizer, epoch, backends.get(source_name(set_config), EpisodeBackend())
+                )
+                for _, set_config in sets_of(config)
             ]
-        mix = Mix(weights_of(config, [len(one.rows) for one in self.tasks]), groups_per_batch(config, ranks))
+        scheduler = SourceScheduler(
+            weights_of(config, [len(task.rows) for task in self.tasks]), groups_per_batch(config, ranks)
+        )
         sources = [
-            SourceFlow(task.config, task.groups, task.stream(), mix, number, len(self.tasks), events)
+            SourceFlow(task.config, task.groups, task.stream(), scheduler, number, len(self.tasks), events)
             for number, task in enumerate(self.tasks)
         ]
-        self.flow = RolloutFlow(config, sources, mix, journal, events)
+        self.flow = RolloutFlow(config, sources, scheduler, journal, events)
         self._events = events
 
     def __enter__(self) -> Rollouts:
@@ -196,8 +207,8 @@ class Rollouts:
 
     def _shared(self, part: str) -> list[Any]:
         """All environments, or gateways; sources may share one."""
-        parts = [getattr(stage, part) for stage in self._stages.values()]
-        return list({id(one): one for one in parts if one is not None}.values())
+        parts = [getattr(backend, part) for backend in self._backends.values()]
+        return list({id(part): part for part in parts if part is not None}.values())
 
     def _end(self) -> None:
         try:
@@ -215,7 +226,7 @@ class Rollouts:
             if task.groups.teacher is not None:
                 await task.groups.teacher.close()
         closing = [self.rewards.close(), self.pool.close()]
-        await asyncio.gather(*closing, *(one.close() for one in self._shared("environments")))
+        await asyncio.gather(*closing, *(environments.close() for environments in self._shared("environments")))
 
 
 def make_rollouts(
@@ -239,38 +250,38 @@ def make_rollouts(
     pool: Engines | None = engine_of(config).open_pool(config, epoch, ranks)
     if pool is None:
         pool = InferencePool(config, epoch, token, run_dir, events)
-    stages = make_stages(config, pool, events, run_dir, tokenizer)
-    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, stages, events)
+    backends = make_backends(config, pool, events, run_dir, tokenizer)
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, backends, events)
 
 
-def make_stages(
+def make_backends(
     config: JobConfig, pool: Engines, events: EventLog, run_dir: Path, tokenizer: Tokenizer | None = None
-) -> dict[str, Stage]:
+) -> dict[str, EpisodeBackend]:
     """Make the environments of all sources that have one, by the source's name. Sources with the same [environment]
     share its processes. tokenizer: its chat template shows how tool calls are written."""
-    stages: dict[str, Stage] = {}
-    made: dict[str, Stage] = {}
+    backends: dict[str, EpisodeBackend] = {}
+    made: dict[str, EpisodeBackend] = {}
     sources = list(tasks_of(config).items())
-    for name, own in sources:
-        key = environment_key(own)
+    for name, source_config in sources:
+        key = environment_key(source_config)
         if not key:
             continue
         if key not in made:
-            own = copy.copy(own)
+            source_config = copy.copy(source_config)
             number = f"-{len(made)}" if made else ""
             # One process serves the longest of their completions.
-            own.rollout = replace(own.rollout, max_completion_tokens=max(
-                one.rollout.max_completion_tokens for _, one in sources if one.environment == own.environment
-            ))  # fmt: skip
+            same_environment = [other for _, other in sources if other.environment == source_config.environment]
+            longest = max(other.rollout.max_completion_tokens for other in same_environment)
+            source_config.rollout = replace(source_config.rollout, max_completion_tokens=longest)
             log_file = run_dir / "logs" / f"environments{number}.log"
-            if plays_through_gateway(own):
-                gateway = Gateway(own, pool, events, run_dir, f"gateway{number}")
-                made[key] = Stage(AgentPool(own, events, log_file, run_dir), gateway)
+            if plays_through_gateway(source_config):
+                gateway = Gateway(source_config, pool, events, run_dir, f"gateway{number}")
+                made[key] = EpisodeBackend(AgentPool(source_config, events, log_file, run_dir), gateway)
             else:
-                tool_format = detect_format(own.environment.tool_parser, tokenizer) if tokenizer else ""
-                made[key] = Stage(EnvironmentPool(own, events, log_file, tool_format, run_dir))
-        stages[name] = made[key]
-    return stages
+                tool_format = detect_format(source_config.environment.tool_parser, tokenizer) if tokenizer else ""
+                made[key] = EpisodeBackend(EnvironmentPool(source_config, events, log_file, tool_format, run_dir))
+        backends[name] = made[key]
+    return backends
 
 
 class BackgroundLoop:

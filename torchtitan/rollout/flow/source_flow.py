@@ -20,8 +20,8 @@ from torchtitan.config.derived import (
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, load_function
-from torchtitan.rollout.data.mix import Mix
 from torchtitan.rollout.data.prompt_stream import PromptStream
+from torchtitan.rollout.data.source_scheduler import SourceScheduler
 from torchtitan.rollout.flow.group_maker import GroupMaker
 from torchtitan.rollout.flow.staleness_budget import StalenessBudget
 from torchtitan.rollout.flow.statistics import RolloutStatistics, sample_version
@@ -52,7 +52,7 @@ class SourceFlow:
         config: JobConfig,
         groups: GroupMaker,
         stream: PromptStream,
-        mix: Mix,
+        scheduler: SourceScheduler,
         number: int,
         sources: int,
         events: EventLog | None,
@@ -64,12 +64,14 @@ class SourceFlow:
         self.required = config.source[0].required if config.source else True
         self.in_flight: dict[int, asyncio.Task[None]] = {}
         self.ready: dict[int, Group] = {}
-        self.redo: list[int] = []
+        self.resample: list[int] = []
         """Positions that must be generated again, as a heap"""
         # Actors that sleep during training cannot work ahead, and should have nothing unfinished when it begins.
         ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
-        share = mix.share(name)
-        self.budget = StalenessBudget(mix.groups * share, ahead, quotas=lambda batches: mix.upcoming(name, batches))
+        share = scheduler.share(name)
+        self.budget = StalenessBudget(
+            scheduler.groups * share, ahead, quotas=lambda batches: scheduler.upcoming(name, batches)
+        )
         self.seconds_without_group = 0.0
         """For so long the trainer has waited since a group could be trained on"""
         self._without_reward = 0
@@ -95,13 +97,13 @@ class SourceFlow:
 
     def wants(self) -> float | None:
         """Return the position in its order of the group that must be generated next; None if there are enough."""
-        position = self.budget.position(self.redo[0] if self.redo else None, self.in_flight)
+        position = self.budget.position(self.resample[0] if self.resample else None, self.in_flight)
         return position if position < self.budget.wanted() else None
 
     def take_prompt(self) -> Prompt:
         """Return the prompt that must be generated next. Raises UserError if no prompt fits."""
-        if self.redo:
-            return self._named(self.stream.prompt_at(heapq.heappop(self.redo) // self._sources))
+        if self.resample:
+            return self._named(self.stream.prompt_at(heapq.heappop(self.resample) // self._sources))
         return self._named(self.stream.next())
 
     def _named(self, prompt: Prompt) -> Prompt:
@@ -110,18 +112,18 @@ class SourceFlow:
         return prompt
 
     def count_sample(self, trajectory: Trajectory, reward: float | None, rewards: dict[str, float | None]) -> None:
-        for one in self._counted:
-            one.add_sample(trajectory, reward, rewards)
+        for statistics in self._counted:
+            statistics.add_sample(trajectory, reward, rewards)
 
-    def take_in(self, group: Group, row: int, seconds: float) -> None:
+    def accept(self, group: Group, row: int, seconds: float) -> None:
         """Keep a scored group for the trainer, or drop and count it. row: its prompt's.
 
         Raises UserError for a source without rewards.
         """
         if self.stream.replaced(group.prompt_index // self._sources, row):
-            for one in self._counted:
-                one.groups.update(["scored"])
-            heapq.heappush(self.redo, group.prompt_index)
+            for statistics in self._counted:
+                statistics.groups.update(["scored"])
+            heapq.heappush(self.resample, group.prompt_index)
             return
         drops = self.config.grpo.drop_zero_variance
         dropped = ""
@@ -131,9 +133,9 @@ class SourceFlow:
             dropped = "zero_variance"
         elif not self._keeps(group):
             dropped = "filtered"
-        for one in self._counted:
-            one.groups.update(filter(None, ("scored", dropped)))
-            one.seconds.append(seconds)
+        for statistics in self._counted:
+            statistics.groups.update(filter(None, ("scored", dropped)))
+            statistics.seconds.append(seconds)
         self._without_reward = 0 if group.samples else self._without_reward + 1
         if self._without_reward >= self._batches(BATCHES_WITHOUT_REWARD):
             raise UserError(
@@ -143,13 +145,13 @@ class SourceFlow:
             )
         self.budget.count(not dropped)
         if not dropped:
-            for one in self._counted:
-                one.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
+            for statistics in self._counted:
+                statistics.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
             self.seconds_without_group = 0.0
         if len(group.samples) >= SMALLEST_GROUP:
             self.stream.note(group.prompt_index // self._sources, [sample.reward for sample in group.samples])
             self.add(group, not dropped)
-            self.redo_stale(group.prompt_index)
+            self.resample_stale(group.prompt_index)
 
     def add(self, group: Group, usable: bool = True) -> None:
         """Keep a finished group."""
@@ -158,25 +160,25 @@ class SourceFlow:
         # The staleness gate considers the stalest sample.
         self.budget.add(group.prompt_index, min(sample_version(sample.spans) for sample in group.samples), usable)
 
-    def redo_stale(self, only: int | None = None) -> None:
+    def resample_stale(self, only: int | None = None) -> None:
         """Have finished groups sampled again that will be too stale in their turn; only: look at this one."""
         for index in self.budget.take_stale(self.config.rollout.max_staleness, only):
-            heapq.heappush(self.redo, index)
+            heapq.heappush(self.resample, index)
             if index in self.ready:
                 self._count_gate(self.ready.pop(index), admitted=False)
 
     def next_groups(self) -> list[int] | None:
         """Return the prompt indices of its part of the next batch; None if that is not complete."""
-        return self.budget.batch([*self.in_flight, *self.redo])
+        return self.budget.batch([*self.in_flight, *self.resample])
 
-    def hand_out(self, indices: list[int]) -> list[Group]:
+    def next_batch(self, indices: list[int]) -> list[Group]:
         """Return these groups, which are its part of a batch."""
         groups = [self.ready.pop(index) for index in indices]
         for group in groups:
             self._count_gate(group, admitted=True)
-        self.budget.hand_out(indices)
+        self.budget.consumed(indices)
         if indices:
-            self.stream.used_up(indices[-1] // self._sources)
+            self.stream.consumed(indices[-1] // self._sources)
         self.seconds_without_group = 0.0
         return groups
 
@@ -185,11 +187,11 @@ class SourceFlow:
         for index in used & self.ready.keys():
             del self.ready[index]
             self.budget.remove([index])
-        self.redo = sorted(set(self.redo) - used)
+        self.resample = sorted(set(self.resample) - used)
         while used and self.stream.position <= max(used) // self._sources:
             prompt = self._named(self.stream.next())
             if prompt.index not in used:
-                bisect.insort(self.redo, prompt.index)
+                bisect.insort(self.resample, prompt.index)
 
     def look_for_reward(self, prompt: Prompt, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> None:
         """Write an event if the first batches' worth of groups has no reward but 0: nothing is learned from them."""
@@ -229,8 +231,8 @@ class SourceFlow:
 
     def _count_gate(self, group: Group, admitted: bool) -> None:
         length = fmean([len(sample.completion_ids) for sample in group.samples])
-        for one in self._counted:
-            one.add_gate(admitted, length > self.config.rollout.max_completion_tokens / 2)
+        for statistics in self._counted:
+            statistics.add_gate(admitted, length > self.config.rollout.max_completion_tokens / 2)
 
 
 def has_no_advantage(group: Group, config: JobConfig) -> bool:
@@ -245,9 +247,13 @@ def has_no_advantage(group: Group, config: JobConfig) -> bool:
     parts = [[sample.reward for sample in group.samples]]
     if config.grpo.advantage_level == "turn":
         turns = max(len(sample.returns) for sample in group.samples)
-        parts = [[one.returns[turn] for one in group.samples if turn < len(one.returns)] for turn in range(turns)]
+        parts = []
+        for turn in range(turns):
+            parts.append([sample.returns[turn] for sample in group.samples if turn < len(sample.returns)])
     if config.grpo.reward_aggregation == "normalize_each":
-        names = [name for name, weight in reward_weights(config).items() if weight]
-        given = [[sample.rewards.get(name) for sample in group.samples] for name in names]
-        parts = [[value for value in values if value is not None] for values in given]
+        parts = []
+        for name, weight in reward_weights(config).items():
+            if weight:
+                rewards = [sample.rewards.get(name) for sample in group.samples]
+                parts.append([reward for reward in rewards if reward is not None])
     return all(max(values) - min(values) < EQUAL_REWARDS for values in parts if values)

@@ -76,8 +76,11 @@ class StalenessBudget:
     def position(self, index: int | None, in_flight: Collection[int]) -> float:
         """Return how many usable groups are expected to be handed out before the group of this prompt index; None: a
         new prompt."""
-        finished = len(self.ready) if index is None else bisect.bisect(self.ready, index)
-        count = len(in_flight) if index is None else sum(one < index for one in in_flight)
+        if index is None:
+            finished, count = len(self.ready), len(in_flight)
+        else:
+            finished = bisect.bisect(self.ready, index)
+            count = sum(earlier < index for earlier in in_flight)
         expected = count * self.survival
         if self.max_staleness:
             # A group too many would be sampled twice, and one too few can still be sampled in time: allow for one
@@ -85,16 +88,18 @@ class StalenessBudget:
             expected = min(count, expected + math.sqrt(expected * (1 - self.survival)))
         return finished + expected
 
-    def turn(self, position: float) -> int:
+    def training_version(self, position: float) -> int:
         """Return the version at which a group is trained on if `position` usable groups are handed out before it."""
         batches = self.max_staleness + 2
-        while (ends := list(itertools.accumulate(self.upcoming(batches))))[-1] <= position:
+        ends = list(itertools.accumulate(self.upcoming(batches)))
+        while ends[-1] <= position:
             batches *= 2
+            ends = list(itertools.accumulate(self.upcoming(batches)))
         return self.next_version + bisect.bisect(ends, position)
 
     def oldest_useful_version(self, position: float) -> int:
         """Return the oldest version under which a new group may be sampled and still be admitted in its turn."""
-        return max(0, min(self.turn(position) - self.max_staleness, self.version))
+        return max(0, min(self.training_version(position) - self.max_staleness, self.version))
 
     def batch(self, unfinished: Iterable[int]) -> list[int] | None:
         """Return the next batch; None if it is not complete, or if a group before its last is not finished."""
@@ -103,7 +108,7 @@ class StalenessBudget:
         complete = len(first) == count and (not first or first[-1] < min(unfinished, default=math.inf))
         return first if complete else None
 
-    def hand_out(self, batch: list[int]) -> None:
+    def consumed(self, batch: list[int]) -> None:
         """Note that the trainer has this batch. With it, all groups before its last are used up."""
         self.handed_out = True
         if batch:
@@ -115,7 +120,10 @@ class StalenessBudget:
         Unusable groups are among them: if only the usable ones were sampled again, prompts that are rarely usable would
         be trained on even more rarely.
         """
-        turns = {i: self.turn(bisect.bisect_left(self.ready, i)) for i in (self.sampled_at if only is None else [only])}
-        stale = [index for index, turn in turns.items() if turn - self.sampled_at[index] > max_staleness]
+        stale: list[int] = []
+        for index in self.sampled_at if only is None else [only]:
+            trained_at = self.training_version(bisect.bisect_left(self.ready, index))
+            if trained_at - self.sampled_at[index] > max_staleness:
+                stale.append(index)
         self.remove(stale)
         return stale

@@ -70,7 +70,9 @@ class RolloutStatistics:
         trained = [len(sample.completion_ids) for sample in samples]
         rewards = self.rewards or [sample.reward for sample in samples]
         lengths = self.lengths or trained
-        truncated = self.truncated if self.lengths else sum(sample.finish_reason == "length" for sample in samples)
+        truncated = self.truncated
+        if not self.lengths:
+            truncated = sum(sample.finish_reason == "length" for sample in samples)
         staleness = [version - sample_version(sample.spans) for sample in samples]
         figures = {
             "reward/mean": fmean(rewards),
@@ -98,7 +100,7 @@ class RolloutStatistics:
         turns = self.turns or [len(sampled_segments(sample.branches)) for sample in samples]
         if max(turns) > 1:
             figures["environment/turns_mean"] = fmean(turns)
-            figures["environment/branches_mean"] = fmean(self.branches or [len(one.branches) for one in samples])
+            figures["environment/branches_mean"] = fmean(self.branches or [len(sample.branches) for sample in samples])
             figures["environment/branches_token_share"] = self.tokens_beside / max(1, self.tokens)
         if self.admitted_long:
             figures["rollout/admission_rate_long"] = fmean(self.admitted_long)
@@ -121,8 +123,9 @@ def means_of_sources(by_source: Sequence[tuple[int, dict[str, float]]]) -> dict[
     was scored would follow who was fast.
     """
     trained = sum(groups for groups, _ in by_source)
-    return {
-        key: sum(groups * figures[key] for groups, figures in by_source) / trained
-        for key in ("reward/mean", "completion/length_mean", "completion/truncated_fraction")
-        if trained
-    }
+    if not trained:
+        return {}
+    means: dict[str, float] = {}
+    for key in ("reward/mean", "completion/length_mean", "completion/truncated_fraction"):
+        means[key] = sum(groups * figures[key] for groups, figures in by_source) / trained
+    return means

@@ -9,9 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
-from torchtitan.inference.types import SamplingParameters
+from torchtitan.inference.types import Branch, SamplingParameters
 from torchtitan.rollout.gateway.exchange import INTERNAL, Exchange, Ledger
-from torchtitan.rollout.gateway.main_conversation import main_conversation
+from torchtitan.rollout.gateway.main_conversation import Conversation, main_conversation
 from torchtitan.rollout.gateway.record import branches_to_json
 from torchtitan.rollout.gateway.session import Session
 
@@ -50,20 +50,29 @@ class Access:
             self.ledger.settle(exchange)
             task.cancel()
         sessions, self.sessions = list(self.sessions.values()), {}
-        main = main_conversation([one for session in sessions for one in session.conversations.all])
-        branches = [branch for session in sessions for branch in session.branches]
-        of_main = [] if main is None else main.branches
-        side = [branch for branch in branches if not any(branch is one for one in of_main)]
-        counts = sum((one.counts for one in sessions), Counter(self.ledger.counts))
+        counts = Counter(self.ledger.counts)
+        conversations: list[Conversation] = []
+        branches: list[Branch] = []
+        calls = failed = 0
+        for session in sessions:
+            conversations += session.conversations.all
+            branches += session.branches
+            counts += session.counts
+            calls += session.calls
+            failed += len(session.failed)
         counts["calls_without_key"] = strangers.counts["calls"]
+        main = main_conversation(conversations)
+        of_main = [] if main is None else main.branches
+        main_ids = set(map(id, of_main))
+        side = [branch for branch in branches if id(branch) not in main_ids]
         ending = self.ledger.ending_refusal(main)
         # An error of the gateway itself says no more about the policy than an engine that gives no answer.
         breaks = ending is not None and ending.kind == INTERNAL
         return {
             "branches": branches_to_json([*side, *of_main]),
-            "calls": sum(one.calls for one in sessions),
-            "failed": sum(len(session.failed) for session in sessions) + breaks,
-            "cut": main is not None and main.cut,
+            "calls": calls,
+            "failed": failed + breaks,
+            "truncated": main is not None and main.truncated,
             "counts": counts,
             "side": len(side),
             "refusals": [*self.ledger.reasons(), *strangers.reasons()],

@@ -15,6 +15,7 @@ from typing import Any
 from torchtitan.inference.types import Completion
 from torchtitan.rollout.conversation.harmony import MESSAGE, has_channels, read_messages
 from torchtitan.rollout.conversation.marks import plain
+from torchtitan.rollout.conversation.thoughts import Part
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_formats.format import IdentifiedCall, ToolCall
 from torchtitan.rollout.conversation.tool_formats.registry import DEFAULT
@@ -61,7 +62,8 @@ class Call:
     """Number of first messages that do not belong to the conversation, which a later call may name and continue"""
     header: int = 0
     """Number of characters at the beginning of the first message that are a line of its own, whose numbers may change
-    from call to call (known_conversations.said_by); the policy reads what the first call of a conversation has there"""
+    from call to call (known_conversations.message_identity); the policy reads what the first call of a conversation has
+    there"""
     token_ids: list[int] = field(default_factory=list)
     """In place of messages, from a program that renders them itself"""
 
@@ -114,7 +116,8 @@ def stop_ids(call: Call, tokenizer: Tokenizer) -> list[int]:
     """
     given = [*call.token_ids, *call.stop_token_ids]
     size = tokenizer.vocab_size
-    if wrong := [one for one in given if one >= size]:
+    wrong = [token for token in given if token >= size]
+    if wrong:
         raise WrongCall(f"stop_token_ids or token_ids: {wrong[0]} is not in 0..{size - 1}")
     encoded = [tokenizer.encode(text) for text in call.stop]
     return list(dict.fromkeys([*call.stop_token_ids, *(ids[0] for ids in encoded if len(ids) == 1)]))
@@ -138,12 +141,16 @@ def cut(
     turns, ids = reader_of(tokenizer, tool_format), completion.token_ids
     opened, marked = turns.opened(prompt_ids), turns.marked(ids)
     called = [part for part in turns.read_marked(opened, marked, call.tools).parts if part.calls]
-    readable = [part for part in called if any(isinstance(one, ToolCall) for one in part.calls)]
+    readable = [part for part in called if _has_readable_call(part)]
     if not readable or readable[0] is called[-1]:
         return completion, 0
-    kept = marked[: readable[0].end - len(opened)]
-    length = bisect.bisect_left(range(len(ids)), True, key=lambda end: turns.marked(ids[:end]).startswith(kept))
+    kept_text = marked[: readable[0].end - len(opened)]
+    length = bisect.bisect_left(range(len(ids)), True, key=lambda end: turns.marked(ids[:end]).startswith(kept_text))
     return completion.first(length), len(called) - called.index(readable[0]) - 1
+
+
+def _has_readable_call(part: Part) -> bool:
+    return any(isinstance(parsed, ToolCall) for parsed in part.calls)
 
 
 def cut_at_stop(completion: Completion, stops: Sequence[str], tokenizer: Tokenizer) -> Completion:
@@ -217,15 +224,15 @@ def make_choice(
 def _named_calls(found: Sequence[ToolCall], name: str, call: Call) -> list[dict[str, Any]]:
     """Return calls in the form of chat completions. An id that the policy gave itself stays, unless the conversation
     has it already: programs find a result's call by its id."""
-    used = {one.get("id") for message in call.messages for one in message.get("tool_calls", ())}
+    used = {earlier.get("id") for message in call.messages for earlier in message.get("tool_calls", ())}
     calls = []
-    for number, one in enumerate(found):
-        call_id = one.id if isinstance(one, IdentifiedCall) else ""
+    for number, parsed in enumerate(found):
+        call_id = parsed.id if isinstance(parsed, IdentifiedCall) else ""
         if not call_id or call_id in used:
             # Mistral's templates accept only ids of nine characters.
             call_id = hashlib.blake2b(f"{name}-{number}".encode()).hexdigest()[:9]
         used.add(call_id)
-        function = {"name": one.name, "arguments": json.dumps(one.arguments, ensure_ascii=False)}
+        function = {"name": parsed.name, "arguments": json.dumps(parsed.arguments, ensure_ascii=False)}
         calls.append({"id": call_id, "type": "function", "function": function})
     return calls
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torchtitan.inference.types import Completion
@@ -40,9 +41,12 @@ def without_answer(counts: Mapping[str, int]) -> dict[str, int]:
     """Return those counts of an episode that are of requests without an answer, refused ones by their kinds."""
     names = {f"calls_{outcome}" for outcome in OUTCOMES if outcome not in ("answered", "refused")}
     names.add("calls_without_key")
-    return {
-        name: count for name, count in counts.items() if count and (name in names or name.startswith("calls_refused/"))
-    }
+    found: dict[str, int] = {}
+    for name, count in counts.items():
+        is_failure = name in names or name.startswith("calls_refused/")
+        if count and is_failure:
+            found[name] = count
+    return found
 
 
 class NoAnswer(Exception):
@@ -145,13 +149,16 @@ class Ledger:
 
     def ending_refusal(self, main: Conversation | None) -> Refusal | None:
         """Return the refusal on which the main conversation ended, if it did."""
-        found = [one for one in self._latest.values() if main is not None and one.ends(main)]
-        return max(found, key=lambda one: one.at, default=None)
+        if main is None:
+            return None
+        ending = [refusal for refusal in self._latest.values() if refusal.ends(main)]
+        return max(ending, key=attrgetter("at"), default=None)
 
     def reasons(self) -> list[dict[str, str]]:
         """Return the latest refusal of each kind."""
-        latest = {one.kind: one for one in sorted(self._latest.values(), key=lambda one: one.at)}
-        return [{"kind": one.kind, "path": one.path, "reason": one.reason} for one in latest.values()][-MAX_REASONS:]
+        in_order = sorted(self._latest.values(), key=attrgetter("at"))
+        latest = list({refusal.kind: refusal for refusal in in_order}.values())[-MAX_REASONS:]
+        return [{"kind": refusal.kind, "path": refusal.path, "reason": refusal.reason} for refusal in latest]
 
 
 def _has_history(body: Mapping[str, Any]) -> bool:

@@ -49,7 +49,7 @@ class SessionAccess:
     key: str
     address: tuple[str, int] | None = None
     """Host and port at which the gateway listens on this machine, for programs that are isolated from the network"""
-    said: str = ""
+    stderr: str = ""
     """The end of the program's standard error, once it has ended or missed its deadline"""
 
 
@@ -146,12 +146,14 @@ class Gateway:
         await self._process.launch(command, child_environment(1, **{TOKEN_ENV: self._token}))
         port = await self._process.read_port(self._port_file, time.monotonic() + START_TIMEOUT_S)
         self._address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
-        own = base_url(*self._address)
-        self.url = self._environment.gateway_url.rstrip("/").replace("{port}", str(port)) or own
+        listening_url = base_url(*self._address)
+        self.url = self._environment.gateway_url.rstrip("/").replace("{port}", str(port)) or listening_url
         self._http = aiohttp.ClientSession()
         headers = {"Authorization": f"Bearer {self._token}"}
         try:
-            socket = await self._http.ws_connect(f"{own}/control", headers=headers, max_msg_size=MAX_MESSAGE_BYTES)
+            socket = await self._http.ws_connect(
+                f"{listening_url}/control", headers=headers, max_msg_size=MAX_MESSAGE_BYTES
+            )
             peer = Peer(
                 socket,
                 {"sample": self._sample, "late_call": self._late_call, "history_rewritten": self._history_rewritten},

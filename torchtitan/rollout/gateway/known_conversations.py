@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +38,13 @@ class Held:
 
     def with_errors(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages behind the answer, with its errors among the results of its calls."""
-        told = list(messages)
-        results = next((place for place, one in enumerate(told) if one["role"] != TOOL), len(told))
+        with_errors = list(messages)
+        results = next(
+            (place for place, message in enumerate(with_errors) if message["role"] != TOOL), len(with_errors)
+        )
         for already, (number, error) in enumerate(self.errors):
-            told.insert(min(number, results) + already, error)
-        return told
+            with_errors.insert(min(number, results) + already, error)
+        return with_errors
 
     @property
     def token_ids(self) -> list[int]:
@@ -83,10 +85,10 @@ class KnownConversations:
         before, *hashes = _hashes(messages, tools, header)
         self._latest_tools = before
         self._known.setdefault(before, Known({"tools": list(tools)}))
-        for message, own in zip(messages, hashes, strict=True):
-            self._known.setdefault(own, Known(message, before))
-            self._known[before].latest = own
-            before = own
+        for message, message_hash in zip(messages, hashes, strict=True):
+            self._known.setdefault(message_hash, Known(message, before))
+            self._known[before].latest = message_hash
+            before = message_hash
         self._known[before].held = held
         return before
 
@@ -137,7 +139,7 @@ def _hashes(messages: Messages, tools: Messages, header: int) -> Iterator[bytes]
     yield key
     numbers = call_numbers(messages)
     for place, message in enumerate(messages):
-        key = _hash(key, repr(said_by(message, numbers[place], header if place == 0 else 0)))
+        key = _hash(key, repr(message_identity(message, numbers[place], header if place == 0 else 0)))
         yield key
 
 
@@ -145,7 +147,7 @@ def _hash(before: bytes, text: str) -> bytes:
     return hashlib.blake2b(before + text.encode("utf-8", "replace"), digest_size=16).digest()
 
 
-def said_by(message: dict[str, Any], number: int | None = None, header: int = 0) -> tuple[Any, ...]:
+def message_identity(message: dict[str, Any], number: int | None = None, header: int = 0) -> tuple[Any, ...]:
     """Return what identifies a message.
 
     - Of the assistant: its thoughts, its text and its calls. It does not matter whether a thought stands in the content
@@ -160,7 +162,7 @@ def said_by(message: dict[str, Any], number: int | None = None, header: int = 0)
         given = message.get("reasoning_content", "").strip()
         thoughts = [given] if thought in ("", given) else [thought, given]
         calls = [call.get("function", call) for call in message.get("tool_calls", ())]
-        called = [(one["name"], arguments_key(one["arguments"])) for one in calls]
+        called = [(function["name"], arguments_key(function["arguments"])) for function in calls]
         return role, "\n\n".join(filter(None, thoughts)), text, called
     if role == TOOL and number is not None:
         return role, content, number
@@ -192,11 +194,10 @@ def _plain(value: Any) -> Any:
 def _message_difference(held: dict[str, Any], given: dict[str, Any]) -> str:
     if held["role"] != given["role"]:
         return f"the role was {held['role']}"
-    held_calls, given_calls = ([_call_text(call) for call in one.get("tool_calls", ())] for one in (held, given))
     for name, before, now in (
         ("thought", _thought(held), _thought(given)),
         ("text", _text(held), _text(given)),
-        ("calls", "; ".join(held_calls), "; ".join(given_calls)),
+        ("calls", _calls_text(held), _calls_text(given)),
         ("name", str(held.get("name")), str(given.get("name"))),
         ("tool_call_id", str(held.get("tool_call_id")), str(given.get("tool_call_id"))),
     ):
@@ -206,24 +207,28 @@ def _message_difference(held: dict[str, Any], given: dict[str, Any]) -> str:
 
 
 def _thought(message: dict[str, Any]) -> str:
-    return said_by(message)[1] if message["role"] == ASSISTANT else ""
+    return message_identity(message)[1] if message["role"] == ASSISTANT else ""
 
 
 def _text(message: dict[str, Any]) -> str:
     return split_thought(message["content"])[1] if message["role"] == ASSISTANT else message["content"]
 
 
-def _call_text(call: dict[str, Any]) -> str:
-    function = call.get("function", call)
-    return f"{function['name']} {arguments_key(function['arguments'])}"
+def _calls_text(message: dict[str, Any]) -> str:
+    functions = [call.get("function", call) for call in message.get("tool_calls", ())]
+    return "; ".join(f"{function['name']} {arguments_key(function['arguments'])}" for function in functions)
 
 
 def _tools_difference(held: Sequence[dict[str, Any]], given: Messages) -> str:
-    names = [[str(tool.get("function", tool).get("name")) for tool in tools] for tools in (held, given)]
-    if names[0] != names[1]:
-        return f"they were {', '.join(names[0]) or 'none'}, and are {', '.join(names[1]) or 'none'}"
-    changed = [name for name, before, now in zip(names[0], held, given, strict=True) if before != now]
+    held_names, given_names = list(map(_tool_name, held)), list(map(_tool_name, given))
+    if held_names != given_names:
+        return f"they were {', '.join(held_names) or 'none'}, and are {', '.join(given_names) or 'none'}"
+    changed = [name for name, before, now in zip(held_names, held, given, strict=True) if before != now]
     return f"{changed[0]} is described in another way"
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name"))
 
 
 def _text_difference(held: str, given: str) -> str:

@@ -39,7 +39,7 @@ class Conversation:
     branches: list[Branch] = field(default_factory=list)
     """In the order of their last answers"""
     answers: list[Completion] = field(default_factory=list)
-    said: set[int] = field(default_factory=set)
+    answer_hashes: set[int] = field(default_factory=set)
     """Hashes of the texts of its answers, and of the ids of their calls"""
     last_text: str = ""
     answered_at: float = 0.0
@@ -48,7 +48,7 @@ class Conversation:
     """A limit left no room for an answer since then"""
 
     @property
-    def cut(self) -> bool:
+    def truncated(self) -> bool:
         """Whether a limit truncated its last answer, or left no room for a further one."""
         return self.out_of_room or (bool(self.answers) and self.answers[-1].finish_reason == "length")
 
@@ -58,7 +58,7 @@ class Conversation:
         if not call.messages or opening.tools != self.opening.tools:
             return False
         same_system = opening.system == self.opening.system
-        if (opening.tools or same_system) and any(one in self.said for one in _said_before(call.messages)):
+        if (opening.tools or same_system) and self._is_repeated_by(call):
             return True  # its history was shortened or changed
         if not same_system:
             return False
@@ -66,6 +66,10 @@ class Conversation:
             return True  # its history was replaced by a summary
         summarised = bool(self.last_text) and self.last_text in opening.first
         return summarised and opening.max_tokens == self.opening.max_tokens
+
+    def _is_repeated_by(self, call: Call) -> bool:
+        """Whether a call's history has one of its answers."""
+        return not self.answer_hashes.isdisjoint(_answer_hashes(call.messages))
 
 
 class Conversations:
@@ -77,9 +81,9 @@ class Conversations:
     def find(self, branch: Branch | None, call: Call) -> Conversation | None:
         """Return the conversation of a call; branch: the one that its answer extends, if there is one."""
         for conversation in self.all:
-            if any(one is branch for one in conversation.branches):
+            if any(other is branch for other in conversation.branches):
                 return conversation
-        return next((one for one in self.all if one.is_continued_by(call)), None)
+        return next((conversation for conversation in self.all if conversation.is_continued_by(call)), None)
 
     def add(self, branch: Branch, completion: Completion, call: Call) -> None:
         """Add an answer, with which `branch` ends now."""
@@ -87,24 +91,34 @@ class Conversations:
         if conversation is None:
             conversation = Conversation(opening_of(call))
             self.all.append(conversation)
-        conversation.branches = [*(one for one in conversation.branches if one is not branch), branch]
+        conversation.branches = [*(other for other in conversation.branches if other is not branch), branch]
         conversation.answers.append(completion)
         conversation.answered_at, conversation.out_of_room = time.monotonic(), False
 
     def note_text(self, completion: Completion, message: Mapping[str, Any]) -> None:
         """Remember what an answer says, by which later calls can be recognised."""
         for conversation in self.all:
-            if any(one is completion for one in conversation.answers):
-                conversation.said.update(_said_before([message]))
+            if any(answer is completion for answer in conversation.answers):
+                conversation.answer_hashes.update(_answer_hashes([message]))
                 conversation.last_text = _text(message)
 
     def remove(self, branch: Branch, completion: Completion, shorter: Branch | None) -> None:
         """Remove an answer with which `branch` ended; shorter: what is left of the branch."""
         for conversation in self.all:
-            conversation.answers = [one for one in conversation.answers if one is not completion]
-            left = [shorter if one is branch else one for one in conversation.branches]
-            conversation.branches = [one for one in left if one is not None]
-        self.all = [one for one in self.all if one.answers]
+            conversation.answers = [answer for answer in conversation.answers if answer is not completion]
+            conversation.branches = replaced(conversation.branches, branch, shorter)
+        self.all = [conversation for conversation in self.all if conversation.answers]
+
+
+def replaced(branches: Sequence[Branch], branch: Branch, shorter: Branch | None) -> list[Branch]:
+    """The branches with `shorter`, if it is one, in place of `branch`."""
+    found: list[Branch] = []
+    for other in branches:
+        if other is not branch:
+            found.append(other)
+        elif shorter is not None:
+            found.append(shorter)
+    return found
 
 
 def main_conversation(conversations: Sequence[Conversation]) -> Conversation | None:
@@ -113,33 +127,41 @@ def main_conversation(conversations: Sequence[Conversation]) -> Conversation | N
     It is the first one among those that offer tools (among all, if none does). Where the program never went on with
     that one, it is the longest of them.
     """
-    candidates = [one for one in conversations if one.opening.tools] or list(conversations)
+    candidates = [conversation for conversation in conversations if conversation.opening.tools] or list(conversations)
     if not candidates:
         return None
     first = candidates[0]
-    return first if len(first.answers) > 1 else max(candidates, key=lambda one: len(one.answers))
+    if len(first.answers) > 1:
+        return first
+    return max(candidates, key=lambda conversation: len(conversation.answers))
 
 
 def opening_of(call: Call) -> Opening:
     """Return how a call's conversation begins."""
-    functions = [one.get("function") for one in call.tools]
-    names = frozenset(str(one.get("name")) for one in functions if isinstance(one, dict))
+    functions = [tool.get("function") for tool in call.tools]
+    names = frozenset(str(function.get("name")) for function in functions if isinstance(function, dict))
     is_system = [message.get("role") in INSTRUCTING for message in call.messages]
     begin = is_system.index(False) if False in is_system else len(is_system)
-    system = "\n".join(_text(message) for message in call.messages[:begin])[call.header if begin else 0 :]
+    system = "\n".join(_text(message) for message in call.messages[:begin])
+    if begin:
+        system = system[call.header :]
     first = _text(call.messages[begin]) if begin < len(call.messages) else ""
     return Opening(names, system[-COMPARED_CHARACTERS:], first, call.max_tokens)
 
 
-def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def _answer_hashes(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return hashes of what assistants' messages say, and of the ids of their calls."""
     found = []
     for message in messages:
         if message.get("role") == ASSISTANT:
             text = _text(message).strip()
             found += [hash(("text", text))] if text else []
-            calls = [one for one in message.get("tool_calls") or () if isinstance(one, dict) and one.get("id")]
-            found += [hash(("call", one["id"])) for one in calls]
+            calls = [
+                tool_call
+                for tool_call in message.get("tool_calls") or ()
+                if isinstance(tool_call, dict) and tool_call.get("id")
+            ]
+            found += [hash(("call", tool_call["id"])) for tool_call in calls]
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from torchtitan.inference.answers import Packed, WrittenCompletion, array, completion_of, pack, unpack, values
-from torchtitan.inference.types import Branch, Given
+from torchtitan.inference.types import Branch, Given, Segment
 from torchtitan.utils.reader_process import read_answer
 from torchtitan.utils.typed_json import Natural, decode
 
@@ -27,7 +27,7 @@ class SessionRecord:
     calls: int
     failed: int
     """Calls that the system never answered; if there are any, the episode says nothing about the policy"""
-    cut: bool
+    truncated: bool
     """A limit truncated the last answer of the main conversation, or left no room for one"""
     counts: Counter[str] = field(default_factory=Counter)
     """What became of its requests (exchange.py), and Session.counts"""
@@ -43,7 +43,7 @@ class SessionRecord:
 class _Facts(msgspec.Struct, kw_only=True):
     calls: int
     failed: int
-    cut: bool
+    truncated: bool
     counts: dict[str, int]
     side: int = 0
     refusals: list[dict[str, str]] = []
@@ -60,9 +60,11 @@ class _PackedRecord(_Facts, kw_only=True):
 
 def branches_to_json(branches: Sequence[Branch]) -> list[list[Any]]:
     """Return branches as a record has them."""
-    return [
-        [one.token_ids if isinstance(one, Given) else one.to_json() for one in branch.segments] for branch in branches
-    ]
+    return [[_segment_to_json(segment) for segment in branch.segments] for branch in branches]
+
+
+def _segment_to_json(segment: Segment) -> list[int] | dict[str, Any]:
+    return segment.token_ids if isinstance(segment, Given) else segment.to_json()
 
 
 def pack_record(_about: dict[str, Any], data: bytes | memoryview) -> bytes:
@@ -70,12 +72,17 @@ def pack_record(_about: dict[str, Any], data: bytes | memoryview) -> bytes:
     if bytes(data) == b"null":
         return msgspec.msgpack.encode(None)
     record = decode(_Record, data, len(data))
-    branches = [
-        [array(one, "<i8") if isinstance(one, list) else pack(completion_of(one)) for one in branch]
-        for branch in record.branches
-    ]
+    branches = [[_pack_segment(segment) for segment in branch] for branch in record.branches]
     facts = {name: getattr(record, name) for name in _Facts.__struct_fields__}
     return msgspec.msgpack.encode(_PackedRecord(**facts, branches=branches))
+
+
+def _pack_segment(segment: list[int] | WrittenCompletion) -> memoryview | Packed:
+    return array(segment, "<i8") if isinstance(segment, list) else pack(completion_of(segment))
+
+
+def _unpack_segment(segment: memoryview | Packed) -> Segment:
+    return unpack(segment) if isinstance(segment, Packed) else Given(values(segment, "<i8").tolist())
 
 
 async def read_record(data: bytes) -> SessionRecord | None:
@@ -83,9 +90,6 @@ async def read_record(data: bytes) -> SessionRecord | None:
     packed = msgspec.msgpack.decode(await read_answer(f"{__name__}:pack_record", {}, [data]), type=_PackedRecord | None)
     if packed is None:
         return None
-    branches = [
-        Branch([unpack(one) if isinstance(one, Packed) else Given(values(one, "<i8").tolist()) for one in branch])
-        for branch in packed.branches
-    ]
+    branches = [Branch(list(map(_unpack_segment, branch))) for branch in packed.branches]
     facts = {name: getattr(packed, name) for name in _Facts.__struct_fields__}
     return SessionRecord(branches=branches, **facts | {"counts": Counter(packed.counts)})

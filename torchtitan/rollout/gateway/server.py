@@ -112,20 +112,16 @@ class GatewayServer:
     def _application(self) -> web.Application:
         """Return all routes. Errors have the format of their dialect; of no dialect, OpenAI's."""
         application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._has_spoken])
-        application.add_routes(
-            [
-                web.get("/control", self._control),
-                *(web.post(one.path, self._answering(self._converse(one), one)) for one in DIALECTS),
-                *(
-                    web.post(one.counting_path, self._answering(self._count_tokens(one), one, asks_policy=False))
-                    for one in DIALECTS
-                    if one.counting_path
-                ),
-                web.get("/v1/models", self._answering(self._models, asks_policy=False)),
-                web.post("/inference/v1/generate", self._answering(self._generate)),
-                web.route("*", "/{other:.*}", self._no_route),
-            ]
-        )
+        router = application.router
+        router.add_get("/control", self._control)
+        for dialect in DIALECTS:
+            router.add_post(dialect.path, self._answering(self._converse(dialect), dialect))
+            if dialect.counting_path:
+                count = self._answering(self._count_tokens(dialect), dialect, asks_policy=False)
+                router.add_post(dialect.counting_path, count)
+        router.add_get("/v1/models", self._answering(self._models, asks_policy=False))
+        router.add_post("/inference/v1/generate", self._answering(self._generate))
+        router.add_route("*", "/{other:.*}", self._no_route)
         return application
 
     @web.middleware
@@ -255,7 +251,7 @@ class GatewayServer:
         found = [self._accesses[key] for key in keys_of(request) if key in self._accesses]
         if not found:
             raise WrongCall("this key belongs to no session here", "invalid_api_key", 401)
-        access = next((one for one in found if not one.ended), found[0])
+        access = next((access for access in found if not access.ended), found[0])
         self.site.trust(request)
         if access.ended:
             if not access.reported:
@@ -266,16 +262,16 @@ class GatewayServer:
 
     async def _no_route(self, request: web.Request) -> web.Response:
         """Refuse a request to no route, in the form of the dialect whose path it begins with."""
-        matching = [one for one in DIALECTS if request.path.startswith(one.path)]
+        matching = [dialect for dialect in DIALECTS if request.path.startswith(dialect.path)]
         dialect = matching[0] if matching else OPENAI
-        paths = ", ".join(one.path for one in DIALECTS)
+        paths = ", ".join(dialect.path for dialect in DIALECTS)
         text = f"{request.method} {request.path} is not served here: programs POST to {paths}"
         error = WrongCall(text, "unknown_url", 404)
         if request.method != "HEAD":  # which only asks whether somebody is here
             exchange = Exchange(request.path, asks_policy=False)
             exchange.fail(error, error.status, error.code)
             found = [self._accesses[key] for key in keys_of(request) if key in self._accesses]
-            ledgers = [one.ledger for one in found if not one.ended]
+            ledgers = [access.ledger for access in found if not access.ended]
             (ledgers[0] if ledgers else self._strangers).settle(exchange)
         return _refused(dialect, error)
 
@@ -362,12 +358,13 @@ class GatewayServer:
     def _understood(self, session: Session, call: Call) -> Call:
         """Return a call with its messages in the order that templates read. Raises WrongCall for template values that
         are not the run's."""
-        own = self._settings.chat_template_kwargs
-        if wrong := [name for name, value in call.template_values.items() if name not in own or own[name] != value]:
-            raise WrongCall(
-                f"chat_template_kwargs: {wrong[0]} = {json.dumps(call.template_values[wrong[0]])} is not what the run "
-                "renders all conversations with (rollout.chat_template_kwargs)"
-            )
+        run_values = self._settings.chat_template_kwargs
+        for name, value in call.template_values.items():
+            if name not in run_values or run_values[name] != value:
+                raise WrongCall(
+                    f"chat_template_kwargs: {name} = {json.dumps(value)} is not what the run renders all conversations "
+                    "with (rollout.chat_template_kwargs)"
+                )
         return replace(call, messages=session.settled(call.messages))
 
     def _prompt(self, session: Session, call: Call) -> list[int]:
@@ -428,7 +425,7 @@ class GatewayServer:
         session.under_way += call.n
         try:
             body = await asyncio.wait_for(answers, self._settings.timeout_s)
-            sampled = [Completion.from_json(one) for one in decode(list[Object], body, len(body))]
+            sampled = [Completion.from_json(sequence) for sequence in decode(list[Object], body, len(body))]
             ended = [await self._reader.cut(completion, call, prompt_ids) for completion in sampled]
         except (PeerFailed, ConnectionError, asyncio.TimeoutError, WrongForm) as error:
             session.failed.add(hash(tuple(prompt_ids)))

@@ -16,7 +16,7 @@ from torchtitan.rollout.conversation.tokenizer import ChatRenderer
 from torchtitan.rollout.gateway.calls import Call, Choice, WrongCall
 from torchtitan.rollout.gateway.conversation_reader import settle
 from torchtitan.rollout.gateway.known_conversations import Held, KnownConversations
-from torchtitan.rollout.gateway.main_conversation import Conversations
+from torchtitan.rollout.gateway.main_conversation import Conversations, replaced
 
 # What is counted of the answers of a session; see Session.counts.
 COUNTS = (
@@ -88,13 +88,13 @@ class Session:
                 for following in [held.with_errors(new), new] if held.errors else [new]:
                     with contextlib.suppress(UserError):  # the template does not render the new messages separately
                         return token_ids + renderer.following(token_ids, following, tools)
-        return renderer.whole(messages, tools)
+        return renderer.render_prompt(messages, tools)
 
     def record(self, prompt_ids: list[int], completion: Completion, call: Call = NO_CALL) -> None:
         """Record the answer to a call."""
         extended = add_turn(self.branches, prompt_ids, completion)
         # The branch that ended last is the last in the list.
-        self.branches = [*(one for one in self.branches if one is not extended), extended]
+        self.branches = [*(other for other in self.branches if other is not extended), extended]
         self.conversations.add(extended, completion, call)
         self.calls += 1
         self.failed.discard(hash(tuple(prompt_ids)))
@@ -107,7 +107,7 @@ class Session:
         a limit of the run truncated the answer: it takes that for a broken one.
         """
         completion, most = self._latest.get(hash(tuple(prompt_ids)), (None, None))
-        if completion is None or not any(one.segments[-1] is completion for one in self.branches):
+        if completion is None or not any(branch.segments[-1] is completion for branch in self.branches):
             return None
         truncated = completion.finish_reason == "length" and len(completion.token_ids) != most
         return completion if retries or truncated else None
@@ -119,7 +119,7 @@ class Session:
 
     def withdraw(self, completion: Completion) -> bool:
         """Forget an answer that nobody has used; return False where a later call has continued it."""
-        branch = next((one for one in self.branches if one.segments[-1] is completion), None)
+        branch = next((branch for branch in self.branches if branch.segments[-1] is completion), None)
         if branch is None:
             return False
         left = branch.segments[:-1]
@@ -127,15 +127,14 @@ class Session:
             left = left[:-1]
         # What is known of the conversation goes on to hold the branch as it was.
         shorter = Branch(left) if left else None
-        replaced = [shorter if one is branch else one for one in self.branches]
-        self.branches = [one for one in replaced if one is not None]
+        self.branches = replaced(self.branches, branch, shorter)
         self.conversations.remove(branch, completion, shorter)
         self.calls -= 1
         return True
 
     def run_out(self, prompt_ids: list[int], call: Call) -> None:
         """A limit leaves no room for the answer to a call."""
-        held = [one for one in self.branches if prompt_ids[: len(one)] == one.token_ids]
+        held = [branch for branch in self.branches if prompt_ids[: len(branch)] == branch.token_ids]
         conversation = self.conversations.find(max(held, key=len, default=None), call)
         if conversation is not None:
             conversation.out_of_room = True
@@ -146,7 +145,7 @@ class Session:
         Returns where the conversation first differs from one before it, if it has answers already and begins a branch
         all the same; else nothing.
         """
-        branch = next(one for one in self.branches if any(part is choice.completion for part in one.segments))
+        branch = next(branch for branch in self.branches if _holds(branch, choice.completion))
         begins_branch = len(branch.sampled) == 1 and len(self.branches) > 1
         difference = ""
         if begins_branch and any(message["role"] == ASSISTANT for message in call.messages):
@@ -158,13 +157,13 @@ class Session:
         errors = [(number, _error_result(text)) for number, text in choice.unreadable]
         key = self._known.add(messages, call.tools, Held(branch, choice.completion, errors), call.header)
         self._answers[name] = key, call.preamble
-        self._answer_of_call |= {one["id"]: name for one in choice.calls}
+        self._answer_of_call |= {tool_call["id"]: name for tool_call in choice.calls}
         self.counts["tools_left_out"] += call.tools_left_out
         self.counts["calls_unreadable"] += len(choice.unreadable)
         self.counts["calls_cut"] += choice.calls_left_out
         self.counts["stops_cut"] += choice.stopped_by is not None
         if call.must_call is not None:
-            names = {one["function"]["name"] for one in choice.calls}
+            names = {tool_call["function"]["name"] for tool_call in choice.calls}
             self.counts["tool_choices_missed"] += not (call.must_call in names if call.must_call else names)
         return difference
 
@@ -174,6 +173,10 @@ class Session:
             raise WrongCall(f"there is no answer {name!r} in this session", "previous_response_not_found")
         key, preamble = self._answers[name]
         return self._known.conversation(key)[preamble:]
+
+
+def _holds(branch: Branch, completion: Completion) -> bool:
+    return any(segment is completion for segment in branch.segments)
 
 
 def _error_result(text: str) -> dict[str, Any]:

@@ -105,14 +105,14 @@ def last_boxed(text: str) -> str | None:
 def _last_expression(text: str) -> str | None:
     mark, announcement = text.rfind(GSM8K_MARK), max(text.rfind("nswer"), text.rfind("NSWER"))
     if mark > announcement:
-        said = tidy(_bare(text[mark + len(GSM8K_MARK) :].partition("\n")[0].strip()))
-        if not HEADING.match(said) and (as_number(said) or _lists_numbers(said)):
-            return said
+        answer = tidy(_bare(text[mark + len(GSM8K_MARK) :].partition("\n")[0].strip()))
+        if not HEADING.match(answer) and (as_number(answer) or _lists_numbers(answer)):
+            return answer
     announced = ANNOUNCED.match(text, announcement) if announcement >= 0 else None
     if announced is not None:
-        said = tidy(_bare(FORMULA_END.sub("", announced["said"])))
-        if as_number(said) or CHOICE.fullmatch(said) or _lists_numbers(said):
-            return said
+        answer = tidy(_bare(FORMULA_END.sub("", announced["said"])))
+        if as_number(answer) or CHOICE.fullmatch(answer) or _lists_numbers(answer):
+            return answer
     if "$" in text or "\\" in text:
         formulas = list(FORMULA.finditer(text))
         if formulas and not re.search(r"\d", text[formulas[-1].end() :]):
@@ -130,8 +130,8 @@ def _last_expression(text: str) -> str | None:
     return None
 
 
-def _lists_numbers(said: str) -> bool:
-    sequence = elements(said)
+def _lists_numbers(text: str) -> bool:
+    sequence = elements(text)
     return sequence is not None and all(as_number(element) for element in sequence.elements)
 
 
@@ -142,13 +142,14 @@ def _last_words(text: str) -> str | None:
     if not candidates:
         line = TAG.sub(" ", next((line for line in reversed(text.splitlines()) if line.strip()), ""))
         candidates = [next(filter(None, match.groups())) for match in EMPHASISED.finditer(line)][-1:]
-        candidates.append(first[0] if (first := YES_OR_NO.match(line)) else _after_copula(line))
+        yes_or_no = YES_OR_NO.match(line)
+        candidates.append(yes_or_no[0] if yes_or_no else _after_copula(line))
     for candidate in candidates:
-        said = SENTENCE_END.split(candidate.strip(), maxsplit=1)[0]
-        said = REASON.split(LEADING.sub("", TAG.sub(" ", said)), maxsplit=1)[0]
-        said = tidy(_bare(FORMULA_END.sub("", said)))
-        if is_text(said):
-            return said
+        answer = SENTENCE_END.split(candidate.strip(), maxsplit=1)[0]
+        answer = REASON.split(LEADING.sub("", TAG.sub(" ", answer)), maxsplit=1)[0]
+        answer = tidy(_bare(FORMULA_END.sub("", answer)))
+        if is_text(answer):
+            return answer
     return None
 
 

@@ -22,7 +22,7 @@ Completion = str | list[dict[str, Any]]
 def texts(completions: Sequence[Completion], prefill: str = "") -> list[str]:
     """Return the text of every completion, after the `prefill` in its prompt. For a chat, this is the policy's last
     message."""
-    return [prefill + last_text(one) for one in completions]
+    return [prefill + last_text(completion) for completion in completions]
 
 
 def answer_texts(
@@ -32,16 +32,17 @@ def answer_texts(
     `final_texts`, read from the tokens; without them, it is read from the text."""
     if final_texts is not None:
         return list(final_texts)
-    return [read_turn(last_text(one), prefill).final_text for one in completions]
+    return [read_turn(last_text(completion), prefill).final_text for completion in completions]
 
 
 def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
     """Return 1 if the completion's answer is the reference, ignoring white space around both, else 0; None without a
     reference."""
-    return [
-        None if (wanted := reference_text(gold)) is None else float(text.strip() == wanted.strip())
-        for text, gold in zip(answer_texts(completions, **kwargs), answer, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for text, gold in zip(answer_texts(completions, **kwargs), answer, strict=True):
+        reference = reference_text(gold)
+        rewards.append(None if reference is None else float(text.strip() == reference.strip()))
+    return rewards
 
 
 def arithmetic(
@@ -49,10 +50,14 @@ def arithmetic(
 ) -> list[float | None]:
     """Return 1 for the exact answer, else half the fraction of correct digits; 0 if the length is wrong or the
     completion was truncated; None without a reference."""
-    return [
-        None if (wanted := reference_text(gold)) is None else _digits_right(text, wanted) if reason == "stop" else 0.0
-        for text, gold, reason in zip(answer_texts(completions, **kwargs), answer, finish_reasons, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for text, gold, reason in zip(answer_texts(completions, **kwargs), answer, finish_reasons, strict=True):
+        reference = reference_text(gold)
+        if reference is None:
+            rewards.append(None)
+        else:
+            rewards.append(_digits_right(text, reference) if reason == "stop" else 0.0)
+    return rewards
 
 
 def _digits_right(text: str, gold: str) -> float:
@@ -73,8 +78,8 @@ def format(
     """Return 1 if the completion is one thought and then an answer, else 0: `<think>…</think>` and text behind it, or
     what the checkpoint's own marks say (data/thoughts.py). The prompt may have opened the thought."""
     if well_formed is None:
-        well_formed = [read_turn(last_text(one), prefill).well_formed for one in completions]
-    return [float(one) for one in well_formed]
+        well_formed = [read_turn(last_text(completion), prefill).well_formed for completion in completions]
+    return [float(is_well_formed) for is_well_formed in well_formed]
 
 
 def repetition(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
@@ -139,8 +144,12 @@ def cosine_length(
     rewards: list[float | None] = []
     for right, ids in zip(accuracy(**kwargs), completion_ids, strict=True):
         size = 0.75 + 0.25 * math.cos(math.pi * len(ids) / max_completion_tokens)
-        value = -1.0 if len(ids) >= max_completion_tokens else size if right == 1.0 else -size
-        rewards.append(None if right is None else value)
+        if right is None:
+            rewards.append(None)
+        elif len(ids) >= max_completion_tokens:
+            rewards.append(-1.0)
+        else:
+            rewards.append(size if right == 1.0 else -size)
     return rewards
 
 
@@ -152,5 +161,8 @@ def length(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[fl
     rewards: list[float | None] = []
     for right, count in zip(accuracy(**kwargs), counts, strict=True):
         value = 0.5 - (count - shortest) / spread if spread else 0.0
-        rewards.append(None if right is None else value if right == 1.0 else min(0.0, value))
+        if right is None:
+            rewards.append(None)
+        else:
+            rewards.append(value if right == 1.0 else min(0.0, value))
     return rewards

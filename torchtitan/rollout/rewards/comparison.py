@@ -139,19 +139,33 @@ def is_text(expected: str) -> bool:
 
 def _numbers(expected: str, answer: str | None) -> float | None:
     wanted = as_number(expected)
-    given = as_number(ASSIGNED.sub("", answer or "", count=1) if wanted else answer or "")
+    text = answer or ""
+    given = as_number(ASSIGNED.sub("", text, count=1) if wanted else text)
     if wanted and not answer:
         return 0.0
     if wanted is None or given is None:
-        right, said = (CHOICE.fullmatch(TEXT_MACRO.sub(r"\1 ", text).strip()) for text in (expected, answer or ""))
-        if right and said:
-            # E. coli and E. faecalis are names, and no choice E.
-            named = right["mark"] and said["mark"] and right["rest"] and said["rest"]
-            return float(right["letter"] == said["letter"] and not (named and _differ(right["rest"], said["rest"])))
-        wanted, given = (as_number(one["rest"] or "") if one else it for one, it in ((right, wanted), (said, given)))
+        wanted_choice, given_choice = _choice(expected), _choice(text)
+        if wanted_choice and given_choice:
+            return float(_same_choice(wanted_choice, given_choice))
+        if wanted_choice:
+            wanted = as_number(wanted_choice["rest"] or "")
+        if given_choice:
+            given = as_number(given_choice["rest"] or "")
     if wanted is None or given is None:
         return None
     return _quantities(wanted, given)
+
+
+def _choice(text: str) -> re.Match[str] | None:
+    return CHOICE.fullmatch(TEXT_MACRO.sub(r"\1 ", text).strip())
+
+
+def _same_choice(wanted: re.Match[str], given: re.Match[str]) -> bool:
+    if wanted["letter"] != given["letter"]:
+        return False
+    # E. coli and E. faecalis are names, and no choice E.
+    are_names = wanted["mark"] and given["mark"] and wanted["rest"] and given["rest"]
+    return not (are_names and _differ(wanted["rest"], given["rest"]))
 
 
 def _differ(wanted: str, given: str) -> bool:
@@ -178,11 +192,11 @@ def _choices(expected: str, answer: str | None) -> float | None:
     found = [CHOICES.fullmatch(TEXT_MACRO.sub(r" \1 ", text).strip()) for text in (expected, answer or "")]
     if not all(found):
         return None
-    right, said = (JOINED_BY.sub("", match[0]) for match in found if match)
-    if max(len(right), len(said)) < 2 or len(set(right)) < len(right):
+    wanted_letters, given_letters = (JOINED_BY.sub("", match[0]) for match in found if match)
+    if max(len(wanted_letters), len(given_letters)) < 2 or len(set(wanted_letters)) < len(wanted_letters):
         return None
-    has_order = len(right) > 2 and list(right) != sorted(right)
-    return float(right == said if has_order else sorted(right) == sorted(said))
+    has_order = len(wanted_letters) > 2 and list(wanted_letters) != sorted(wanted_letters)
+    return float(wanted_letters == given_letters if has_order else sorted(wanted_letters) == sorted(given_letters))
 
 
 def _texts(expected: str, answer: str | None) -> float | None:
@@ -214,11 +228,12 @@ def words(text: str) -> str | None:
     if bare.isascii():
         tokens = TOKENS.findall(bare)
     else:  # marks are vowels in some scripts
-        tokens = "".join(one if unicodedata.category(one)[0] in "LMN" else " " for one in bare).split()
+        tokens = "".join(map(_letter_or_space, bare)).split()
     runs = [token for token in tokens if not token.isdigit()]
     most = MAX_WORDS if len(runs) == len(tokens) else NUMBERED_WORDS
-    spelled = any(_is_word(run) for run in runs) or (len(tokens) == 1 and len(tokens[0]) == 2)
-    if not (spelled or abbreviated or any(len(part.strip()) > 1 for part in inside)):
+    spelled = any(map(_is_word, runs)) or (len(tokens) == 1 and len(tokens[0]) == 2)
+    marked = any(len(part.strip()) > 1 for part in inside)
+    if not (spelled or abbreviated or marked):
         return None
     if len(tokens) > most or _is_mathematics(tokens, runs):
         return None
@@ -232,6 +247,11 @@ def _is_mathematics(tokens: list[str], runs: list[str]) -> bool:
     if MATHEMATICS.isdisjoint(runs):
         return False
     return len(runs) < len(tokens) or not any(_is_word(run) and run not in MATHEMATICS for run in runs)
+
+
+def _letter_or_space(character: str) -> str:
+    """Letters, marks and numbers stay."""
+    return character if unicodedata.category(character)[0] in "LMN" else " "
 
 
 def _is_word(run: str) -> bool:
@@ -262,9 +282,11 @@ def _sequences(expected: str, answer: str | None, decide: Decide) -> float | Non
     if wanted is None or given is None:
         if (wanted and wanted.has_dots) or (given and given.has_dots):
             return 0.0
+        if wanted is None or answer is None or not (as_number(answer) or words(answer)):
+            return None
         # A single number is not the two of the reference, for which math-verify would take one of them.
-        single = wanted is not None and answer is not None and (as_number(answer) or words(answer))
-        return 0.0 if wanted and single and any(compare(one, answer) == 0.0 for one in wanted.elements) else None
+        differs = any(compare(element, answer) == 0.0 for element in wanted.elements)
+        return 0.0 if differs else None
     kinds, pair = {wanted.kind, given.kind}, len(wanted.elements) == 2
     if len(kinds) == 2 and "<>" not in kinds:
         # Brackets may be left out. Of two elements, [1, 2] and (1, 2) are intervals; of more, they are the same vector.
@@ -280,8 +302,8 @@ def _sequences(expected: str, answer: str | None, decide: Decide) -> float | Non
 
 def _name_variables(sequence: Elements) -> bool:
     """Whether the elements are values of different variables, as in x = 1, y = 2."""
-    names = {match[0] for element in sequence.elements if (match := NAMED.match(element))}
-    return len(names) > 1
+    matches = filter(None, map(NAMED.match, sequence.elements))
+    return len({match[0] for match in matches}) > 1
 
 
 def _all_equal(wanted: Sequence[str], given: Sequence[str], ordered: bool, decide: Decide) -> float | None:
@@ -316,7 +338,8 @@ def elements(text: str) -> Elements | None:
         return None
     arrows = "{" not in text and ARROW.search(text)  # a limit has its arrow in braces
     if arrows or CHAIN.fullmatch(text.strip()):
-        parts = [part.strip(" $") for part in (ARROW if arrows else LINK).split(text.strip())]
+        separator = ARROW if arrows else LINK
+        parts = [part.strip(" $") for part in separator.split(text.strip())]
         return Elements(IN_ORDER, tuple(parts)) if all(parts) else None
     if not any(mark in text for mark in (",", ";", "and", "or", "，", "；", "、")):
         return None
@@ -324,7 +347,8 @@ def elements(text: str) -> Elements | None:
     text = FULL_STOP.sub("", MEMBER.sub("", text, count=1)).strip()
     wrapped = _wrapping(text)
     kind, inside = ("", text) if wrapped is None else wrapped
-    parts = [part for part in (SPACES.sub(" ", part).strip() for part in _split(inside)) if part]
+    parts = [SPACES.sub(" ", part).strip() for part in _split(inside)]
+    parts = list(filter(None, parts))
     return Elements(kind, tuple(parts)) if len(parts) > 1 else None
 
 

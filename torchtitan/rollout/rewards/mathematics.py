@@ -116,14 +116,17 @@ def checker() -> Callable[[str, str | None], bytes]:
     # Of the whole text alone: otherwise it takes the last number of what it cannot parse.
     # And it drops letters at the end that may be a unit, such as t.
     form = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
-    whole = [LatexExtractionConfig(False, boxed_match_priority=0, normalization_config=form)]
+    extraction = [LatexExtractionConfig(False, boxed_match_priority=0, normalization_config=form)]
 
     @functools.lru_cache(16)
     def read(text: str) -> list[Any]:
         text = FUNCTION.sub(r"\\\1 ", SCIENTIFIC.sub(r"\\cdot 10^{\1}", text))
         text = UPRIGHT_FUNCTION.sub(r"\\\1 ", UNIT_AT_END.sub("", text, count=1))
-        readings = parse(f"\\boxed{{{text}}}", whole, parsing_timeout=None)
-        return [_with_unit(one) if isinstance(one, (sympy.Basic, sympy.MatrixBase)) else one for one in readings]
+        readings = parse(f"\\boxed{{{text}}}", extraction, parsing_timeout=None)
+        return [
+            _with_unit(reading) if isinstance(reading, (sympy.Basic, sympy.MatrixBase)) else reading
+            for reading in readings
+        ]
 
     def decide(expected: str, answer: str | None) -> float | None:
         prose = PROSE.search(LATEX_TEXT.sub(" ", UNIT_AT_END.sub("", expected)))
@@ -136,7 +139,9 @@ def checker() -> Callable[[str, str | None], bytes]:
 
     def check(expected: str, answer: str | None) -> bytes:
         verdict = compare(expected, answer, decide)
-        return b"?" if verdict is None else b"1" if verdict else b"0"
+        if verdict is None:
+            return b"?"
+        return b"1" if verdict else b"0"
 
     for expected, answer in EXAMPLES:
         check(expected, answer)
@@ -150,9 +155,20 @@ def _with_unit(parsed: Any) -> Any:
     from sympy.core.relational import Relational
 
     free = getattr(parsed, "free_symbols", ())
-    units = {one: I for one in free if one.name == "i"} if not isinstance(parsed, Relational) else {}
-    renamed = {one: Symbol(one.name, real=True) for one in free if not one.is_real} | units
-    return parsed.xreplace(renamed) if renamed else parsed
+    replaced: dict[Any, Any] = {}
+    for symbol in free:
+        if symbol.name == "i" and not isinstance(parsed, Relational):
+            replaced[symbol] = I
+        elif not symbol.is_real:
+            replaced[symbol] = Symbol(symbol.name, real=True)
+    return parsed.xreplace(replaced) if replaced else parsed
+
+
+def _exact(number: Any) -> Any:
+    """The same with its decimals as fractions."""
+    from sympy import Float, Rational
+
+    return number.xreplace({decimal: Rational(str(decimal)) for decimal in number.atoms(Float)})
 
 
 def numerically_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
@@ -175,7 +191,7 @@ def numerically_equal(a: Any, b: Any, float_rounding: int, numeric_precision: in
     ):  # 50 % equals both 50 and 1/2
         return True
     rounded = a.has(Float) or b.has(Float)
-    a, b = (one.xreplace({part: Rational(str(part)) for part in one.atoms(Float)}) for one in (a, b))
+    a, b = _exact(a), _exact(b)
     estimated = a.has(Integral, Limit, Product, Sum) or b.has(Integral, Limit, Product, Sum)
     if not estimated:
         a, b = safe_sympy_doit(a), safe_sympy_doit(b)
@@ -187,7 +203,11 @@ def numerically_equal(a: Any, b: Any, float_rounding: int, numeric_precision: in
         return False
     size = max(abs(a.evalf(15)), abs(b.evalf(15)))
     difference = abs((a - b).evalf(15, maxn=15 if estimated else MAX_DIGITS))
-    digits = SIGNIFICANT_DIGITS if rounded else INTEGRAL_DIGITS if estimated else MAX_DIGITS // 2
+    digits = MAX_DIGITS // 2
+    if rounded:
+        digits = SIGNIFICANT_DIGITS
+    elif estimated:
+        digits = INTEGRAL_DIGITS
     # Half a unit of the last of so many digits of the larger number.
     return bool(difference <= Rational(10) ** (_place(size) - digits + 1) / 2)
 

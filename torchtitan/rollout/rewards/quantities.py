@@ -193,7 +193,7 @@ def as_number(text: str) -> Quantity | None:
 
 def _date(text: str) -> Quantity | None:
     """Return the days since year 1 in a date, or a day of any year."""
-    found = next((match for pattern in DATES if (match := pattern.fullmatch(text))), None)
+    found = next(filter(None, (pattern.fullmatch(text) for pattern in DATES)), None)
     if found is None:
         return None
     parts = found.groupdict()

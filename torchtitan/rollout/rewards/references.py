@@ -36,7 +36,9 @@ def check_references(references: Sequence[Any], where: str, functions: Sequence[
     if not wrong:
         return
     count = sum(reference is not None for reference in references)
-    rows = ", ".join(str(i + 1) for i in wrong[:SHOWN_ROWS]) + (", …" if len(wrong) > SHOWN_ROWS else "")
+    rows = ", ".join(str(i + 1) for i in wrong[:SHOWN_ROWS])
+    if len(wrong) > SHOWN_ROWS:
+        rows += ", …"
     message = (
         f"{where}: {len(wrong)} of {count} references are nothing that {', '.join(functions)} can read "
         f"(rows {rows}; such as {str(references[wrong[0]])[:60]!r}): a reference is a number, words, a "
@@ -52,7 +54,9 @@ def unreadable(references: Sequence[Any], as_mathematics: bool) -> list[int]:
     object, bytes; as mathematics also empty text, or a formula that math-verify cannot parse or does not find equal to
     itself."""
     if not as_mathematics:
-        return [i for i, one in enumerate(references) if one is not None and reference_text(one) is None]
+        return [
+            i for i, reference in enumerate(references) if reference is not None and reference_text(reference) is None
+        ]
     answers = {i: gold_answer(reference) for i, reference in enumerate(references) if reference is not None}
     formulas = dict.fromkeys(answer for answer in answers.values() if answer and compare(answer, answer) != 1.0)
     wrong: set[str | None] = {None, *_unreadable_formulas(list(formulas))}
@@ -63,9 +67,9 @@ def _unreadable_formulas(formulas: list[str]) -> list[str]:
     if not formulas:
         return []
     command = [sys.executable, "-m", "torchtitan.rollout.rewards.references"]
-    said = json.dumps(formulas).encode()
+    request = json.dumps(formulas).encode()
     try:
-        verdicts = subprocess.run(command, input=said, stdout=subprocess.PIPE, timeout=READING_SECONDS).stdout
+        verdicts = subprocess.run(command, input=request, stdout=subprocess.PIPE, timeout=READING_SECONDS).stdout
     except subprocess.TimeoutExpired as late:
         verdicts = late.stdout or b""
     if len(verdicts) < len(formulas):

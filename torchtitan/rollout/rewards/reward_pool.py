@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -66,10 +67,13 @@ class RewardPool:
         Raises UserError if rewards.isolate = true is not possible here."""
         rewards = config.rewards
         self._sources = tasks_of(config)
-        named = [name for own in self._sources.values() for name in own.rewards.functions]
-        named += [own.eval.reward_function for own in self._sources.values()]
-        owns = {environment_name(own) for own in self._sources.values()}
-        self._all_functions = [name for name in dict.fromkeys(named) if name and name not in owns]
+        named: list[str] = []
+        environments: set[str] = set()
+        for source_config in self._sources.values():
+            named += source_config.rewards.functions
+            environments.add(environment_name(source_config))
+        named += [source_config.eval.reward_function for source_config in self._sources.values()]
+        self._all_functions = [name for name in dict.fromkeys(named) if name and name not in environments]
         self._timeout_s = rewards.timeout_s
 
         def new_pool(functions: Sequence[str], side_by_side: bool) -> WorkerPool:
@@ -159,7 +163,7 @@ class RewardPool:
         values: list[float | None] = [None] * len(completions)
         good = []
         async with self._turn() as pool:
-            begun = time.monotonic()
+            started = time.monotonic()
             for i, completion in enumerate(completions):
                 try:
                     await self._call(pool, name, prompt, [completion], limit)
@@ -170,7 +174,7 @@ class RewardPool:
                 members = [completions[i] for i in good]
                 try:
                     # A function that needed this time sample by sample needs as much again for all together.
-                    together = self._timeout_s + time.monotonic() - begun
+                    together = self._timeout_s + time.monotonic() - started
                     reply = await self._call(pool, name, prompt, members, together)
                     for i, value in zip(good, self._accept(name, reply, members, logged), strict=True):
                         values[i] = value
@@ -211,28 +215,31 @@ class RewardPool:
             logged[metric] += numbers
         return reply.values
 
+    def _samples(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        """What a reward worker is told: of the prompt, and a list with a value of each sample."""
+        turns = [
+            trajectory.turn or read_turn(last_text(trajectory.completion), prompt.prefill)
+            for trajectory in trajectories
+        ]
+        return {
+            "prompt": prompt.text,
+            "columns": prompt.columns,
+            "completions": [trajectory.completion for trajectory in trajectories],
+            "thoughts": [turn.thought for turn in turns],
+            "final_texts": [turn.final_text for turn in turns],
+            "well_formed": [turn.well_formed for turn in turns],
+            "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
+            "finish_reasons": [trajectory.finish_reason for trajectory in trajectories],
+            "environments": [trajectory.environment for trajectory in trajectories],
+            "max_completion_tokens": self._sources[prompt.source].rollout.max_completion_tokens,
+            "prefill": prompt.prefill,
+        }
+
     async def _call(
         self, pool: WorkerPool, name: str, prompt: Prompt, completions: Sequence[Trajectory], timeout_s: float
     ) -> Rewards:
-        turns = [one.turn or read_turn(last_text(one.completion), prompt.prefill) for one in completions]
-        message = {
-            "function": name,
-            "state": self._state,
-            "timeout_s": timeout_s,
-            "samples": {
-                "prompt": prompt.text,
-                "columns": prompt.columns,
-                "completions": [one.completion for one in completions],
-                "thoughts": [turn.thought for turn in turns],
-                "final_texts": [turn.final_text for turn in turns],
-                "well_formed": [turn.well_formed for turn in turns],
-                "completion_ids": [one.completion_ids for one in completions],
-                "finish_reasons": [one.finish_reason for one in completions],
-                "environments": [one.environment for one in completions],
-                "max_completion_tokens": self._sources[prompt.source].rollout.max_completion_tokens,
-                "prefill": prompt.prefill,
-            },
-        }
+        samples = self._samples(prompt, completions)
+        message = {"function": name, "state": self._state, "timeout_s": timeout_s, "samples": samples}
         shared = pool is self._shared
         async with pool.worker() as worker:
             try:

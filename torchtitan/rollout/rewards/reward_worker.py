@@ -87,7 +87,7 @@ def reply(result: Any, log: Log) -> dict[str, Any]:
     """Return the reply for a call's result."""
     if not _has_order(result):
         return {"error": f"must return {log.samples} rewards in a list, returned {type(result).__name__}"}
-    values = [value.item() if hasattr(value, "item") else value for value in result]
+    values = [_plain_number(value) for value in result]
     if len(values) != log.samples:
         return {"error": f"returned {len(values)} rewards for {log.samples} completions"}
     invalid = [i for i, value in enumerate(values) if value is not None and not _is_finite_number(value)]
@@ -97,6 +97,11 @@ def reply(result: Any, log: Log) -> dict[str, Any]:
         "extra": log.columns,
         "metrics": log.metrics,
     }
+
+
+def _plain_number(value: Any) -> Any:
+    """A scalar of torch or numpy as Python's number; anything else as it is."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -167,7 +172,9 @@ def main() -> None:
         return
     functions, side_by_side = loaded
     if side_by_side:
-        asyncio.run(serve(incoming, outgoing, lambda one: answer_beside_others(functions[one["function"]], one)))
+        asyncio.run(
+            serve(incoming, outgoing, lambda request: answer_beside_others(functions[request["function"]], request))
+        )
         return
     while (message := read_message(incoming)) is not None:
         reply_to = {**answer(functions[message["function"]], message), "id": message["id"]}

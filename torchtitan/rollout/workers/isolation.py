@@ -58,9 +58,14 @@ class Isolation:
         mounts = mounts_over([*visible, *resolver], hidden)
         if self.tool == "unshare":
             net = [] if self.network else ["--net"]
-            own = [sys.executable, "-IS", str(Path(__file__).resolve()), json.dumps([bool(net), SCRATCH_BYTES, mounts])]
+            inner_command = [
+                sys.executable,
+                "-IS",
+                str(Path(__file__).resolve()),
+                json.dumps([bool(net), SCRATCH_BYTES, mounts]),
+            ]
             return ["unshare", "--user", "--map-root-user", "--mount", "--ipc", "--pid", "--fork", "--kill-child",
-                    *net, *own]  # fmt: skip
+                    *net, *inner_command]  # fmt: skip
         words = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
         for kind, source, target in mounts:
             if kind in ("scratch", "empty"):

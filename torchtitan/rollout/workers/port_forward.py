@@ -31,9 +31,9 @@ class PortForward:
         """Return the socket for a new process, which calls hand_over() on it."""
         if self._ours is not None:
             self._ours.close()
-        self._ours, theirs = socket.socketpair()
+        self._ours, program_end = socket.socketpair()
         self._ours.setblocking(False)
-        return theirs
+        return program_end
 
     async def open(self) -> None:
         """Accept connections, once the process has handed its socket over. Raises OSError."""

@@ -39,7 +39,7 @@ class WorkerPool:
 
         Raises UserError if the table's isolate = true is not possible here.
         """
-        isolation, self._shut_in = find_isolation(table.isolate, table.network)
+        isolation, self._sandbox_description = find_isolation(table.isolate, table.network)
         self._settings = WorkerSettings(
             what, module, {**setup, "memory_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
             table.readable, table.variables, isolation, type(table).__name__.lower(),
@@ -58,10 +58,10 @@ class WorkerPool:
         """Start all workers. Raises the first one's UserError only once no start is in progress, so that close() may
         then stop them."""
         self._workers = [WorkerProcess(self._settings) for _ in range(self._count)]
-        for outcome in await asyncio.gather(*(one.start() for one in self._workers), return_exceptions=True):
+        for outcome in await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-        beyond = [self._shut_in]
+        beyond = [self._sandbox_description]
         if self._settings.restricted and (problem := self.about["unrestricted"]):
             beyond.append(f"not restricted: {problem}")
         beyond.append(self._workers[0].bounds)
@@ -71,7 +71,7 @@ class WorkerPool:
     def missing_isolation(self) -> str:
         """Why the workers run other people's code without isolation, although isolate = "auto" asks for it where it
         can be had; empty if they are isolated, or were told not to be."""
-        return self._shut_in if self._misses_isolation else ""
+        return self._sandbox_description if self._misses_isolation else ""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class WorkerPool:
                     await self._stop_unused(worker)
                     self._replaced()
                     await self._workers[place].start()
-            worker = min(self._workers, key=lambda one: one.users)
+            worker = min(self._workers, key=lambda worker: worker.users)
             worker.users += 1
         return worker
 

@@ -75,7 +75,7 @@ class CallFailed(Exception):
         self.kind, self.in_flight, self.caused = kind, in_flight, caused
         self.where = ""
         """What the process was told to do"""
-        self.told, self.counted = False, False
+        self.reported, self.counted = False, False
         """Whether an event has told of its cause already, and whether it has been counted"""
 
 
@@ -198,9 +198,9 @@ class WorkerProcess:
                 if self._settings.restricted:
                     setup["shared_memory_bytes"] = isolation.SCRATCH_BYTES
                 if self.forward is not None:
-                    theirs = files.enter_context(self.forward.new())
-                    setup["forward"] = theirs.fileno()
-                    inherited.append(theirs.fileno())
+                    program_end = files.enter_context(self.forward.new())
+                    setup["forward"] = program_end.fileno()
+                    inherited.append(program_end.fileno())
                 self._group = make_control_group(self._memory_limit)
                 command = self._command if self._group is None else [*self._group.command(), *self._command]
                 await self._process.launch(command, environment, pipes=True, files=inherited)
@@ -404,21 +404,24 @@ class WorkerProcess:
     def explained(self, error: str) -> str:
         """Return an error of the user's code, with the key that helps if what the process lacks may have caused it."""
         table, isolation = self._settings.table, self._settings.isolation
-        if missing := [name for name in self._withheld if name in error]:
+        missing = [name for name in self._withheld if name in error]
+        if missing:
             return f"{error} (keys are withheld: {table}.variables = {json.dumps(missing)} would change that)"
         if isolation is None:
             return error
         # What a program printed may say anything.
-        own = error.partition(QUOTES)[0]
-        if str(Path.cwd()) in SCRATCH and any(cause in own for cause in ("No module named", "No such file")):
+        message = error.partition(QUOTES)[0]
+        if str(Path.cwd()) in SCRATCH and any(cause in message for cause in ("No module named", "No such file")):
             return f"{error} (it is isolated and cannot see the working folder {Path.cwd()}: start in another one)"
-        if (module := MISSING_MODULE.search(own)) and _find(module[1]) is not None:
+        if (module := MISSING_MODULE.search(message)) and _find(module[1]) is not None:
             return f"{error} (it is isolated: {table}.readable would show it the folder in which that module lies)"
-        if withheld := [path for path in PATH_IN_TEXT.findall(own) if is_withheld(path)]:
+        withheld = list(filter(is_withheld, PATH_IN_TEXT.findall(message)))
+        if withheld:
             key = f"{table}.readable = {json.dumps(withheld[:1])}"
             return f"{error} (it is isolated and sees little of the home folder: {key} would show it that)"
         for setting, causes in CAUSES.items():
-            if any(cause in own for cause in causes) and not (isolation.network and "network" in setting):
+            already_set = isolation.network and "network" in setting
+            if not already_set and any(cause in message for cause in causes):
                 return f"{error} (it is isolated: {table}.{setting} would change that)"
         return error
 

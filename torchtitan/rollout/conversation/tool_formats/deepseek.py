@@ -15,8 +15,8 @@ from torchtitan.rollout.conversation.tool_formats.format import (
     read_json,
 )
 
-BEGIN, SEPARATOR, END = (f"<｜tool▁{one}｜>" for one in ("call▁begin", "sep", "call▁end"))
-FIRST, LAST = (f"<｜tool▁calls▁{one}｜>" for one in ("begin", "end"))
+BEGIN, SEPARATOR, END = (f"<｜tool▁{tag}｜>" for tag in ("call▁begin", "sep", "call▁end"))
+FIRST, LAST = (f"<｜tool▁calls▁{tag}｜>" for tag in ("begin", "end"))
 HEADER = re.compile(
     rf"{BEGIN}\s*(?:function{SEPARATOR})?(?P<name>[^<\n]{{1,200}})(?:{SEPARATOR}|\n)\s*(?:```(?:json)?\n)?"
 )

@@ -122,8 +122,13 @@ def _is_deeper(value: Any, levels: int) -> bool:
     """Whether a value consists of more levels of objects and lists."""
     level = [value]
     for _ in range(levels):
-        containers = [item for item in level if isinstance(item, dict | list)]
-        level = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        level = inner
     return any(isinstance(item, dict | list) for item in level)
 
 

@@ -34,7 +34,9 @@ class Hermes(ToolFormat):
             return turn
         (answer,) = answers
         call = answer._replace(kind="call", calls=calls)
-        return Turn([call if part is answer else part for part in turn.parts], turn.well_formed, turn.channels)
+        parts = list(turn.parts)
+        parts[parts.index(answer)] = call
+        return Turn(parts, turn.well_formed, turn.channels)
 
     def read_call(self, text: str, found: re.Match[str], tools: Schemas) -> tuple[list[Call], int]:
         if found[0] == PYTHON_TAG:

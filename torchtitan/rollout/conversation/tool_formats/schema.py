@@ -18,7 +18,9 @@ TYPES = ("null", "integer", "number", "boolean", "object", "array", "string")
 def parameters_of(name: str, tools: Schemas) -> dict[str, Any]:
     """Return the schema of a function's parameters; an empty one if it is not among the tools."""
     functions = [tool.get("function", tool) for tool in tools]
-    found = next((one for one in functions if isinstance(one, dict) and one.get("name") == name), {})
+    found = next(
+        (function for function in functions if isinstance(function, dict) and function.get("name") == name), {}
+    )
     parameters = found.get("parameters")
     return parameters if isinstance(parameters, dict) else {}
 
@@ -31,7 +33,10 @@ def typed_arguments(name: str, pairs: Sequence[tuple[str, str]], tools: Schemas)
     parameters = parameters_of(name, tools)
     properties = parameters.get("properties")
     known = properties if isinstance(properties, dict) else {}
-    return {key: _typed(text, known[key], parameters) if key in known else text for key, text in pairs}
+    arguments: dict[str, Any] = {}
+    for key, text in pairs:
+        arguments[key] = _typed(text, known[key], parameters) if key in known else text
+    return arguments
 
 
 def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -39,7 +44,7 @@ def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     for value in (value for part in parts for value in _constants(part)):
         if text == value or text == json.dumps(value, ensure_ascii=False):
             return value
-    types = {one for part in parts for one in _types(part)}
+    types = {name for part in parts for name in _types(part)}
     for kind in TYPES:
         if kind in types:
             try:
@@ -63,9 +68,9 @@ def _alternatives(schema: Any, root: Mapping[str, Any], seen: set[str], depth: i
             target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
         yield from _alternatives(target, root, seen, depth - 1)
         return
-    combined = [one for key in ("anyOf", "oneOf", "allOf") for one in _listed(schema.get(key))]
-    for one in combined:
-        yield from _alternatives(one, root, seen, depth - 1)
+    combined = [*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf")), *_listed(schema.get("allOf"))]
+    for alternative in combined:
+        yield from _alternatives(alternative, root, seen, depth - 1)
     if not combined:
         yield schema
 
@@ -83,7 +88,8 @@ def _types(schema: Mapping[str, Any]) -> Sequence[str]:
     kind = schema.get("type")
     if kind is None:
         return () if _constants(schema) else TYPES
-    return [one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)]
+    kinds = kind if isinstance(kind, list) else [kind]
+    return [name for name in kinds if isinstance(name, str)]
 
 
 def _null(text: str, may_be_text: bool) -> None:

@@ -78,7 +78,7 @@ class AnthropicMessages(Dialect):
             tools=tools,
             tools_left_out=left_out,
             max_tokens=request.max_tokens,
-            stop=[one for one in request.stop_sequences or () if one],
+            stop=[text for text in request.stop_sequences or () if text],
             must_call=must_call,
             parallel_calls=not chosen.disable_parallel_tool_use,
             stream=request.stream,
@@ -152,10 +152,10 @@ def _about(answer: Answer) -> dict[str, Any]:
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
     text = choice.message["content"]
     blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
-    for one in choice.calls:
-        function = one["function"]
+    for tool_call in choice.calls:
+        function = tool_call["function"]
         arguments = json.loads(function["arguments"])
-        blocks.append({"type": "tool_use", "id": one["id"], "name": function["name"], "input": arguments})
+        blocks.append({"type": "tool_use", "id": tool_call["id"], "name": function["name"], "input": arguments})
     return blocks
 
 

@@ -93,8 +93,8 @@ class ChatCompletions(Dialect):
             text = choice.message["content"] or ""
             if text or choice.log_probs:
                 yield _chunk(answer, index, {"content": text}, logprobs=_log_probs(choice))
-            for number, one in enumerate(_calls(call, choice)):
-                yield _chunk(answer, index, {"tool_calls": [{"index": number, **one}]})
+            for number, tool_call in enumerate(_calls(call, choice)):
+                yield _chunk(answer, index, {"tool_calls": [{"index": number, **tool_call}]})
             yield _chunk(answer, index, {}, finish_reason=choice.finish)
         if call.usage_in_stream:
             yield {**_about(answer), "object": "chat.completion.chunk", "choices": [], "usage": _usage(answer)}
@@ -122,12 +122,12 @@ def _with_functions(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list):
         return message
     found = []
-    for one in calls:
-        custom = one.get("custom") if isinstance(one, dict) else None
+    for tool_call in calls:
+        custom = tool_call.get("custom") if isinstance(tool_call, dict) else None
         if isinstance(custom, dict):
             function = {"name": custom.get("name"), "arguments": {TEXT: custom.get("input")}}
-            one = {"id": one.get("id"), "type": "function", "function": function}
-        found.append(one)
+            tool_call = {"id": tool_call.get("id"), "type": "function", "function": function}
+        found.append(tool_call)
     return {**message, "tool_calls": found}
 
 
@@ -139,12 +139,12 @@ def _message(call: Call, choice: Choice) -> dict[str, Any]:
 def _calls(call: Call, choice: Choice) -> list[dict[str, Any]]:
     """Return the calls of an answer, those of freeform tools in their form."""
     calls = []
-    for one in choice.calls:
-        name = one["function"]["name"]
+    for tool_call in choice.calls:
+        name = tool_call["function"]["name"]
         if name in call.freeform:
-            custom = {"name": name, "input": text_of(one["function"]["arguments"])}
-            one = {"id": one["id"], "type": "custom", "custom": custom}
-        calls.append(one)
+            custom = {"name": name, "input": text_of(tool_call["function"]["arguments"])}
+            tool_call = {"id": tool_call["id"], "type": "custom", "custom": custom}
+        calls.append(tool_call)
     return calls
 
 

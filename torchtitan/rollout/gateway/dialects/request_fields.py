@@ -58,8 +58,8 @@ class SamplingBody(Body):
     def limits(self) -> dict[str, Any]:
         """What ends an answer, as fields of a Call."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        kept = [one for one in stop or () if one]
-        return {"max_tokens": self.max_tokens, "stop": kept, "stop_token_ids": self.stop_token_ids or []}
+        texts = [text for text in stop or () if text]
+        return {"max_tokens": self.max_tokens, "stop": texts, "stop_token_ids": self.stop_token_ids or []}
 
 
 def refuse_unsupported(data: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]] = ONLY) -> None:
@@ -83,16 +83,20 @@ def read_request(
     request = kind.read(dict(data), WrongCall)
     tools = request.tools or []
     kinds = (None, "custom", "function")
-    own = [one for one in tools if one.get("type") in kinds and one.get("format") in (None, {"type": "text"})]
-    if wrong := [one for one in own if not isinstance(one.get("name"), str)]:
-        raise WrongCall(f"a tool needs a name: {wrong[0]!r:.200}")
-    functions = [
-        as_function(one)
-        if parameters == "parameters" and is_freeform(one, one)
-        else {"name": one["name"], "description": one.get("description") or "", "parameters": one.get(parameters) or {}}
-        for one in own
-    ]
-    return request, [{"type": "function", "function": one} for one in functions], len(tools) - len(own)
+    served = [tool for tool in tools if tool.get("type") in kinds and tool.get("format") in (None, {"type": "text"})]
+    functions: list[dict[str, Any]] = []
+    for tool in served:
+        if not isinstance(tool.get("name"), str):
+            raise WrongCall(f"a tool needs a name: {tool!r:.200}")
+        function = {
+            "name": tool["name"],
+            "description": tool.get("description") or "",
+            "parameters": tool.get(parameters) or {},
+        }
+        if parameters == "parameters" and is_freeform(tool, tool):
+            function = as_function(tool)
+        functions.append({"type": "function", "function": function})
+    return request, functions, len(tools) - len(served)
 
 
 def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str | None]:
@@ -104,7 +108,11 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: Any) -> tuple[list[dic
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and kind not in ("function", "custom"):
         raise WrongCall("tool_choice must be auto, none, required or a function")
-    names = [one["function"].get("name") for one in tools if isinstance(one.get("function"), dict)]
-    if name not in (names if name != "" else ["" for _ in names]):
+    names = [tool["function"].get("name") for tool in tools if isinstance(tool.get("function"), dict)]
+    if name == "":  # any function will do
+        is_known = bool(names)
+    else:
+        is_known = name in names
+    if not is_known:
         raise WrongCall(f"tool_choice {name or choice!r} is not among the tools")
     return tools, name

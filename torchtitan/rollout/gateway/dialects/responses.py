@@ -100,7 +100,7 @@ class OpenAIResponses(Dialect):
             max_tokens=request.max_output_tokens,
             must_call=must_call,
             parallel_calls=request.parallel_tool_calls is not False,
-            freeform=frozenset(one["name"] for one in request.tools or () if is_freeform(one, one)),
+            freeform=frozenset(tool["name"] for tool in request.tools or () if is_freeform(tool, tool)),
             echo={key: data[key] for key in ECHOED if data.get(key) is not None},
             tools_left_out=left_out,
             log_probs="message.output_text.logprobs" in (request.include or ()),
@@ -127,17 +127,17 @@ class OpenAIResponses(Dialect):
         }
 
     def opening(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
-        yield {"type": "response.created", "response": _begun(call, answer)}
+        yield {"type": "response.created", "response": _unfinished(call, answer)}
         yield from self.waiting(call, answer)
 
     def waiting(self, call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
-        yield {"type": "response.in_progress", "response": _begun(call, answer)}
+        yield {"type": "response.in_progress", "response": _unfinished(call, answer)}
 
     def failure(
         self, call: Call, answer: Answer, message: str, status: int, code: str | None
     ) -> Iterator[dict[str, Any]]:
         error = {"code": code or "server_error", "message": message}
-        yield {"type": "response.failed", "response": {**_begun(call, answer), "status": "failed", "error": error}}
+        yield {"type": "response.failed", "response": {**_unfinished(call, answer), "status": "failed", "error": error}}
 
     def frame(self, event: dict[str, Any], number: int) -> bytes:
         return super().frame({**event, "sequence_number": number}, number)
@@ -146,8 +146,8 @@ class OpenAIResponses(Dialect):
         (choice,) = answer.choices
         for index, item in enumerate(_items(call, answer, choice)):
             place = {"item_id": item["id"], "output_index": index}
-            begun = {**item, **EMPTY[item["type"]], "status": "in_progress"}
-            yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+            started_item = {**item, **EMPTY[item["type"]], "status": "in_progress"}
+            yield {"type": "response.output_item.added", "output_index": index, "item": started_item}
             if item["type"] == "message":
                 place["content_index"] = 0
                 (part,) = item["content"]
@@ -178,11 +178,15 @@ def _pieces(item: _Item) -> list[Piece]:
         return [ToolResult(item.call_id, _text(item.output))]
     if item.type == "reasoning":
         return [Thought(_text(item.content) or _text(item.summary))]
-    return [Text(part.text) for part in item.content] if isinstance(item.content, list) else [Text(item.content or "")]
+    if isinstance(item.content, list):
+        return [Text(part.text) for part in item.content]
+    return [Text(item.content or "")]
 
 
 def _text(content: str | list[_Part] | None) -> str:
-    return content or "" if not isinstance(content, list) else "".join(part.text for part in content)
+    if isinstance(content, list):
+        return "".join(part.text for part in content)
+    return content or ""
 
 
 def _about(call: Call, answer: Answer) -> dict[str, Any]:
@@ -196,7 +200,7 @@ def _about(call: Call, answer: Answer) -> dict[str, Any]:
         "metadata": {},
         "parallel_tool_calls": True,
         "tool_choice": "auto",
-        "tools": [_tool(call, one["function"]) for one in call.tools],
+        "tools": [_tool(call, tool["function"]) for tool in call.tools],
         "max_output_tokens": call.max_tokens,
         "text": {"format": {"type": "text"}},
         **call.echo,
@@ -209,7 +213,7 @@ def _tool(call: Call, function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "strict": False, **function}
 
 
-def _begun(call: Call, answer: Answer) -> dict[str, Any]:
+def _unfinished(call: Call, answer: Answer) -> dict[str, Any]:
     """Return a response that is not there yet."""
     return {**_about(call, answer), "status": "in_progress", "output": [], "usage": None}
 
@@ -221,13 +225,15 @@ def _items(call: Call, answer: Answer, choice: Choice) -> list[dict[str, Any]]:
     if text is not None:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": choice.log_probs or []}
         items.append({"type": "message", "id": f"msg_{answer.name}", "role": "assistant", "content": [part]})
-    for one in choice.calls:
-        function = one["function"]
+    for tool_call in choice.calls:
+        function = tool_call["function"]
         if function["name"] in call.freeform:
             text = text_of(function["arguments"])
-            about = {"call_id": one["id"], "name": function["name"], "input": text}
-            items.append({"type": "custom_tool_call", "id": f"ctc_{one['id']}", **about})
+            about = {"call_id": tool_call["id"], "name": function["name"], "input": text}
+            items.append({"type": "custom_tool_call", "id": f"ctc_{tool_call['id']}", **about})
         else:
-            items.append({"type": "function_call", "id": f"fc_{one['id']}", "call_id": one["id"], **function})
+            items.append(
+                {"type": "function_call", "id": f"fc_{tool_call['id']}", "call_id": tool_call["id"], **function}
+            )
     status = "incomplete" if choice.completion.finish_reason == "length" else "completed"
     return [{**item, "status": status} for item in items]

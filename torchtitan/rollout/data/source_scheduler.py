@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 
-class Mix:
+class SourceScheduler:
     """Divides every batch among the sources by largest remainder; what the division of whole groups leaves over is
     carried to the next batch.
 
@@ -28,7 +28,7 @@ class Mix:
         scale = math.lcm(*(weight.denominator for weight in weights.values()))
         self._weights = {name: int(weight * scale) for name, weight in weights.items()}
         self._total = sum(self._weights.values())
-        self._batches, self._given = 0, dict.fromkeys(self._weights, 0)
+        self._batches, self._served = 0, dict.fromkeys(self._weights, 0)
         self._planned: deque[dict[str, int]] = deque()
 
     @property
@@ -43,44 +43,45 @@ class Mix:
         """Return the groups of a source in each of the next `batches` batches."""
         while len(self._planned) < batches:
             self._planned.append(self._plan())
-        return [one.get(name, 0) for one in islice(self._planned, batches)]
+        return [counts.get(name, 0) for counts in islice(self._planned, batches)]
 
-    def hand_out(self, counts: Mapping[str, int]) -> None:
+    def served(self, counts: Mapping[str, int]) -> None:
         """Note the groups of each source in a batch that has been handed out."""
         if not self._planned or self._planned.popleft() != counts:
             self._planned.clear()
         self._batches += 1
-        for name in self._given:
-            self._given[name] += counts.get(name, 0)
+        for name in self._served:
+            self._served[name] += counts.get(name, 0)
 
-    def leave(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Divide the share of a source among the others, from the next batch on."""
         self._set({other: Fraction(weight) for other, weight in self._weights.items() if other != name})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": self._weights, "batches": self._batches, "given": self._given}
+        return {"weights": self._weights, "batches": self._batches, "given": self._served}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; with other weights than those, begin anew."""
         for name in set(self._weights) - set(state["weights"]):
-            self.leave(name)
-        if all(self._weights[one] * sum(state["weights"].values()) == weight * self._total
-               for one, weight in state["weights"].items()):  # fmt: skip
-            self._batches, self._given = state["batches"], dict(state["given"])
+            self.remove(name)
+        saved: dict[str, int] = state["weights"]
+        total = sum(saved.values())
+        if all(self._weights[source] * total == weight * self._total for source, weight in saved.items()):
+            self._batches, self._served = state["batches"], dict(state["given"])
             self._planned.clear()
 
     def _plan(self) -> dict[str, int]:
         """Return the batch after the planned ones."""
         due = (self._batches + len(self._planned) + 1) * self.groups
-        owed = {
-            name: due * weight - self._total * (self._given[name] + sum(one[name] for one in self._planned))
-            for name, weight in self._weights.items()
-        }
-        counts = dict.fromkeys(owed, 0)
+        deficit: dict[str, int] = {}
+        for name, weight in self._weights.items():
+            planned = sum(counts[name] for counts in self._planned)
+            deficit[name] = due * weight - self._total * (self._served[name] + planned)
+        counts = dict.fromkeys(deficit, 0)
         for _ in range(self.groups):
             # The first of equals, in the order of the configuration.
-            name = max(owed, key=owed.__getitem__)
-            owed[name] -= self._total
+            name = max(deficit, key=deficit.__getitem__)
+            deficit[name] -= self._total
             counts[name] += 1
         return counts
 

@@ -10,7 +10,7 @@ from math import floor
 
 import pytest
 
-from torchtitan.rollout.data.mix import Mix, in_turns
+from torchtitan.rollout.data.source_scheduler import SourceScheduler, in_turns
 from torchtitan.rollout.flow.staleness_budget import StalenessBudget
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.packing import minibatches
@@ -21,22 +21,24 @@ TRIALS, BATCHES = 25, 400
 class Traffic:
     """A source whose groups take random times, and are dropped at random."""
 
-    def __init__(self, name: str, mix: Mix, chance: random.Random, max_staleness: int):
+    def __init__(self, name: str, scheduler: SourceScheduler, chance: random.Random, max_staleness: int):
         self.budget = StalenessBudget(
-            mix.groups * mix.share(name), max_staleness, quotas=lambda batches: mix.upcoming(name, batches)
+            scheduler.groups * scheduler.share(name),
+            max_staleness,
+            quotas=lambda batches: scheduler.upcoming(name, batches),
         )
         self.chance, self.speed, self.usable = chance, 10 ** chance.uniform(-2, 1), chance.uniform(0.2, 1)
         self.in_flight: dict[int, tuple[float, int]] = {}
-        self.redo: list[int] = []
+        self.resample: list[int] = []
         self.drawn = self.generated = 0
         self.ready: set[int] = set()
 
     def fill(self, now: float) -> None:
         while True:
-            position = self.budget.position(self.redo[0] if self.redo else None, self.in_flight)
+            position = self.budget.position(self.resample[0] if self.resample else None, self.in_flight)
             if position >= self.budget.wanted():
                 return
-            index = heapq.heappop(self.redo) if self.redo else self.drawn
+            index = heapq.heappop(self.resample) if self.resample else self.drawn
             self.drawn = max(self.drawn, index + 1)
             self.generated += 1
             self.in_flight[index] = (now + self.chance.expovariate(self.speed), self.budget.version)
@@ -48,12 +50,12 @@ class Traffic:
         self.budget.count(usable)
         self.budget.add(index, version, usable)
         self.ready |= {index} if usable else set()
-        self.redo_stale(index)
+        self.resample_stale(index)
         return finished
 
-    def redo_stale(self, only: int | None = None) -> None:
+    def resample_stale(self, only: int | None = None) -> None:
         for index in self.budget.take_stale(self.budget.max_staleness, only):
-            heapq.heappush(self.redo, index)
+            heapq.heappush(self.resample, index)
             self.ready.discard(index)
 
 
@@ -74,24 +76,24 @@ def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_droppe
         names = [f"s{number}" for number in range(chance.randint(2, 4))]
         weights = {name: chance.choice([1, 2, 3, 5, 0.5, 0.1]) for name in names}
         groups, max_staleness = chance.randint(1, 9), chance.randint(0, 2)
-        mix = Mix(weights, groups)
-        sources = {name: Traffic(name, mix, chance, max_staleness) for name in names}
+        scheduler = SourceScheduler(weights, groups)
+        sources = {name: Traffic(name, scheduler, chance, max_staleness) for name in names}
         deaths = {chance.randrange(BATCHES): name for name in names[1:] if chance.random() < 0.4}
         owed, used, now = dict.fromkeys(names, Fraction(0)), {name: list[int]() for name in names}, 0.0
         for version in range(BATCHES):
             if (dead := deaths.get(version)) is not None:
-                mix.leave(dead)
+                scheduler.remove(dead)
                 del sources[dead]
                 owed = dict.fromkeys(sources, Fraction(0))
             for source in sources.values():
                 source.budget.version, source.budget.handed_out = version, False
-                source.redo_stale()
+                source.resample_stale()
                 source.fill(now)
             while True:
                 parts = {
                     name: part
                     for name, one in sources.items()
-                    if (part := one.budget.batch([*one.in_flight, *one.redo])) is not None
+                    if (part := one.budget.batch([*one.in_flight, *one.resample])) is not None
                 }
                 if len(parts) == len(sources):
                     break
@@ -112,10 +114,10 @@ def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_droppe
                 assert all(one.budget.sampled_at[index] >= version - max_staleness for index in parts[name])
                 used[name] += parts[name]
                 one.ready -= set(parts[name])
-                one.budget.hand_out(parts[name])
-            mix.hand_out(counts)
+                one.budget.consumed(parts[name])
+            scheduler.served(counts)
             for one in sources.values():
-                one.redo_stale()
+                one.resample_stale()
         for name in sources:
             # In the order of the prompts, and none twice.
             assert used[name] == sorted(set(used[name]))
@@ -123,21 +125,21 @@ def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_droppe
 
 
 def test_what_is_ahead_is_what_comes_and_a_saved_mix_goes_on() -> None:
-    mix = Mix({"a": 3, "b": 1, "c": 0.7}, 5)
-    ahead = [mix.upcoming(name, 40) for name in mix.names]
-    other = Mix({"a": 3, "b": 1, "c": 0.7}, 5)
+    scheduler = SourceScheduler({"a": 3, "b": 1, "c": 0.7}, 5)
+    ahead = [scheduler.upcoming(name, 40) for name in scheduler.names]
+    other = SourceScheduler({"a": 3, "b": 1, "c": 0.7}, 5)
     for batch in range(40):
         counts = {name: other.upcoming(name, 1)[0] for name in other.names}
         assert [counts[name] for name in other.names] == [one[batch] for one in ahead]
-        other.hand_out(counts)
-        again = Mix({"a": 3, "b": 1, "c": 0.7}, 5)
+        other.served(counts)
+        again = SourceScheduler({"a": 3, "b": 1, "c": 0.7}, 5)
         again.load_state_dict(json.loads(json.dumps(other.state_dict())))
         assert [again.upcoming(name, 9) for name in "abc"] == [other.upcoming(name, 9) for name in "abc"]
-    other.leave("b")
+    other.remove("b")
     again.load_state_dict(other.state_dict())
     assert again.names == ["a", "c"] and again.share("b") == 0.0
     # With other weights, what was before does not count.
-    fresh = Mix({"a": 1, "c": 1}, 4)
+    fresh = SourceScheduler({"a": 1, "c": 1}, 4)
     fresh.load_state_dict(other.state_dict())
     assert fresh.upcoming("a", 3) == fresh.upcoming("c", 3) == [2, 2, 2]
 
@@ -160,9 +162,9 @@ def test_every_minibatch_has_its_part_of_every_source_and_of_its_passes(sources:
         chance = random.Random(f"{sources} {count} {trial}")
         weights = {f"s{number}": 1 if trial < 4 else chance.choice([1, 2, 3, 0.5]) for number in range(sources)}
         every, groups = chance.choice([1, 2, 5, 10]), count * chance.randint(1, 12)
-        mix, first = Mix(weights, groups), chance.randrange(20)
+        scheduler, first = SourceScheduler(weights, groups), chance.randrange(20)
         shares = [
-            [Group(i, [], name, i % every == 0) for i in range(first, first + mix.upcoming(name, 1)[0])]
+            [Group(i, [], name, i % every == 0) for i in range(first, first + scheduler.upcoming(name, 1)[0])]
             for name in weights
         ]
         batch = Batch(0, in_turns(shares) if trial % 2 else [group for share in shares for group in share])
