@@ -19,7 +19,6 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = ("-m", "torchtitan.grpo_train")
-_PR_SET_PDEATHSIG = 1
 
 Bars = Mapping[str, tuple[str, float]]
 
@@ -63,13 +62,6 @@ def processor() -> str:
 def progress(text: str) -> None:
     """To the terminal's error stream, so that the result can be piped."""
     print(text, file=sys.stderr, flush=True)
-
-
-def language_model_shapes(layers: int, hidden: int, vocabulary: int) -> list[tuple[int, ...]]:
-    """Shapes of a Qwen3-like model's tensors: embedding, 11 a layer, final norm."""
-    attention = [(2 * hidden, hidden), (hidden, hidden), (hidden, hidden), (hidden, 2 * hidden), (128,), (128,)]
-    feed_forward = [(3 * hidden, hidden), (3 * hidden, hidden), (hidden, 3 * hidden), (hidden,), (hidden,)]
-    return [(vocabulary, hidden), *(attention + feed_forward) * layers, (hidden,)]
 
 
 # Time
@@ -265,78 +257,3 @@ def refuse_without_gpu() -> None:
     if not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
         sys.exit(2)
-
-
-# Processes
-
-
-def die_with_parent() -> None:
-    """Called by a child: the kernel kills it when its parent is gone, even while it is stopped. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == 1:
-            os._exit(1)
-
-
-class Child:
-    """`python script arguments` in a process that does not outlive this one.
-
-    The script calls child_arguments() first, and answers with lines of JSON on its standard output. prefix: in front of
-    the command, say `ip netns exec NAME`.
-    """
-
-    def __init__(
-        self,
-        script: Path,
-        arguments: Mapping[str, Any],
-        prefix: Sequence[str] = (),
-        environment: Mapping[str, str] = {},
-    ):
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(script), "--child", json.dumps(dict(arguments))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """One line to its standard input."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(dict(message)) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Its next line. Ends the benchmark when it has died."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a process of the benchmark has ended with code {self.process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def send_signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        """Kill it: nothing of it is needed any more."""
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-
-
-def child_arguments() -> dict[str, Any] | None:
-    """What Child was given, in the child; None in the benchmark itself."""
-    if len(sys.argv) == 3 and sys.argv[1] == "--child":
-        die_with_parent()
-        arguments: dict[str, Any] = json.loads(sys.argv[2])
-        return arguments
-    return None
-
-
-def say(message: Mapping[str, Any]) -> None:
-    """A child's answer."""
-    print(json.dumps(dict(message)), flush=True)

@@ -1,4 +1,5 @@
-"""vLLM's own way of sending weights, with gloo: what benchmarks/vllm_sync.py compares with. In vLLM's environment.
+"""vLLM's own way of sending weights, with gloo: what the scenario `vllm` of
+benchmarks/weight_sync compares with. In vLLM's environment.
 
 vLLM 0.32 ships no engine for CPUs, so this is the smallest one for its trainer API: whole tensors, one broadcast each,
 in the order of the source, loaded as they come; a twin of its NCCL engine without packing. The worker's half is

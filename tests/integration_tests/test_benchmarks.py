@@ -17,8 +17,9 @@ from benchmarks.namespaces import slow_network
 from tests.runs import RUN_SECONDS
 
 REPOSITORY = Path(__file__).parents[2]
-KEYS = {
-    "weight_sync_stall": {
+# Of the weight synchronisation.
+SCENARIOS = {
+    "stall": {
         "frozen_step_ratio",
         "publish_step_ratio",
         "sync_stall_p50_share",
@@ -26,13 +27,15 @@ KEYS = {
         "frozen_share_of_steps",
         "published_share_healthy",
     },
-    "weight_sync_overlap": {"share_of_ideal", "gain", "published_share_async"},
-    "weight_sync_snapshot": {"snapshot_ratio"},
-    "weight_sync_bandwidth": {"share_of_socket", "times_faster_than_broadcast"},
-    "weight_sync_plan": {"plan_s", "growth_per_version"},
-    "weight_sync_fanout": {"egress_growth_1_to_2", "egress_mb_relay_2", "egress_copies_one_host"},
-    "weight_sync_registry": {"registry_share", "join_storm_s", "status_bytes_s", "actor_start_pull_ms"},
-    "weight_sync_slow": {"healthy_gap_versions", "healthy_gap_versions_four_slots", "healthy_gap_versions_ten"},
+    "overlap": {"share_of_ideal", "gain", "published_share_async"},
+    "snapshot": {"snapshot_ratio"},
+    "bandwidth": {"share_of_socket", "times_faster_than_broadcast"},
+    "plan": {"plan_s", "growth_per_version"},
+    "fanout": {"egress_growth_1_to_2", "egress_mb_relay_2", "egress_copies_one_host"},
+    "registry": {"registry_share", "join_storm_s", "status_bytes_s", "actor_start_pull_ms"},
+    "slow": {"healthy_gap_versions", "healthy_gap_versions_four_slots", "healthy_gap_versions_ten"},
+}
+KEYS = {
     "accuracy_hostile": {"accuracy_seconds_worst", "clock_worst_s"},
     "agents": {"prefill_saved", "gateway_overhead"},
     "engine_log_probs": {"share_equal", "share_equal_packs"},
@@ -59,10 +62,19 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in listed.stdout.splitlines() if line}
 
 
+def run_scenario(name: str, keys: set[str], *options: str, timeout_s: float = 280) -> dict[str, float]:
+    """A scenario of the weight synchronisation; see run_quickly."""
+    return run_program(["-m", "benchmarks.weight_sync", name, *options], f"weight_sync_{name}", keys, timeout_s)
+
+
 def run_quickly(name: str, keys: set[str], *options: str, timeout_s: float = 280) -> dict[str, float]:
     """Its last line is the object with these figures; what they are worth is not asked."""
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / f"{name}.py"), *options, "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    return run_program([str(REPOSITORY / "benchmarks" / f"{name}.py"), *options], name, keys, timeout_s)
+
+
+def run_program(words: list[str], name: str, keys: set[str], timeout_s: float) -> dict[str, float]:
+    command = [sys.executable, *words, "--quick", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["benchmark"] == name and result["conditions"]["quick"] is True
@@ -90,28 +102,34 @@ def test_a_run_goes_on_by_itself_where_ranks_are_killed_and_told_to_go(debug_che
 
 
 @pytest.mark.exhaustive
-def test_each_hostile_actor_is_refused_for_what_it_does(debug_checkpoint: Path) -> None:
-    figures = run_quickly("hostile_actors", {"kinds_refused"}, "--model", str(debug_checkpoint))
+def test_each_hostile_actor_is_refused_for_what_it_does() -> None:
+    figures = run_scenario("hostile", {"kinds_refused"})
     assert figures["kinds_refused"] == 11 and figures["steps"] == figures["steps_without"] == 25
 
 
 @pytest.mark.benchmark
 @pytest.mark.parametrize("name", KEYS)
 def test_benchmark_ends_with_its_figures(name: str) -> None:
-    isolated = name == "weight_sync_overlap"
+    run_quickly(name, KEYS[name])
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario_ends_with_its_figures_and_leaves_nothing_behind(name: str) -> None:
+    isolated = name == "overlap"
     if isolated and (os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None):
         pytest.skip("needs root and iproute2")
-    if name in ("weight_sync_stall", "weight_sync_overlap") and CORES < 2:
+    if name in ("stall", "overlap") and CORES < 2:
         pytest.skip("needs two cores")
     before = namespaces() if isolated else set()
-    run_quickly(name, KEYS[name])
+    run_scenario(name, SCENARIOS[name])
     if isolated:
         assert namespaces() <= before, "namespaces are left behind"
 
 
 @pytest.mark.exhaustive
 def test_every_sabotage_of_an_embedded_engine_is_noticed_and_nothing_else() -> None:
-    assert run_quickly("sabotage", set()) == {"missed": 0, "false_alarms": 0}
+    assert run_scenario("sabotage", set()) == {"missed": 0, "false_alarms": 0}
 
 
 def test_namespaces_are_refused_clearly_without_their_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.mark.exhaustive
 def test_a_dozen_faults(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/weight_sync_chaos.py", "--faults", "12", "--seed", "1", "--json"]
+    command = [sys.executable, "-m", "benchmarks.weight_sync", "chaos", "--faults", "12", "--seed", "1", "--json"]
     # On a busy machine, the scheduler alone may hold a step for seconds; a step that really waits never ends.
     command += ["--keep", str(tmp_path), "--stall_s", "60"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=840)

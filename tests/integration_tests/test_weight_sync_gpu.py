@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.weight_sync_gpu import LateStream
+from benchmarks.weight_sync.scenarios.gpu import LateStream
 from tests.checksums import sum_checksum_numpy
 from tests.integration_tests.test_pulling import Job
 from tests.patience import PATIENCE_S

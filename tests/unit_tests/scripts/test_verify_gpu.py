@@ -154,7 +154,7 @@ case "$*" in
     *verify_gpu.py*) exec {sys.executable} "$@" ;;
     *pytest*integration*) echo "1 failed in 2 s"; exit 1 ;;
     *pytest*) echo "7 passed in 2 s" ;;
-    *weight_sync_gpu*) echo "torn_without_fence   1   >= 1   met" ;;
+    *weight_sync\\ gpu*) echo "torn_without_fence   1   >= 1   met" ;;
     *--make*) mkdir -p "$2"; echo made ;;
     *--used*) grep -q 4321 "${{@: -1}}" && printf 'peak_over_plan 1.01 <= 1.15 met\\nused_over_plan 0.93 <= 1 met\\n' ;;
     *) printf 'peak_over_plan 1.3 <= 1.15 MISSED\\nmfu 0.24 >= 0.2 met\\n'; exit 1 ;;

@@ -1,6 +1,6 @@
 """The disk transport against what it stands on: seconds of plain requests ÷ seconds of ours, for the same bytes.
 
-    python benchmarks/disk_transport.py [--json]          (needs the extra `remote` and moto[server])
+Needs the extra `remote` and moto[server].
 
     s3_put_ratio, s3_get_ratio    aiobotocore's put_object and get_object, one bucket after the other, ÷ SlotFiles.write
                                   and read_parts, with the threads that they have, on moto's server on this machine
@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks import common
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.job import EPOCH
 from tests.moto_server import moto_server
 from torchtitan.distributed.boxes import Box
 from torchtitan.weight_sync.memory.delta import encode, shortest
@@ -40,6 +38,10 @@ BARS = {
     "s3_put_ratio": (">=", 0.8), "s3_get_ratio": (">=", 0.8), "folder_read_ratio": (">=", 0.9),
     "delta_bytes_ratio": ("<=", 1.01),
 }  # fmt: skip
+OPTIONS = {
+    "buckets": Option(4, "of 16 MB, in the object store; four times as many in the folder", quick=1),
+    "repeats": Option(5, quick=1),
+}
 
 
 class Rank:
@@ -50,7 +52,7 @@ class Rank:
         table = ParameterTable.of([ParameterEntry("w", "bfloat16", (size // 2,))])
         self.layout = Layout(BUCKET, table, (ShardTable.of(table, [(0, Box((0,), (size // 2,)))]),))
         self.store = store_of(url)
-        self.files = SlotFiles(self.store, "e1-benchmark", 0, 1, self.layout, whole_every)
+        self.files = SlotFiles(self.store, EPOCH, 0, 1, self.layout, whole_every)
         self.staging = memoryview(bytearray(size))
 
     def write(self, serial: int, memory: memoryview) -> None:
@@ -108,46 +110,42 @@ def object_store(buckets: int, repeats: int) -> dict[str, float]:
         assert rank.staging == data
         loop.run_until_complete(client.__aexit__(None, None, None))
         loop.close()
-    return {f"s3_{what}_ratio": common.median_ratio(seconds[f"plain {what}"], seconds[f"our {what}"]) for what in ("put", "get")}  # fmt: skip # noqa: E501
+    return {
+        "s3_put_ratio": common.median_ratio(seconds["plain put"], seconds["our put"]),
+        "s3_get_ratio": common.median_ratio(seconds["plain get"], seconds["our get"]),
+    }
 
 
-def folder(buckets: int, repeats: int) -> dict[str, float]:
+def local_folder(folder: Path, buckets: int, repeats: int) -> dict[str, float]:
     """A local folder, and the bytes of a delta."""
     generator = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory(prefix="disk-transport-") as name:
-        rank = Rank(name, buckets, whole_every=10)
-        values = generator.integers(0, 1 << 16, buckets * BUCKET // 2, dtype=np.uint16)
-        old = memoryview(values.tobytes())
-        rank.write(1, old)
-        path = next(Path(name).glob("*/*/model.safetensors"))
+    rank = Rank(str(folder), buckets, whole_every=10)
+    values = generator.integers(0, 1 << 16, buckets * BUCKET // 2, dtype=np.uint16)
+    old = memoryview(values.tobytes())
+    rank.write(1, old)
+    path = next(folder.glob("*/*/model.safetensors"))
 
-        def plain() -> None:
-            with path.open("rb") as file:
-                file.seek(path.stat().st_size - len(old))
-                for start in range(0, len(old), BUCKET):
-                    file.readinto(rank.staging[start : start + BUCKET])
-                    xxhash.xxh3_128_hexdigest(rank.staging[start : start + BUCKET])
+    def plain() -> None:
+        with path.open("rb") as file:
+            file.seek(path.stat().st_size - len(old))
+            for start in range(0, len(old), BUCKET):
+                file.readinto(rank.staging[start : start + BUCKET])
+                xxhash.xxh3_128_hexdigest(rank.staging[start : start + BUCKET])
 
-        seconds = common.interleaved(
-            {"plain": lambda: common.timed(plain), "ours": lambda: common.timed(rank.read)}, repeats
-        )
-        values[generator.integers(0, len(values), len(values) // 30)] += 1
-        new = memoryview(values.tobytes())
-        rank.write(2, new)
-        read, sent = rank.read(held=1), 0
-        assert rank.staging == new
-        for start in range(0, len(new), BUCKET):
-            sent += len(encode(new[start : start + BUCKET], old[start : start + BUCKET], 2) or new[:BUCKET])
-    return {"folder_read_ratio": common.median_ratio(seconds["plain"], seconds["ours"]), "delta_bytes_ratio": read / sent}  # fmt: skip # noqa: E501
-
-
-def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
-    buckets, repeats = (1, 1) if arguments.quick else (4, 5)
-    figures = {**folder(4 * buckets, 2 * repeats), **object_store(buckets, repeats)}
-    conditions = {"buckets of 16 MB": buckets, "cores": os.cpu_count(), "processor": common.processor()}
-    common.report("disk_transport", figures, BARS, conditions, arguments.json)
+    seconds = common.interleaved(
+        {"plain": lambda: common.timed(plain), "ours": lambda: common.timed(rank.read)}, repeats
+    )
+    values[generator.integers(0, len(values), len(values) // 30)] += 1
+    new = memoryview(values.tobytes())
+    rank.write(2, new)
+    read, sent = rank.read(held=1), 0
+    assert rank.staging == new
+    for start in range(0, len(new), BUCKET):
+        sent += len(encode(new[start : start + BUCKET], old[start : start + BUCKET], 2) or new[:BUCKET])
+    ratio = common.median_ratio(seconds["plain"], seconds["ours"])
+    return {"folder_read_ratio": ratio, "delta_bytes_ratio": read / sent}
 
 
-if __name__ == "__main__":
-    main()
+def measure(run: Run) -> dict[str, float]:
+    buckets, repeats = run.options.buckets, run.options.repeats
+    return {**local_folder(run.folder, 4 * buckets, 2 * repeats), **object_store(buckets, repeats)}

@@ -1,7 +1,5 @@
 """Weight synchronisation under faults: one trainer that publishes every step, three actors that generate, all real.
 
-    python benchmarks/weight_sync_chaos.py --faults 200 --seed 1 --json
-
 Each transport of --transport gets its share of the faults, in one run with one trainer process. Faults: an actor, the
 shard server or the registry is killed or stopped for a while, a connection is reset, a byte corrupted, a link slow, a
 disk full, a file truncated. `s3` is `disk` with moto's server as the object store, which is stopped for a while, too
@@ -23,11 +21,9 @@ import functools
 import json
 import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -38,20 +34,18 @@ from typing import Any
 import psutil
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-from benchmarks import common  # noqa: E402
-from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
-from tests import faults  # noqa: E402
-from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.inference.serving.weight_digest import slot_checksums  # noqa: E402
-from torchtitan.weight_sync import servers  # noqa: E402
-from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.memory.manifest import ChecksumTable, content_digest, merge_layouts  # noqa: E402
-from torchtitan.weight_sync.memory.slots import SlotState, SlotWriter  # noqa: E402
-from torchtitan.weight_sync.transports.stores import Objects  # noqa: E402
-from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
+from benchmarks import common
+from benchmarks.weight_sync.chaos_actor import SHAPES, parameter_values
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.job import EPOCH, Job
+from tests import faults
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.inference.serving.weight_digest import slot_checksums
+from torchtitan.weight_sync import servers
+from torchtitan.weight_sync.memory.manifest import ChecksumTable, content_digest, merge_layouts
+from torchtitan.weight_sync.memory.slots import SlotState, SlotWriter
+from torchtitan.weight_sync.transports.stores import Objects
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02
@@ -63,14 +57,25 @@ SLOW_BYTES_PER_S = 400_000
 STRIKE_SECONDS = 6.0
 RECOVERY_SECONDS = 90.0
 
-NONE_OF_THESE = (
-    "training_stops", "torn_or_unknown_tokens", "leaked_slots", "leaked_descriptors", "actors_not_recovered",
-)  # fmt: skip
-# What the trainer's memory may grow by, in MB: freed memory that the allocator keeps, and the journal of the faults.
-MEMORY_GROWTH_MB = 32
+BARS = {
+    "training_stops": ("<=", 0),
+    "torn_or_unknown_tokens": ("<=", 0),
+    "leaked_slots": ("<=", 0),
+    "leaked_descriptors": ("<=", 0),
+    "actors_not_recovered": ("<=", 0),
+    # Freed memory that the allocator keeps, and the journal of the faults.
+    "memory_growth_mb": ("<=", 32),
+}
 # Not summed over transports.
 LARGEST = ("longest_stall_s", "memory_growth_mb")
 
+OPTIONS = {
+    "faults": Option(200, quick=4),
+    "seed": Option(1),
+    "transport": Option("tcp,disk", "tcp, disk, s3; of two, the first has three quarters"),
+    "stall_s": Option(1.0, "a machine that is busy otherwise needs more"),
+    "sync": Option("{}", 'keys of [weight_sync] as JSON, such as {"tcp.relay": true}'),
+}
 # Kind of fault -> how often, relative to the others.
 KINDS = {
     "tcp": {
@@ -90,7 +95,7 @@ class TrainingStopped(Exception):
     """The synchronisation raised in the trainer."""
 
 
-class Run:
+class Training:
     """One trainer with its shard server and registry, three actors, and the faults of one transport."""
 
     def __init__(self, folder: Path, transport: str, seed: int, options: dict[str, Any], stall_s: float):
@@ -107,8 +112,8 @@ class Run:
         for key, value in options.items():
             table, _, name = key.rpartition(".")
             setattr(getattr(config, table) if table else config, name, value)
-        self.epoch, self.token = f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
-        self.sync = WeightSync(config, self.parameters, epoch=self.epoch, token=self.token, run_dir=folder)
+        self._job = Job(self.parameters, folder, config)
+        self.sync = self._job.sync
         # With delta, one more is kept as the base of the next.
         self.slots_in_use = 1 + config.table.delta
         # With relay, who has connected to whom depends on who came first: an actor dials and is dialled by each other.
@@ -124,15 +129,15 @@ class Run:
     def step(self) -> None:
         """One optimizer step and its publication; then the parameters hold nothing that anybody may read."""
         with self._raises_count():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             no = not self.sync.reserve()
-            stall = time.perf_counter() - begun
+            stall = time.perf_counter() - start
             self.version += 1
             self._fill(self.version)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self.sync.commit(self.version, int(no))
             self.sync.fence()
-            stall += time.perf_counter() - begun
+            stall += time.perf_counter() - start
         self.longest_stall = max(self.longest_stall, stall)
         self.stops += stall > self.stall_s
         self._forget()
@@ -195,16 +200,16 @@ class Run:
     def start_actor(self, name: str) -> None:
         arguments = {
             "registry": self.sync.registry_address,
-            "key": role_key(self.token, ACTOR, name),
+            "key": role_key(self._job.place["token"], ACTOR, name),
             "actor": name,
-            "epoch": self.epoch,
+            "epoch": EPOCH,
             "log": str(self.folder / f"{name}.jsonl"),
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             self.actors[name] = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / "benchmarks" / "weight_sync_chaos_actor.py"), json.dumps(arguments)],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+                [sys.executable, "-m", "benchmarks.weight_sync.chaos_actor", json.dumps(arguments)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=common.REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(common.REPOSITORY)},
             )  # fmt: skip
 
     def start_actors_that_died(self) -> None:
@@ -316,7 +321,7 @@ class Run:
                 if line is None:
                     continue  # cut off by a kill
                 count += line["tokens"]
-                known = line["epoch"] == self.epoch and line["digest"] == self._digest(line["version"])
+                known = line["epoch"] == EPOCH and line["digest"] == self._digest(line["version"])
                 wrong += line["torn"] if known else line["tokens"]
                 if line["torn"] or not known:
                     print(f"{name} had {line}", file=sys.stderr)
@@ -335,7 +340,7 @@ class Run:
             process.wait(10)
             assert process.stdin is not None
             process.stdin.close()
-        self.sync.close()
+        self._job.close()
 
 
 def _json_or_none(line: str) -> dict[str, Any] | None:
@@ -346,11 +351,11 @@ def _json_or_none(line: str) -> dict[str, Any] | None:
     return record
 
 
-def run(
+def faults_of(
     folder: Path, transport: str, count: int, seed: int, options: dict[str, Any], stall_s: float
 ) -> dict[str, float]:
     """`count` faults of one transport; the figures."""
-    chaos = Run(folder, transport, seed, options, stall_s)
+    chaos = Training(folder, transport, seed, options, stall_s)
     try:
         memory = number = done = 0
         recovered, more = False, {}
@@ -415,39 +420,21 @@ def s3_store() -> Iterator[None]:
         yield
 
 
-def main() -> int:
-    parser = common.parser(__doc__)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--transport", default="tcp,disk", help="tcp, disk, s3; of two, the first has three quarters")
-    parser.add_argument("--stall_s", type=float, default=1.0, help="a machine that is busy otherwise needs more")
-    parser.add_argument("--option", action="append", default=[], help="of [weight_sync], such as tcp.relay=true")
-    parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
-    arguments = parser.parse_args()
+def measure(run: Run) -> dict[str, float]:
     # The run is about faults that are told by pulses and deadlines; these are the same, only shorter.
     servers.HEALTHY_SECONDS = 2.0
     torch.set_num_threads(1)
-    options = {key: json.loads(value) for key, _, value in (item.partition("=") for item in arguments.option)}
-    transports = arguments.transport.split(",")
-    count = 4 if arguments.quick else arguments.faults
+    sync_options, transports, count = json.loads(run.options.sync), run.options.transport.split(","), run.options.faults
     if "s3" in transports:
-        options["disk.path"] = f"s3://{BUCKET}/weights"
+        run.closing.enter_context(s3_store())
+        sync_options["disk.path"] = f"s3://{BUCKET}/weights"
     shares = [count - count // 4, count // 4] if transports[1:] else [count]
     figures: dict[str, float] = {}
-    begun = time.monotonic()
-    store = s3_store() if "s3" in transports else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory(prefix="weight-sync-chaos-") as temporary, store:
-        for transport, share in zip(transports, shares, strict=True):
-            folder = (arguments.keep or Path(temporary)) / transport
-            folder.mkdir(parents=True)
-            for key, value in run(folder, transport, share, arguments.seed, options, arguments.stall_s).items():
-                figures[key] = max(figures.get(key, 0), value) if key in LARGEST else figures.get(key, 0) + value
-    conditions = {"seed": arguments.seed, "transports": transports, "seconds": round(time.monotonic() - begun)}
-    most = {**dict.fromkeys(NONE_OF_THESE, 0), "memory_growth_mb": MEMORY_GROWTH_MB}
-    bars = {"faults": (">=", count), **{name: ("<=", bar) for name, bar in most.items()}}
-    common.report("weight_sync_chaos", figures, bars, conditions, arguments.json)
-    return int(figures["faults"] < count or any(figures[name] > bar for name, bar in most.items()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for transport, share in zip(transports, shares, strict=True):
+        folder = run.folder / transport
+        folder.mkdir()
+        of_transport = faults_of(folder, transport, share, run.options.seed, sync_options, run.options.stall_s)
+        for key, value in of_transport.items():
+            figures[key] = max(figures.get(key, 0), value) if key in LARGEST else figures.get(key, 0) + value
+    run.bars = {"faults": (">=", count), **BARS}
+    return figures

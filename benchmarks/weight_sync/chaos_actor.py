@@ -1,6 +1,4 @@
-"""An actor of weight_sync_chaos.py: the real code, and an engine whose tokens say which version they were drawn from.
-
-    python benchmarks/weight_sync_chaos_actor.py '{"registry": ..., "actor": ..., "epoch": ..., "log": ...}'
+"""An actor of the scenario `chaos`: the real code, and an engine whose tokens say which version they were drawn from.
 
 The engine generates all the time. A token is drawn from elements of several parameters; each element shows its version,
 so that a token of torn or unknown weights cannot pass for another. A line of the log is what was generated under one
@@ -57,13 +55,13 @@ class Engine:
     def apply(self, staged: StagedVersion) -> float:
         """Between two steps, one parameter after the other."""
         with self._step:
-            begun = time.monotonic()
+            start = time.monotonic()
             self._write_line()
             for index, weight in enumerate(self._weights):
                 weight.copy_(staged.tensors[f"p{index}"])
                 time.sleep(0.0005)  # a step that did not wait would meet two versions here
             self._tag = (staged.epoch, staged.version, staged.digest)
-            return time.monotonic() - begun
+            return time.monotonic() - start
 
     def generate(self, stop: threading.Event) -> None:
         """Decode steps until `stop`."""

@@ -13,25 +13,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-from torchtitan.errors import UserError  # noqa: E402
-from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient, EngineError  # noqa: E402
-from torchtitan.inference.engines.sidecar.sidecar_process import find_python  # noqa: E402
-from torchtitan.weight_sync.wire.handshake import ACTOR, role_key  # noqa: E402
+from benchmarks.common import REPOSITORY
+from benchmarks.weight_sync.job import EPOCH
+from torchtitan.errors import UserError
+from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient, EngineError
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python
+from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 TOKEN_ENV = "TOKEN"
 START_SECONDS = 600.0
 CALL_SECONDS = 60.0
-VOCABULARY = 16384
 
 
 def vllm_python() -> str:
@@ -40,30 +38,6 @@ def vllm_python() -> str:
         return find_python("vllm", "")
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
-
-
-def make_model(folder: Path, layers: int, hidden: int, vocabulary: int = VOCABULARY) -> int:
-    """Write a random Qwen3 in bfloat16 without a tokenizer; returns its number of parameters."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    heads = max(2, hidden // 64)
-    config = transformers.Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        head_dim=max(32, 2 * hidden // heads),
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-    )
-    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def pin_tree(root: psutil.Process, *cores: int) -> None:
@@ -84,8 +58,8 @@ class Process:
         # All of it is going to be killed, which leaves its sockets where they are.
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         end = command.index("--") if "--" in command else len(command)
-        own = ["--port-file", str(self._port_file), "--parent-pid", str(os.getpid())]
-        whole = [*command[:end], *own, *command[end:]]
+        options = ["--port-file", str(self._port_file), "--parent-pid", str(os.getpid())]
+        whole = [*command[:end], *options, *command[end:]]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=REPOSITORY,
@@ -135,10 +109,11 @@ class VLLMActor:
         )  # fmt: skip
         self.token = self._process.token
 
-    def join(self, registry: str, epoch: str, token: str) -> None:
-        """Wait until it serves, and have it receive weights."""
+    def join(self, place: Mapping[str, str]) -> None:
+        """Wait until it serves, and have it receive the weights of the job at `place`."""
         agent = AdminClient(self._process.wait(), self.token)
-        body = {"registry": registry, "actor": self.name, "epoch": epoch, "key": role_key(token, ACTOR, self.name)}
+        key = role_key(place["token"], ACTOR, self.name)
+        body = {"registry": place["registry"], "actor": self.name, "epoch": EPOCH, "key": key}
         agent.call("POST", "/weights/connect", CALL_SECONDS, body)
         health: dict[str, Any] = agent.call("GET", "/health", CALL_SECONDS)
         self.engine_url: str = health["engine"]["url"]
@@ -178,10 +153,10 @@ class Streams:
                 raise SystemExit(f"the server stopped generating: {self.failure}")
             time.sleep(0.005)
 
-    def longest_gap(self, begun: float, ended: float) -> float:
+    def longest_gap(self, start: float, end: float) -> float:
         """Seconds of the longest time without any token that begins or ends between two times."""
         arrivals = sorted(self.arrivals)
-        gaps = [b - a for a, b in itertools.pairwise(arrivals) if b >= begun and a <= ended]
+        gaps = [b - a for a, b in itertools.pairwise(arrivals) if b >= start and a <= end]
         return max(gaps)
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
-"""Runs inside of real engines, and spoils the next load of weights as a file says. See sabotage.py.
+"""Runs inside of real engines, and spoils the next load of weights as a file says. See the scenario
+`sabotage`.
 
 The file is `$TORCHTITAN_SABOTAGE.RANK`, one for each worker, and holds a word; it is gone once that has been done.
 
-    python -m benchmarks.saboteur ...            the embedded engine, with its own arguments
-    --worker-extension-cls benchmarks.saboteur_vllm.WorkerExtension
-    benchmarks.saboteur:plug_into_sglang         an entry point of SGLang's plugins
+    python -m benchmarks.weight_sync.saboteur ...            the embedded engine, with its own arguments
+    --worker-extension-cls benchmarks.weight_sync.saboteur_vllm.WorkerExtension
+    benchmarks.weight_sync.saboteur:plug_into_sglang         an entry point of SGLang's plugins
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ def install_into_sglang(folder: Path) -> None:
     about = folder / "torchtitan_saboteur-0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan-saboteur\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nsaboteur = benchmarks.saboteur:plug_into_sglang\n")
+    (about / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nsaboteur = benchmarks.weight_sync.saboteur:plug_into_sglang\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Real engines that do not hold what the trainer sent: who notices, and does an honest version ever look like that?
 
-    python benchmarks/sabotage.py --backend embedded|vllm|sglang --json
-
 A small random Qwen3 in bfloat16 with a tied head. After a few honest versions the engine's next load is spoiled from
 within (saboteur.py), once for each of these, and after each the actor has to be whole again with the next version:
 
@@ -24,37 +22,36 @@ versions, each looked at in the same way.
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-
 import contextlib
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-from benchmarks import common, saboteur  # noqa: E402
-from tests.engines import adapter_trainer, job  # noqa: E402
-from tests.engines.models import VOCABULARY, make_model  # noqa: E402
-from tests.journals import journal_of  # noqa: E402
-from tests.processes import Processes  # noqa: E402
-from torchtitan.config.job_config import JobConfig  # noqa: E402
-from torchtitan.errors import UserError  # noqa: E402
-from torchtitan.inference.actor_client import TOKEN_VARIABLE  # noqa: E402
-from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient  # noqa: E402
-from torchtitan.inference.engines.sidecar.sidecar_process import find_python  # noqa: E402
-from torchtitan.inference.pool.weight_probe import mean_difference, probe_tolerance  # noqa: E402
-from torchtitan.trainer.mismatch import probe_tokens  # noqa: E402
+from benchmarks import common
+from benchmarks.weight_sync import saboteur
+from benchmarks.weight_sync.harness import Option, Run
+from tests.engines import adapter_trainer, job
+from tests.engines.models import VOCABULARY, make_model
+from tests.journals import journal_of
+from tests.processes import Processes
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.engines.sidecar.foreign_engine import AdminClient
+from torchtitan.inference.engines.sidecar.sidecar_process import find_python
+from torchtitan.inference.pool.weight_probe import mean_difference, probe_tolerance
+from torchtitan.trainer.mismatch import probe_tokens
 
 BARS = {"missed": ("<=", 0), "false_alarms": ("<=", 0)}
 WHOLE = ("flip", "flip_low", "stale", "missing", "swap", "torn")
 KINDS = {"embedded": WHOLE, "vllm": (*WHOLE, "one_of_two", "tied_head"), "sglang": (*WHOLE, "one_of_two")}
+OPTIONS = {
+    "backend": Option("embedded", "the engine", choices=tuple(KINDS)),
+    "versions": Option(1000, "honest ones", quick=20),
+}
 SECONDS = 90.0
 JOURNAL_SECONDS = 0.2
 LOOKS = 2
@@ -64,7 +61,15 @@ class Embedded(job.Actor):
     """The embedded engine: server and engine in one process."""
 
     def __init__(self, processes: Processes, model: Path):
-        command = [sys.executable, "-m", "benchmarks.saboteur", "--model", str(model), "--dtype", "bfloat16"]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.weight_sync.saboteur",
+            "--model",
+            str(model),
+            "--dtype",
+            "bfloat16",
+        ]
         command += ["--threads", "1", "--token-env", TOKEN_VARIABLE]
         port = processes.start_server("embedded", command, SECONDS, **{TOKEN_VARIABLE: job.TOKEN})
         self.processes, self.kind, self.name, self.url = processes, "embedded", "embedded", f"http://127.0.0.1:{port}"
@@ -85,10 +90,10 @@ class Watch:
     def noticed(self) -> str:
         """What finds that the actor does not hold the trainer's newest version; nothing where it does. Raises
         AssertionError where neither is known in time."""
-        begun, version, trainer = time.time(), self._trainer.version, self._trainer
+        start, version, trainer = time.time(), self._trainer.version, self._trainer
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            if found := self._said(version, begun):
+            if found := self._journaled(version, start):
                 return found
             known = trainer.sync.actors().get("actor-0")
             if known is not None and known.serves and known.version == version:
@@ -97,15 +102,15 @@ class Watch:
                 if self._whole() == {str(version)}:
                     # It may have refused the version first, and the journal's lines take a moment.
                     time.sleep(JOURNAL_SECONDS)
-                    return self._said(version, begun)
+                    return self._journaled(version, start)
             time.sleep(0.02)
         raise AssertionError(f"version {version} was neither served nor refused:\n{trainer.journal_tail()}")
 
-    def _said(self, version: int, begun: float) -> str:
+    def _journaled(self, version: int, start: float) -> str:
         bad = {"poisoned": "poisoned", "ended": "refused"}
         for line in _journal(self._trainer.folder):
             if (
-                line["time"] > begun - SECONDS
+                line["time"] > start - SECONDS
                 and line["version"] == version
                 and line.get("outcome") in (None, "refused")
             ):
@@ -147,8 +152,9 @@ def started(backend: str, model: Path, processes: Processes) -> Iterator[job.Act
     plugins = processes.folder / "plugins"
     saboteur.install_into_sglang(plugins)
     if backend == "vllm":
-        options += ["--verify-every", "1", "--", "--worker-extension-cls", "benchmarks.saboteur_vllm.WorkerExtension"]
-    environment = {"PYTHONPATH": f"{REPOSITORY}:{plugins}"}
+        extension = "benchmarks.weight_sync.saboteur_vllm.WorkerExtension"
+        options += ["--verify-every", "1", "--", "--worker-extension-cls", extension]
+    environment = {"PYTHONPATH": f"{common.REPOSITORY}:{plugins}"}
     yield job.start_actor(processes, backend, python, model, *options, **environment)
 
 
@@ -180,46 +186,34 @@ def play(actor: job.Actor, trainer: job.Trainer, watch: Watch, kinds: tuple[str,
     return found
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--backend", choices=tuple(KINDS), default="embedded")
-    parser.add_argument("--versions", type=int, default=1000, help="honest ones")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.versions = 20
-    alarms, largest, backend = 0, 0.0, arguments.backend
-    with tempfile.TemporaryDirectory() as name, Processes(Path(name)) as processes:
-        folder, file = Path(name), Path(name) / "sabotage"
-        os.environ[saboteur.VARIABLE], os.environ[TOKEN_VARIABLE] = str(file), job.TOKEN
-        model, other = (make_model(folder / f"model{seed}", seed=100 + seed, dtype="bfloat16") for seed in range(2))
-        with started(backend, model, processes) as actor:
-            with job.training(folder / "whole", model, dtype="bfloat16") as trainer:
-                actor.connect(trainer)
-                watch = Watch(actor, trainer, model, backend != "sglang")
-                found = play(actor, trainer, watch, KINDS[backend], file)
-                watch.difference = 0.0
-                for number in range(arguments.versions):
-                    trainer.bring()
-                    alarms += bool(watch.noticed())
-                    largest = max(largest, watch.difference)
-                    if number % 100 == 99:
-                        common.progress(f"{number + 1} honest versions, {alarms} alarms, probe at most {largest:.3g}")
-            if backend == "embedded":
-                # It merges into what it has loaded, which has been replaced.
-                processes.stop("embedded")
-                actor = Embedded(processes, model)
-            with adapter_trainer.training(folder / "adapters", other, dtype="bfloat16") as adapters:
-                actor.connect(adapters)
-                watch = Watch(actor, adapters, model, digest=False)
-                adapters.publish()
-                found["base"] = watch.noticed() or "NOTHING"
-                common.progress(f"base       {found['base']}")
+def measure(run: Run) -> dict[str, float]:
+    folder, backend, alarms, largest = run.folder, run.options.backend, 0, 0.0
+    processes = run.closing.enter_context(Processes(folder))
+    file = folder / "sabotage"
+    os.environ[saboteur.VARIABLE], os.environ[TOKEN_VARIABLE] = str(file), job.TOKEN
+    model, other = (make_model(folder / f"model{seed}", seed=100 + seed, dtype="bfloat16") for seed in range(2))
+    with started(backend, model, processes) as actor:
+        with job.training(folder / "whole", model, dtype="bfloat16") as trainer:
+            actor.connect(trainer)
+            watch = Watch(actor, trainer, model, backend != "sglang")
+            found = play(actor, trainer, watch, KINDS[backend], file)
+            watch.difference = 0.0
+            for number in range(run.options.versions):
+                trainer.bring()
+                alarms += bool(watch.noticed())
+                largest = max(largest, watch.difference)
+                if number % 100 == 99:
+                    common.progress(f"{number + 1} honest versions, {alarms} alarms, probe at most {largest:.3g}")
+        if backend == "embedded":
+            # It merges into what it has loaded, which has been replaced.
+            processes.stop("embedded")
+            actor = Embedded(processes, model)
+        with adapter_trainer.training(folder / "adapters", other, dtype="bfloat16") as adapters:
+            actor.connect(adapters)
+            watch = Watch(actor, adapters, model, digest=False)
+            adapters.publish()
+            found["base"] = watch.noticed() or "NOTHING"
+            common.progress(f"base       {found['base']}")
+    run.conditions |= {"noticed_by": found, "honest_probe_at_most": largest}
     missed = [kind for kind, who in found.items() if who.startswith("NOTHING")]
-    figures = {"missed": len(missed), "false_alarms": alarms}
-    given = {name: value for name, value in vars(arguments).items() if name != "json"}
-    conditions = {**given, "noticed_by": found, "honest_probe_at_most": largest, "cpu": common.processor()}
-    common.report("sabotage", figures, BARS, conditions, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    return {"missed": len(missed), "false_alarms": alarms}

@@ -1,14 +1,7 @@
 """A process that publishes versions to actors of its own while another one trains: what the loads of a weight
-synchronisation cost a machine, no matter which process publishes.
-
-As a script it is that process: it trains nothing, and publishes when it is told to.
-"""
+synchronisation cost a machine, no matter which process publishes."""
 
 from __future__ import annotations
-
-import os
-
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import json
 import sys
@@ -17,14 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+import torch
 
-import torch  # noqa: E402
-
-from benchmarks import common  # noqa: E402
-from benchmarks.small_trainer import Job  # noqa: E402
-from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from benchmarks import common
+from benchmarks.weight_sync.job import Job
+from benchmarks.weight_sync.processes import Child, say
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 
 
 class SecondPublisher:
@@ -32,9 +23,9 @@ class SecondPublisher:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], transport: str, core: int):
         shapes = {name: list(tensor.shape) for name, tensor in parameters.items()}
-        self._child = common.Child(Path(__file__), {"shapes": shapes, "transport": transport, "core": core})
+        self._child = Child(run, {"shapes": shapes, "transport": transport, "core": core})
         self.place: dict[str, str] = self._child.answer()
-        """Its registry, epoch and token: what an actor joins"""
+        """What an actor joins"""
 
     def first(self, actors: int) -> None:
         """Publish the first version, and wait until so many actors serve it."""
@@ -58,7 +49,7 @@ class SecondPublisher:
 
 
 def run(arguments: dict[str, Any]) -> None:
-    """The process itself."""
+    """The process itself: it trains nothing, and publishes when it is told to."""
     common.run_on(arguments["core"])
     torch.set_num_threads(1)
     parameters = {name: 0.02 * torch.randn(shape) for name, shape in arguments["shapes"].items()}
@@ -66,25 +57,18 @@ def run(arguments: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(parameters, Path(folder), WeightSyncConfig(transport=arguments["transport"]))
         try:
-            common.say({"registry": job.sync.registry_address, "epoch": job.epoch, "token": job.token})
+            say(job.place)
             for line in sys.stdin:
                 message = json.loads(line)
                 if "settle" in message:
                     job.all_serve_newest()
-                    common.say({"published": published})
+                    say({"published": published})
                     continue
                 no_vote = not job.sync.reserve()
                 job.sync.fence()
                 published += job.publish(no_vote)
                 if "first" in message:
                     job.applied_everywhere(message["first"])
-                    common.say({})
+                    say({})
         finally:
-            job.sync.close()
-
-
-if __name__ == "__main__":
-    given = common.child_arguments()
-    if given is None:
-        sys.exit("this file is part of the benchmarks of the weight synchronisation, see weight_sync_stall.py")
-    run(given)
+            job.close()

@@ -1,7 +1,5 @@
 """Weight synchronisation on a GPU: what snapshots cost, whether the fence is needed, and copies over CUDA IPC.
 
-    python benchmarks/weight_sync_gpu.py [--json] [--quick] [--gigabytes 4]
-
 Needs one NVIDIA GPU. Parameters are fp32, versions bf16. Every share is taken in one run, median over interleaved
 repeats:
 
@@ -17,23 +15,20 @@ repeats:
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from benchmarks import common
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.processes import Child, say
+from benchmarks.weight_sync.snapshots import Snapshots
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
 from torchtitan.weight_sync.actor.actor import StagingEngine
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots, device_references
-from torchtitan.weight_sync.memory.slots import LiveSlots
-from torchtitan.weight_sync.trainer.publisher import Publisher
 
 BARS = {
     "snapshot_share_of_copy": (">=", 0.8),
@@ -41,10 +36,15 @@ BARS = {
     "ipc_share_of_copy": (">=", 0.5),
     "torn_without_fence": (">=", 1.0),
 }
+OPTIONS = {
+    "gigabytes": Option(4.0, "of one version, in bf16", quick=0.25),
+    "step": Option(0.25, "seconds of the training step that is stood in for"),
+    "steps": Option(8, "in a row, with and without snapshots", quick=2),
+    "repeats": Option(21, quick=3),
+}
 GIGABYTE = 1 << 30
 BUCKET_BYTES = 256 << 20
 SLEEP_CYCLES = 200_000_000
-WAIT_SECONDS = 60.0
 
 
 def model_parameters(version_bytes: int, where: torch.device) -> dict[str, torch.Tensor]:
@@ -57,50 +57,9 @@ def model_parameters(version_bytes: int, where: torch.device) -> dict[str, torch
     return parameters
 
 
-class Slots:
-    """A publisher, and the shard server's part of its slots: every version that is READY is published at once."""
-
-    def __init__(self, parameters: dict[str, torch.Tensor], on_device: bool, stream: SideStream | None = None):
-        self.publisher = Publisher(
-            parameters,
-            rank=0,
-            dtype="bfloat16",
-            num_slots=3,
-            bucket_bytes=BUCKET_BYTES,
-            on_device=on_device,
-            stream=stream,
-        )
-        self.live = LiveSlots(self.publisher.slots.state_words)
-        self.serial = 0
-
-    @property
-    def version_bytes(self) -> int:
-        return self.publisher.slots.slot_bytes
-
-    def snapshot(self) -> None:
-        """Queue the next version's."""
-        self._publish()
-        if not self.publisher.reserve():
-            # Slower than the device would be a shard server that never frees a slot.
-            common.wait_for(self._freed, WAIT_SECONDS, "no slot becomes free")
-        self.serial += 1
-        self.publisher.snapshot(self.serial, self.serial)
-
-    def finish(self) -> None:
-        """Wait until the last one is READY."""
-        common.wait_for(lambda: self.serial in self.live.filled(), WAIT_SECONDS, "a snapshot does not end")
-
-    def _publish(self) -> None:
-        filled = self.live.filled()
-        if filled:
-            self.live.live(max(filled), (), (), time.monotonic())
-
-    def _freed(self) -> bool:
-        self._publish()
-        return self.publisher.reserve()
-
-    def close(self) -> None:
-        self.publisher.close()
+def snapshots_of(parameters: dict[str, torch.Tensor], on_device: bool, stream: SideStream | None = None) -> Snapshots:
+    """In three slots, of the host or of the device."""
+    return Snapshots(parameters, 3, BUCKET_BYTES, on_device=on_device, stream=stream)
 
 
 def on_stream_seconds(work: Callable[[], object]) -> float:
@@ -117,7 +76,7 @@ def on_stream_seconds(work: Callable[[], object]) -> float:
 def snapshot_shares(parameters: dict[str, torch.Tensor], repeats: int) -> dict[str, float]:
     """Snapshots into host memory and into device slots against plain copies."""
     where = next(iter(parameters.values())).device
-    host, on_device = Slots(parameters, False), Slots(parameters, True)
+    host, on_device = snapshots_of(parameters, False), snapshots_of(parameters, True)
     count = host.version_bytes
     source = torch.empty(count, dtype=torch.uint8, device=where)
     pinned = torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -125,14 +84,14 @@ def snapshot_shares(parameters: dict[str, torch.Tensor], repeats: int) -> dict[s
     moved = torch.empty(count // 2 * 3, dtype=torch.uint8, device=where)
     moved_to = torch.empty_like(moved)
 
-    def snapshotted(slots: Slots) -> Callable[[], float]:
+    def snapshotted(snapshots: Snapshots) -> Callable[[], float]:
         def run() -> float:
             def work() -> None:
-                slots.snapshot()
-                slots.publisher.fence()
+                snapshots.start()
+                snapshots.publisher.fence()
 
             seconds = on_stream_seconds(work)
-            slots.finish()
+            snapshots.finish()
             return seconds
 
         return run
@@ -190,28 +149,28 @@ def side_stream_ratio(
     parameters: dict[str, torch.Tensor], repeats: int, steps: int, step_seconds: float
 ) -> dict[str, float]:
     """Steps that snapshot every version to the host against steps that do not."""
-    slots, training = Slots(parameters, False), Training(parameters, step_seconds)
+    snapshots, training = snapshots_of(parameters, False), Training(parameters, step_seconds)
 
-    def run(snapshots: bool) -> float:
+    def run(publishes: bool) -> float:
         torch.cuda.synchronize()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(steps):
             training.forward_backward()
-            slots.publisher.fence()
+            snapshots.publisher.fence()
             training.optimizer_step()
-            if snapshots:
-                slots.snapshot()
+            if publishes:
+                snapshots.start()
             # As a trainer that reads its loss: the host does not run ahead by steps.
             torch.cuda.current_stream().synchronize()
-        seconds = (time.perf_counter() - begun) / steps
-        if snapshots:
-            slots.finish()
+        seconds = (time.perf_counter() - start) / steps
+        if publishes:
+            snapshots.finish()
         return seconds
 
     try:
         taken = common.interleaved({"with": lambda: run(True), "without": lambda: run(False)}, repeats)
     finally:
-        slots.close()
+        snapshots.close()
     return {
         "side_stream_step_ratio": common.median_ratio(taken["with"], taken["without"]),
         "step_s": statistics.median(taken["without"]),
@@ -246,42 +205,42 @@ def torn_without_fence(where: torch.device, on_device: bool) -> float:
 
     def whole(drops_hold: bool) -> bool:
         parameter = torch.zeros(1 << 20, device=where)
-        slots = Slots({"p": parameter}, on_device, LateStream(where, drops_hold))
+        snapshots = snapshots_of({"p": parameter}, on_device, LateStream(where, drops_hold))
         try:
             good = True
             for version in range(1, 4):
-                slots.publisher.fence()
+                snapshots.publisher.fence()
                 parameter.fill_(version)
-                slots.snapshot()
-                slots.publisher.fence()
+                snapshots.start()
+                snapshots.publisher.fence()
                 parameter.fill_(-1.0)
-                slots.finish()
-                index, _ = slots.live.filled()[slots.serial]
-                held = slots.publisher.memory[index].view(torch.bfloat16)
+                snapshots.finish()
+                index, _ = snapshots.live.filled()[snapshots.serial]
+                held = snapshots.publisher.memory[index].view(torch.bfloat16)
                 good &= bool((held == version).all())
             return good
         finally:
-            slots.close()
+            snapshots.close()
 
     return float(whole(drops_hold=False) and not whole(drops_hold=True))
 
 
 def ipc_share(parameters: dict[str, torch.Tensor], repeats: int) -> dict[str, float]:
     """This process sends, another maps the slots and copies."""
-    slots = Slots(parameters, True)
-    slots.snapshot()
-    slots.finish()
-    index, _ = slots.live.filled()[slots.serial]
-    device_slots = slots.publisher.slots
+    snapshots = snapshots_of(parameters, True)
+    snapshots.start()
+    snapshots.finish()
+    index, _ = snapshots.live.filled()[snapshots.serial]
+    device_slots = snapshots.publisher.slots
     assert isinstance(device_slots, DeviceSlots)
-    refer, layout = device_references(device_slots), slots.publisher.layout
+    refer, layout = device_references(device_slots), snapshots.publisher.layout
     ranges = [layout.bucket_range(0, bucket) for bucket in range(layout.bucket_count(0))]
-    child = common.Child(
-        Path(__file__),
+    child = Child(
+        receive,
         {
-            "where": str(slots.publisher.memory[index].device),
+            "where": str(snapshots.publisher.memory[index].device),
             "references": [[start, end, refer(index, start, end)] for start, end in ranges],
-            "bytes": slots.version_bytes,
+            "bytes": snapshots.version_bytes,
             "repeats": repeats,
         },
     )
@@ -289,15 +248,15 @@ def ipc_share(parameters: dict[str, torch.Tensor], repeats: int) -> dict[str, fl
         answer = child.answer()
     finally:
         child.close()
-        slots.close()
-    expected = slots.publisher.memory[index].sum(dtype=torch.int64).item()
+        snapshots.close()
+    expected = snapshots.publisher.memory[index].sum(dtype=torch.int64).item()
     if answer["sum"] != expected:
         raise SystemExit("the other process read other bytes than were sent")
     return {"ipc_share_of_copy": answer["share"], "ipc_gb_per_s": answer["gb_per_s"]}
 
 
 def receive(arguments: dict[str, Any]) -> None:
-    """The other process of ipc_share."""
+    """In a child: the other process of ipc_share."""
     where = torch.device(arguments["where"])
     staging = torch.zeros(arguments["bytes"], dtype=torch.uint8, device=where)
     other = torch.zeros_like(staging)
@@ -305,20 +264,20 @@ def receive(arguments: dict[str, Any]) -> None:
 
     def fetched() -> float:
         torch.cuda.synchronize()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for start, end, reference in arguments["references"]:
             engine.copy(reference, staging[start:end])
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     def copied() -> float:
         torch.cuda.synchronize()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         other.copy_(staging)
         torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     taken = common.interleaved({"ipc": fetched, "copy": copied}, arguments["repeats"], warm_up=3)
-    common.say(
+    say(
         {
             "share": common.median_ratio(taken["copy"], taken["ipc"]),
             "gb_per_s": arguments["bytes"] / 1e9 / statistics.median(taken["ipc"]),
@@ -327,41 +286,19 @@ def receive(arguments: dict[str, Any]) -> None:
     )
 
 
-def main() -> None:
-    arguments = common.child_arguments()
-    if arguments is not None:
-        receive(arguments)
-        return
-    parser = common.parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="of one version, in bf16")
-    parser.add_argument("--step", type=float, default=0.25, help="seconds of the training step that is stood in for")
-    options = parser.parse_args()
+def measure(run: Run) -> dict[str, float]:
     common.refuse_without_gpu()
-    repeats, steps, gigabytes = (3, 2, 0.25) if options.quick else (21, 8, options.gigabytes)
-    where = device.device()
+    options, where = run.options, device.device()
     torch.cuda.set_device(where)
     torch.manual_seed(0)
-    figures: dict[str, float] = {}
-    parameters = model_parameters(int(gigabytes * GIGABYTE), where)
+    parameters = model_parameters(int(options.gigabytes * GIGABYTE), where)
+    run.conditions |= {"gpu": torch.cuda.get_device_name(where), "bucket_megabytes": BUCKET_BYTES >> 20}
     common.progress("snapshots against copies")
-    figures |= snapshot_shares(parameters, repeats)
+    figures = snapshot_shares(parameters, options.repeats)
     common.progress("training steps with and without snapshots")
-    figures |= side_stream_ratio(parameters, repeats, steps, options.step)
+    figures |= side_stream_ratio(parameters, options.repeats, options.steps, options.step)
     common.progress("copies over CUDA IPC")
-    figures |= ipc_share(parameters, repeats)
+    figures |= ipc_share(parameters, options.repeats)
     common.progress("without the fence")
-    torn = [torn_without_fence(where, on_device) for on_device in (False, True)]
-    figures["torn_without_fence"] = min(torn)
-    conditions = {
-        "gpu": torch.cuda.get_device_name(where),
-        "torch": torch.__version__,
-        "version_gigabytes": gigabytes,
-        "bucket_megabytes": BUCKET_BYTES >> 20,
-        "repeats": repeats,
-        "quick": options.quick,
-    }
-    common.report("weight_sync_gpu", figures, BARS, conditions, options.json)
-
-
-if __name__ == "__main__":
-    main()
+    figures["torn_without_fence"] = min(torn_without_fence(where, on_device) for on_device in (False, True))
+    return figures

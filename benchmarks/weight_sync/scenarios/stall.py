@@ -1,10 +1,5 @@
 """How long the trainer stalls when an actor is frozen.
 
-    python benchmarks/weight_sync_stall.py --json
-    python benchmarks/weight_sync_stall.py --backend vllm --json
-    python benchmarks/weight_sync_stall.py --plot docs/images/weight_sync_stall.png
-    python benchmarks/weight_sync_stall.py --transport nccl --json
-
 A real training step on a core of its own, which publishes every version to three actors on another core; they receive,
 verify and apply, and generate nothing, so that freezing one frees no core. With --backend vllm a small Qwen3 trains and
 the actors are vLLM servers with our weight-transfer backend; what is frozen is the worker that holds the weights. In
@@ -30,34 +25,23 @@ turns, block by block:
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-
-import contextlib
 import signal
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-import torch  # noqa: E402
-
-from benchmarks import common  # noqa: E402
-from benchmarks.second_publisher import SecondPublisher  # noqa: E402
-from benchmarks.small_policy import PolicyTrainer  # noqa: E402
-from benchmarks.small_trainer import Job, Trainer, start_actor  # noqa: E402
-from benchmarks.vllm_actor import VLLMActor  # noqa: E402
-from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync.actor_state import OUT  # noqa: E402
-from torchtitan.weight_sync.transports.nccl import CHUNK_SECONDS  # noqa: E402
+from benchmarks import common
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.job import Job, start_actors
+from benchmarks.weight_sync.processes import Child
+from benchmarks.weight_sync.second_publisher import SecondPublisher
+from benchmarks.weight_sync.small_models import Trainer, qwen3_trainer, residual_trainer
+from benchmarks.weight_sync.vllm_server import VLLMActor
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.weight_sync.actor_state import OUT
+from torchtitan.weight_sync.transports.nccl import CHUNK_SECONDS
 
 BARS = {
     "frozen_step_ratio": ("<=", 1.03),
@@ -75,51 +59,54 @@ NCCL_BARS = {
     "largest_stall_per_chunk_timeout": ("<=", 1.0),
     **{key: bar for key, bar in BARS.items() if key == "frozen_share_of_steps" or key.startswith("published_share")},
 }
-ACTORS = 3
+OPTIONS = {
+    "plot": Option("", "draw the distribution of the steps to this file"),
+    "steps": Option(504, "per condition", quick=20),
+    "block": Option(42, "steps of one condition in a row", quick=10),
+    "width": Option(1024, "of the model; half of it with vLLM, whose model has as many parameters", quick=128),
+    "blocks": Option(4, "of the model: 16.8 million parameters"),
+    "rows": Option(160, "of a batch", quick=512),
+    "backend": Option("none", "the actors' engine", choices=("none", "vllm")),
+    "transport": Option("tcp", "weight_sync.transport", choices=("tcp", "nccl", "disk")),
+    # One shows that it works, and a server takes half a minute to start.
+    "actors": Option(3, "of this trainer, and as many of the other process", quick=1),
+}
 CONDITIONS = ("none", "loads", "healthy", "frozen")
 # Steps at the beginning of a block that do not count: what the block before left behind is still under way.
 SETTLING_STEPS = 3
 
 
-class Actor(Protocol):
-    """A process that takes part."""
-
-    def send_signal(self, number: int) -> None:
-        """To the process that holds the weights."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-def start_actors(
-    place: Mapping[str, str], names: Sequence[str], core: int, model: Path | None, stack: contextlib.ExitStack
-) -> dict[str, Actor]:
-    """Actors of the job at `place`, on one core: without an engine, or vLLM servers of that model, which start one
-    after the other on all cores."""
-    actors: dict[str, Actor] = {}
+def start_each(
+    run: Run, place: Mapping[str, str], names: Sequence[str], core: int, model: Path | None
+) -> list[Child | VLLMActor]:
+    """Actors of the job at `place`, each a process on that core: without an engine, or vLLM servers of that model,
+    which start one after the other on all cores."""
+    actors: list[Child | VLLMActor] = []
     for name in names:
+        actor: Child | VLLMActor
         if model is None:
-            actors[name] = actor = start_actor(**place, name=name, cores=[core])
-            stack.callback(actor.close)
-            continue
-        options = ["--max-length", "256", "--max-sequences", "4", "--memory-gb", "0.1"]
-        actors[name] = server = VLLMActor(model.parent, name, model, "float32", options)
-        stack.callback(server.close)
-        server.join(**place)
-        server.pin(core)
-        common.progress(f"{name} is up")
+            actor = start_actors(place, [name], [core])
+            run.closing.callback(actor.close)
+        else:
+            options = ["--max-length", "256", "--max-sequences", "4", "--memory-gb", "0.1"]
+            actor = VLLMActor(run.folder, name, model, "float32", options)
+            run.closing.callback(actor.close)
+            actor.join(place)
+            actor.pin(core)
+            common.progress(f"{name} is up")
+        actors.append(actor)
     return actors
 
 
 class Frozen:
     """Keeps one actor stopped: lets it go on only when its connection was given up, until it has joined again."""
 
-    def __init__(self, job: Job, name: str, actor: Actor):
+    def __init__(self, job: Job, name: str, actor: Child | VLLMActor):
         self._job, self._name, self._actor = job, name, actor
         self._evictions = 0
         self.stopped = False
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Between two steps."""
         status = self._job.sync.actors()[self._name]
         if not self.stopped and status.state not in OUT:
@@ -149,10 +136,8 @@ class Steps:
 class Benchmark:
     """A trainer, its actors and the measurements."""
 
-    def __init__(self, trainer: Trainer | PolicyTrainer, job: Job, second: SecondPublisher, actors: dict[str, Actor]):
-        self.trainer, self.job, self.second, self.actors = trainer, job, second, actors
-        name = list(actors)[-1]
-        self.frozen = Frozen(job, name, actors[name])
+    def __init__(self, trainer: Trainer, job: Job, second: SecondPublisher, frozen: Frozen):
+        self.trainer, self.job, self.second, self.frozen = trainer, job, second, frozen
         self.results = {name: Steps() for name in CONDITIONS}
 
     def block(self, condition: str, steps: int) -> None:
@@ -162,7 +147,7 @@ class Benchmark:
         before = self.second.settle()
         for number in range(-SETTLING_STEPS, steps):
             if condition == "frozen":
-                self.frozen.look()
+                self.frozen.update()
             self._step(condition, self.results[condition] if number >= 0 else Steps())
         self.frozen.end()
         if condition == "loads":
@@ -172,7 +157,7 @@ class Benchmark:
     def _step(self, condition: str, into: Steps) -> None:
         sync = self.job.sync
         publishes = condition in ("healthy", "frozen")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self.trainer.forward_backward()
         before = time.perf_counter()
         no_vote = publishes and not sync.reserve()
@@ -184,7 +169,7 @@ class Benchmark:
         end = time.perf_counter()
         if condition == "loads":
             self.second.publish()
-        into.step.append(end - begun)
+        into.step.append(end - start)
         into.sync.append(end - after + between - before)
         into.published += published
         into.frozen += self.frozen.stopped
@@ -238,70 +223,40 @@ def plot(results: dict[str, Steps], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distribution of the steps")
-    parser.add_argument("--steps", type=int, default=504, help="per condition")
-    parser.add_argument("--block", type=int, default=42, help="steps of one condition in a row")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=4, help="of the model: 16.8 million parameters")
-    parser.add_argument("--rows", type=int, default=160, help="of a batch")
-    parser.add_argument("--backend", choices=("none", "vllm"), default="none", help="the actors' engine")
-    parser.add_argument("--transport", choices=("tcp", "nccl", "disk"), default="tcp", help="weight_sync.transport")
-    arguments = parser.parse_args()
-    if arguments.backend == "vllm":
-        # As many parameters in a Qwen3 of 4 layers.
-        arguments.width //= 2
-    if arguments.quick:
-        arguments.width, arguments.rows, arguments.steps, arguments.block = 128, 512, 20, 10
-    # One shows that it works, and a server takes half a minute to start.
-    count = 1 if arguments.quick else ACTORS
+def measure(run: Run) -> dict[str, float]:
+    options = run.options
     trainer_core, other_core = common.two_cores()
-    with contextlib.ExitStack() as stack:
-        folder, model = Path(stack.enter_context(tempfile.TemporaryDirectory())), None
-        trainer: Trainer | PolicyTrainer
-        if arguments.backend == "vllm":
-            model = folder / "model"
-            trainer = PolicyTrainer(model, arguments.width, arguments.blocks, arguments.rows)
-        else:
-            trainer = Trainer(arguments.width, arguments.blocks, arguments.rows)
-        with common.running_on(other_core):
-            settings = WeightSyncConfig(transport=arguments.transport)
-            job = Job(trainer.parameters, folder, settings)
-            stack.callback(job.sync.close)
-        second = SecondPublisher(trainer.parameters, arguments.transport, other_core)
-        stack.callback(second.close)
-        places = {"actor": {"registry": job.sync.registry_address, "epoch": job.epoch, "token": job.token}}
-        places["load"] = second.place
-        actors, _ = (
-            start_actors(place, [f"{name}-{number}" for number in range(count)], other_core, model, stack)
-            for name, place in places.items()
-        )
-        common.run_on(trainer_core)
-        job.publish(not job.sync.reserve())
-        job.applied_everywhere(count)
-        second.first(count)
-        benchmark = Benchmark(trainer, job, second, actors)
-        for turn in range(-(-arguments.steps // arguments.block)):
-            for condition in CONDITIONS[:: 1 if turn % 2 == 0 else -1]:
-                benchmark.block(condition, arguments.block)
-            common.progress(f"turn {turn}: step {1e3 * statistics.median(benchmark.results['frozen'].step):.0f} ms")
-        figures, bars = benchmark.figures("loads" if arguments.backend == "vllm" else "none"), BARS
-        if arguments.transport == "nccl":
-            bars = NCCL_BARS
-            figures["largest_stall_per_chunk_timeout"] = figures["sync_stall_max_s"] / CHUNK_SECONDS
-    conditions = {
-        **{name: value for name, value in vars(arguments).items() if name not in ("json", "plot")},
+    model = run.folder / "model" if options.backend == "vllm" else None
+    if model is None:
+        trainer = residual_trainer(options.width, options.blocks, options.rows)
+    else:
+        trainer = qwen3_trainer(model, options.width // 2, options.blocks, options.rows)
+    with common.running_on(other_core):
+        job = Job(trainer.parameters, run.folder, WeightSyncConfig(transport=options.transport))
+    run.closing.callback(job.close)
+    second = SecondPublisher(trainer.parameters, options.transport, other_core)
+    run.closing.callback(second.close)
+    names = [f"actor-{number}" for number in range(options.actors)]
+    actors = start_each(run, job.place, names, other_core, model)
+    start_each(run, second.place, [f"load-{number}" for number in range(options.actors)], other_core, model)
+    common.run_on(trainer_core)
+    job.publish(not job.sync.reserve())
+    job.applied_everywhere(options.actors)
+    second.first(options.actors)
+    benchmark = Benchmark(trainer, job, second, Frozen(job, names[-1], actors[-1]))
+    for turn in range(-(-options.steps // options.block)):
+        for condition in CONDITIONS[:: 1 if turn % 2 == 0 else -1]:
+            benchmark.block(condition, options.block)
+        common.progress(f"turn {turn}: step {1e3 * statistics.median(benchmark.results['frozen'].step):.0f} ms")
+    figures = benchmark.figures("loads" if options.backend == "vllm" else "none")
+    if options.transport == "nccl":
+        run.bars = NCCL_BARS
+        figures["largest_stall_per_chunk_timeout"] = figures["sync_stall_max_s"] / CHUNK_SECONDS
+    if options.plot:
+        plot(benchmark.results, Path(options.plot))
+    run.conditions |= {
         "bytes_per_version": 4 * trainer.elements,
-        "actors": count,
         "trainer_core": trainer_core,
         "other_core": other_core,
-        "torch": torch.__version__,
     }
-    if arguments.plot is not None:
-        plot(benchmark.results, arguments.plot)
-    common.report("weight_sync_stall", figures, bars, conditions, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    return figures

@@ -1,7 +1,5 @@
 """What a thousand actors cost the registry, rank 0 and each of them.
 
-    python benchmarks/weight_sync_registry.py [--actors 1000] [--buckets 120000] [--json]
-
 The registry is the production one, in its own process. The shard servers of 64 ranks are clients that report checksums
 of a version that nobody has computed, once per second; actors are clients that say what a real one says, at random
 times within half a second. One real puller among them shows what a version costs an actor before the first byte.
@@ -17,45 +15,38 @@ times within half a second. One real puller among them shows what a version cost
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import resource
 import secrets
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-if __name__ == "__main__":
-    # As a script, the folder of this file is on the path, not the repository.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 
 from benchmarks import common
+from benchmarks.weight_sync import timed_registry
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.job import EPOCH, WAIT_SECONDS
+from benchmarks.weight_sync.processes import Child, say
 from torchtitan.distributed.boxes import Box
 from torchtitan.report.sync_metrics import SyncMetrics
-from torchtitan.weight_sync import main as processes
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.actor.puller import Puller
 from torchtitan.weight_sync.facade import Watcher, WeightSync
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
-from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.registry.state import Settings
 from torchtitan.weight_sync.transports.bucket_server import BucketServer, Reader
 from torchtitan.weight_sync.transports.transport import load_transport
@@ -65,7 +56,6 @@ from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, Identity
 from torchtitan.weight_sync.wire.runtime import Message
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
-EPOCH = "e1-registry"
 RANKS = 64
 BUCKET_BYTES = 16 << 20
 PULLER = "puller"
@@ -79,22 +69,18 @@ BARS = {
     "join_storm_s": ("<=", 5.0),
     "actor_start_pull_ms": ("<=", 100.0),
 }
+OPTIONS = {
+    "actors": Option(1000, quick=20),
+    "buckets": Option(120_000, "of a version, over 64 ranks", quick=6400),
+    "parameters": Option(2000, quick=100),
+    "versions": Option(20, "one per second", quick=3),
+}
 
 
-# The registry's process
-
-
-def time_publications(path: Path) -> None:
-    """Have this process's registry note how long it announces each version."""
-    publish = Registry._publish
-
-    def timed(self: Registry, serial: int) -> None:
-        begun, of_core = time.perf_counter(), time.thread_time()
-        publish(self, serial)
-        with path.open("a") as lines:
-            lines.write(f"{time.thread_time() - of_core} {time.perf_counter() - begun}\n")
-
-    Registry._publish = timed  # type: ignore[method-assign]
+def allow_open_files() -> None:
+    """As many as this process may have: each actor has a connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # The ranks
@@ -110,12 +96,12 @@ class Server(BucketServer):
         self._rank, self._count = rank, layout.bucket_count(0)
         self._checksum_tables: dict[int, ChecksumTable] = {}
         """By serial"""
-        self._said: Message = {}
         listener = servers.listen("127.0.0.1", 0)
         self.start(listener)
         address = wire.format_address("127.0.0.1", listener.getsockname()[1])
         self._about = {"epoch": EPOCH, "address": address}
         self._layout, self._token = layout.to_json(), token
+        self.joined = threading.Event()
 
     def dial(self, registry: str) -> None:
         identity = Identity.of(self._token, RANK, str(self._rank))
@@ -126,6 +112,7 @@ class Server(BucketServer):
 
     def _joined(self) -> None:
         self.registry.tell({"type": "layout", "layout": self._layout})
+        self.joined.set()
 
     def snap(self, version: int) -> None:
         """Report a version whose checksums differ from those of the one before."""
@@ -137,6 +124,9 @@ class Server(BucketServer):
 
     def buckets(self, rank: int) -> int | None:
         return self._count if rank == self._rank else None
+
+    def most_buckets(self) -> int:
+        return self._count
 
     def version(self, serial: int) -> int | None:
         return serial - 1 if serial in self._checksum_tables else None
@@ -164,13 +154,15 @@ def run_ranks(arguments: dict[str, Any]) -> None:
         Server(runtime, layout_of(rank, arguments["buckets"], arguments["parameters"]), rank, arguments["token"])
         for rank in range(RANKS)
     ]
-    for one in ranks:
-        one.dial(arguments["registry"])
+    for server in ranks:
+        server.dial(arguments["registry"])
     runtime.start("ranks", lambda: None)
-    common.say({"ranks": RANKS})
+    # What a rank tells before it has joined is lost.
+    common.wait_for(lambda: all(server.joined.is_set() for server in ranks), WAIT_SECONDS, "all ranks join")
+    say({"ranks": RANKS})
     for line in sys.stdin:
-        for one in ranks:
-            runtime.post(partial(one.snap, json.loads(line)["version"]))
+        for server in ranks:
+            runtime.post(partial(server.snap, json.loads(line)["version"]))
 
 
 # The actors
@@ -276,16 +268,17 @@ class Member(asyncio.Protocol):
 
 def run_actors(arguments: dict[str, Any]) -> None:
     """In a child: the crowd. A line of standard input has it join; it answers when all have heard of a version."""
+    allow_open_files()
     crowd = Crowd(arguments["registry"], arguments["token"], arguments["actors"])
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    common.say({"actors": crowd.count})
+    say({"actors": crowd.count})
     sys.stdin.readline()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     asyncio.run_coroutine_threadsafe(crowd.join(), loop)
     while len(crowd.heard) < crowd.count:
         time.sleep(0.01)
-    common.say({"join_storm_s": time.perf_counter() - begun})
+    say({"join_storm_s": time.perf_counter() - start})
     sys.stdin.read()
 
 
@@ -323,9 +316,9 @@ def run_puller(arguments: dict[str, Any]) -> None:
     identity = Identity.of(arguments["token"], ACTOR, PULLER)
     puller = TimedPuller(runtime, arguments["registry"], identity, EPOCH, NoEngine())  # type: ignore[arg-type]
     runtime.start("puller", puller.start)
-    common.say({})
+    say({})
     for _line in sys.stdin:
-        common.say({"took": puller.took})
+        say({"took": puller.took})
 
 
 # The benchmark
@@ -341,101 +334,63 @@ class CountingWatcher(Watcher):
         super()._on_message(message)
 
 
-def measure(actors: int, buckets: int, parameters: int, versions: int, folder: Path) -> dict[str, float]:
-    """The figures."""
+def measure(run: Run) -> dict[str, float]:
+    allow_open_files()
+    options, folder, closing = run.options, run.folder, run.closing
     token, notes = secrets.token_urlsafe(16), folder / "publications"
     sync_folder = folder / "weight_sync"
     sync_folder.mkdir()
     settings = Settings(RANKS, lease_s=600.0, snapshot_timeout_s=600.0)
-    servers.MODULE = "benchmarks.weight_sync_registry"
-    os.environ["BENCHMARK_NOTES"] = str(notes)
-    with contextlib.ExitStack() as closing:
-        transport = load_transport("tcp")({})
-        registry = servers.RegistryServer(EPOCH, token, settings, sync_folder, ("127.0.0.1", 0, 3), transport)
-        closing.callback(lambda: registry.close(time.monotonic() + 5.0))
-        watcher = CountingWatcher(registry.address, token, EPOCH)
-        closing.callback(watcher.close, 5.0)
-        about = {"registry": registry.address, "token": token, "buckets": buckets, "actors": actors}
-        about["parameters"] = parameters
-        children = {}
-        for part in ("ranks", "actors", "puller"):
-            children[part] = common.Child(Path(__file__), {**about, "part": part})
-            closing.callback(children[part].close)
-            children[part].answer()
-        metrics = SyncMetrics(folder)
-        sync: Any = object.__new__(WeightSync)  # as far as the trainer asks it about actors
-        sync.watcher, sync.boundary, sync._stall_s, sync._snapshot_s = (
-            watcher,
-            SimpleNamespace(published=0, skipped=0),
-            0.0,
-            0.0,
-        )
-        closing.callback(metrics.close)
+    servers.MODULE = timed_registry.__name__
+    os.environ[timed_registry.VARIABLE] = str(notes)
+    transport = load_transport("tcp")({})
+    registry = servers.RegistryServer(EPOCH, token, settings, sync_folder, ("127.0.0.1", 0, 3), transport)
+    closing.callback(lambda: registry.close(time.monotonic() + 5.0))
+    watcher = CountingWatcher(registry.address, token, EPOCH)
+    closing.callback(watcher.close, 5.0)
+    about = {name: getattr(options, name) for name in ("buckets", "actors", "parameters")}
+    about |= {"registry": registry.address, "token": token}
+    ranks, actors, puller = (Child(part, about) for part in (run_ranks, run_actors, run_puller))
+    for child in (ranks, actors, puller):
+        closing.callback(child.close)
+        child.answer()
+    metrics = SyncMetrics(folder)
+    sync: Any = object.__new__(WeightSync)  # as far as the trainer asks it about actors
+    sync.registry, sync.watcher, sync.boundary = registry, watcher, SimpleNamespace(skipped=0)
+    sync._stall_s = sync._snapshot_s = 0.0
+    sync._taken, sync._published_count, sync._overtaken = {}, 0, []
+    closing.callback(metrics.close)
 
-        def publish(version: int) -> None:
-            children["ranks"].tell({"version": version})
-            common.wait_for(lambda: watcher.status()["newest"] == version, 120, f"version {version} is published")
+    def publish(version: int) -> None:
+        ranks.tell({"version": version})
+        common.wait_for(lambda: watcher.status()["newest"] == version, WAIT_SECONDS, f"version {version} is published")
 
-        publish(0)
-        common.progress("a version is there; all join")
-        children["actors"].tell({})
-        figures = {"join_storm_s": children["actors"].answer()["join_storm_s"]}
-        time.sleep(1.0)
-        steps: list[float] = []
-        process = psutil.Process(registry.process.pid)
-        notes.write_text("")
-        time_before, bytes_before = sum(process.cpu_times()[:2]), watcher.bytes
-        pulls: list[float] = []
-        begun = time.monotonic()
-        for version in range(1, versions + 1):
-            publish(version)
-            time.sleep(max(0.0, begun + version - time.monotonic()))
-            row = {"policy_version": version, "step": version}
-            steps.append(common.timed(lambda row=row: (metrics.step_behind(row), sync.statistics(), sync.states())))
-            children["puller"].tell({})
-            pulls.append(children["puller"].answer()["took"])
-        seconds = time.monotonic() - begun
-        figures["registry_share"] = (sum(process.cpu_times()[:2]) - time_before) / seconds
-        figures["status_bytes_s"] = (watcher.bytes - bytes_before) / seconds
-        took = [tuple(map(float, line.split())) for line in notes.read_text().splitlines()]
-        figures["publish_block_ms"], figures["publish_wall_ms"] = (
-            1e3 * max(column) for column in zip(*took, strict=True)
-        )
-        figures["step_ms"] = 1e3 * statistics.median(steps)
-        figures["actor_start_pull_ms"] = 1e3 * statistics.median(pulls)
-        figures["registry_deaths"] = registry.restarts
-        figures["seconds_per_version"] = seconds / versions
-        figures["journal_bytes_per_version"] = (sync_folder / "registry.jsonl").stat().st_size / (versions + 1)
+    publish(0)
+    common.progress("a version is there; all join")
+    actors.tell({})
+    figures = {"join_storm_s": actors.answer()["join_storm_s"]}
+    time.sleep(1.0)
+    steps: list[float] = []
+    process = psutil.Process(registry.process.pid)
+    notes.write_text("")
+    time_before, bytes_before = sum(process.cpu_times()[:2]), watcher.bytes
+    pulls: list[float] = []
+    start = time.monotonic()
+    for version in range(1, options.versions + 1):
+        publish(version)
+        time.sleep(max(0.0, start + version - time.monotonic()))
+        row = {"policy_version": version, "step": version}
+        steps.append(common.timed(lambda row=row: (metrics.step_behind(row), sync.statistics(), sync.states())))
+        puller.tell({})
+        pulls.append(puller.answer()["took"])
+    seconds = time.monotonic() - start
+    figures["registry_share"] = (sum(process.cpu_times()[:2]) - time_before) / seconds
+    figures["status_bytes_s"] = (watcher.bytes - bytes_before) / seconds
+    took = [tuple(map(float, line.split())) for line in notes.read_text().splitlines()]
+    figures["publish_block_ms"], figures["publish_wall_ms"] = (1e3 * max(column) for column in zip(*took, strict=True))
+    figures["step_ms"] = 1e3 * statistics.median(steps)
+    figures["actor_start_pull_ms"] = 1e3 * statistics.median(pulls)
+    figures["registry_deaths"] = registry.restarts
+    figures["seconds_per_version"] = seconds / options.versions
+    figures["journal_bytes_per_version"] = (sync_folder / "registry.jsonl").stat().st_size / (options.versions + 1)
     return figures
-
-
-def main() -> int:
-    """Entry point."""
-    if (notes := os.environ.get("BENCHMARK_NOTES")) and len(sys.argv) == 2:
-        # This process is the registry's.
-        time_publications(Path(notes))
-        return processes.main()
-    arguments = common.child_arguments()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if arguments is not None:
-        {"ranks": run_ranks, "actors": run_actors, "puller": run_puller}[arguments["part"]](arguments)
-        return 0
-    parser = common.parser(__doc__)
-    parser.add_argument("--actors", type=int, default=1000)
-    parser.add_argument("--buckets", type=int, default=120_000, help="of a version, over 64 ranks")
-    parser.add_argument("--parameters", type=int, default=2000)
-    parser.add_argument("--versions", type=int, default=20, help="one per second")
-    options = parser.parse_args()
-    if options.quick:
-        options.actors, options.buckets, options.parameters, options.versions = 20, 6400, 100, 3
-    with tempfile.TemporaryDirectory(prefix="registry-") as folder:
-        figures = measure(options.actors, options.buckets, options.parameters, options.versions, Path(folder))
-    conditions = {name: getattr(options, name) for name in ("quick", "actors", "buckets", "parameters", "versions")}
-    conditions |= {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    common.report("weight_sync_registry", figures, BARS, conditions, options.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,6 @@ of 400,000 empty ranges, the messages and the handshake of an earlier connection
 it claims versions that were not published, says that it gets on with a pull of which it takes nothing, or connects
 without end.
 
-    python benchmarks/hostile_actors.py --json
-
     kinds_refused          kinds of hostile actors that were refused for the reason that is expected of them
     versions_skipped       versions that the trainer did not publish
     versions_missed        published versions that an honest actor did not serve, of the one that missed most
@@ -23,11 +21,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -35,23 +32,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+import psutil
 
-import psutil  # noqa: E402
-
-from benchmarks import common  # noqa: E402
-from tests.hostile import enter, hello, message, receive  # noqa: E402
-from torchtitan.report.sync_metrics import FOLDER, JOURNAL_FILE, VERSIONS_FILE  # noqa: E402
-from torchtitan.utils.child_process import child_environment  # noqa: E402
-from torchtitan.utils.json_lines import read_json_lines  # noqa: E402
-from torchtitan.weight_sync.servers import MODULE  # noqa: E402
-from torchtitan.weight_sync.wire.handshake import ACTOR, Identity  # noqa: E402
-from torchtitan.weight_sync.wire.runtime import TOKEN_VARIABLE, Message, encode, parse_address  # noqa: E402
+from benchmarks import common
+from benchmarks.weight_sync import key_note, training_runs
+from benchmarks.weight_sync.harness import Option, Run
+from tests.hostile import enter, hello, message, receive
+from torchtitan.report.sync_metrics import FOLDER, VERSIONS_FILE
+from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.weight_sync.servers import MODULE
+from torchtitan.weight_sync.wire import hook
+from torchtitan.weight_sync.wire.handshake import ACTOR, Identity
+from torchtitan.weight_sync.wire.runtime import Message, encode, parse_address
 
 HONEST = ("actor-0", "actor-1")
 FLOOD = 20_000
-PAUSE_SECONDS, PORTS_SECONDS, RUN_SECONDS = 1.0, 300.0, 3600.0
+PAUSE_SECONDS, PUBLISH_SECONDS = 1.0, 300.0
 LIES_SECONDS, RANGES = 10.0, 400_000
 WRONG_FIGURES: tuple[Any, ...] = (
     "soon",
@@ -61,13 +57,8 @@ WRONG_FIGURES: tuple[Any, ...] = (
     {"transfer_s": float("nan")},
     {"pause_s": 10**400},
 )
-BARS = {
-    "kinds_refused": (">=", 11.0),
-    "versions_skipped": ("<=", 0.0),
-    "server_restarts": ("<=", 0.0),
-    "pass_at_1_loss": ("<=", 0.04),
-    "stall_p99_more_ms": ("<=", 5.0),
-}
+BARS = {"kinds_refused": (">=", 11.0), "server_restarts": ("<=", 0.0), **training_runs.COMPARED_BARS}
+OPTIONS = {"steps": Option(300, quick=25), "batch": Option(512, quick=128)}
 
 
 class Hostile:
@@ -77,10 +68,10 @@ class Hostile:
     def __init__(self, kind: str, ports: dict[str, dict[str, Any]], token: str):
         self.kind, self.name, self._ports = kind, f"hostile-{kind}", ports
         self._identity = Identity.of(token, ACTOR, self.name)
-        self.told: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
         """Why it was refused"""
         self._random, self._round = random.Random(kind), itertools.count()
-        self._said = b""
+        self._sent = b""
         self._connections = contextlib.ExitStack()
 
     def live(self, run: subprocess.Popen[bytes]) -> None:
@@ -99,19 +90,19 @@ class Hostile:
     def _enter(self, part: str = "registry") -> socket.socket:
         """A connection past its handshake. Raises ConnectionError where it is refused."""
         client = self._dial(part)
-        self._heed(enter(client, self._identity, self._about(part)))
+        self._check(enter(client, self._identity, self._about(part)))
         return client
 
-    def _heed(self, answer: Message) -> None:
+    def _check(self, answer: Message) -> None:
         if answer["type"] == "refuse":
-            self.told[answer["reason"]] += 1
+            self.refusals[answer["reason"]] += 1
             raise ConnectionError(answer["reason"])
 
     def _newest(self, client: socket.socket) -> Message:
         """What the registry tells an actor of the newest version; its serial is `newest`."""
-        while (told := receive(client))["type"] != "newest":
+        while (answer := receive(client))["type"] != "newest":
             pass
-        return told
+        return answer
 
     def _takes(self, newest: Message) -> list[bytes]:
         """What an actor says while it takes this version, and a ping."""
@@ -119,9 +110,10 @@ class Hostile:
         about |= {"outcome": "staged", "reason": "", "figures": {"transfer_s": 0.001}}
         return [encode({"type": kind, **about}) for kind in ("pulling", "ended", "serving", "ping")]
 
-    def _say_last(self, client: socket.socket, *said: Message | bytes) -> None:
+    def _say_last(self, client: socket.socket, *messages: Message | bytes) -> None:
         """Say this, and then nothing until the connection is closed."""
-        client.sendall(b"".join(one if isinstance(one, bytes) else encode(one) for one in said))
+        for message_or_bytes in messages:
+            client.sendall(message_or_bytes if isinstance(message_or_bytes, bytes) else encode(message_or_bytes))
         while client.recv(1 << 20):
             pass
 
@@ -158,11 +150,11 @@ class Hostile:
         client, again = self._dial(), self._dial()
         recorded = encode(hello(receive(client), self._identity, self._about()))
         client.sendall(recorded)
-        self._said += b"".join(self._takes(self._newest(client)))
-        client.sendall(self._said)
+        self._sent += b"".join(self._takes(self._newest(client)))
+        client.sendall(self._sent)
         receive(again)
         again.sendall(recorded)
-        self._heed(receive(again))
+        self._check(receive(again))
 
     def claims(self) -> None:
         newest = self._newest(client := self._enter())
@@ -197,7 +189,7 @@ class Hostile:
             for client in clients:
                 client.sendall(encode(hello(receive(client), self._identity, self._about())))
             for client in clients:
-                self._heed(receive(client))
+                self._check(receive(client))
                 client.close()
 
 
@@ -217,97 +209,55 @@ KINDS: dict[str, tuple[Callable[[Hostile], None], str]] = {
 }
 
 
-def attack(run: subprocess.Popen[bytes]) -> list[Hostile]:
-    """Hostile actors from the moment at which the run has its ports; they end with it."""
-    ports: dict[str, Any] = {}
-
-    def found() -> bool:
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(run.pid).children(recursive=True):
-                if MODULE in (words := child.cmdline()):
-                    told = json.loads(words[-1])
-                    ports[told["part"]] = {**told, "token": child.environ()[TOKEN_VARIABLE]}
-        return len(ports) == 2 or run.poll() is not None
-
-    common.wait_for(found, PORTS_SECONDS, "the run's ports")
-    hostile = [Hostile(kind, ports, ports["registry"]["token"]) for kind in KINDS if len(ports) == 2]
-    for one in hostile:
-        threading.Thread(target=one.live, args=(run,), name=one.name, daemon=True).start()
+def attack(run: subprocess.Popen[bytes], note: Path) -> list[Hostile]:
+    """Hostile actors from the first version on; they end with the run. note: where the registry writes its key."""
+    common.wait_for(lambda: note.exists() or run.poll() is not None, PUBLISH_SECONDS, "the first version")
+    ports: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(run.pid).children(recursive=True):
+            if MODULE in (words := child.cmdline()):
+                place = json.loads(words[-1])
+                ports[place["part"]] = place
+    hostile = [Hostile(kind, ports, note.read_text()) for kind in KINDS if len(ports) == 2]
+    for actor in hostile:
+        threading.Thread(target=actor.live, args=(run,), name=actor.name, daemon=True).start()
     return hostile
 
 
-def measure(folder: Path, settings: dict[str, object], attacked: bool) -> tuple[dict[str, float], list[Hostile]]:
-    """Figures of one run in this new folder, and the hostile actors, which know why they were refused."""
-    folder.mkdir()
-    settings = {**settings, "job.dump_folder": folder}
-    words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
-    # Not to the terminal: the run names every actor that it loses.
-    with (
-        (folder / "run.log").open("wb") as log,
-        subprocess.Popen(
-            [sys.executable, *common.TRAIN, *words], stdout=log, stderr=log, env=child_environment(1)
-        ) as run,
-    ):
-        try:
-            hostile = attack(run) if attacked else []
-            code = run.wait(RUN_SECONDS)
-        finally:
-            run.terminate()
-    if code:
-        raise SystemExit(f"exit code {code}:\n{(folder / 'run.log').read_text(errors='replace')[-4000:]}")
-    rows = read_json_lines(folder / "latest" / "metrics.jsonl")
-    journal, delivered = (read_json_lines(folder / "latest" / FOLDER / name) for name in (JOURNAL_FILE, VERSIONS_FILE))
-    told = {one.name: one.told for one in hostile}
-    for line in journal:
-        if line["event"] == "evicted" and line["actor"] in told:
-            told[line["actor"]][line["reason"]] += 1
+def figures_of(latest: Path) -> dict[str, float]:
+    """Of a run."""
+    journal, delivered = training_runs.journal(latest), read_json_lines(latest / FOLDER / VERSIONS_FILE)
     applied = Counter(line["actor"] for line in delivered if line["outcome"] == "applied")
     published = [line["time"] for line in journal if line["event"] == "publish"]
     # In the end the servers go one after the other.
     starts = [line["event"] in ("start", "server_lost") and line["time"] < published[-1] for line in journal]
-    trained = [row for row in rows if "loss" in row]
-    stalls = [1e3 * row["time/sync_stall_s"] for row in trained]
-    figures = {
-        "steps": len(trained),
-        "pass_at_1": next(row["eval/pass@1"] for row in reversed(rows) if "eval/version" in row),
-        "versions_skipped": trained[-1]["weight_sync/versions_skipped"],
+    return {
+        **training_runs.figures_of(latest),
         "versions_missed": len(published) - min(applied[name] for name in HONEST),
-        "stall_p99_ms": common.percentile(stalls, 0.99),
-        "stall_max_ms": max(stalls),
-        "step_p50_s": common.percentile([row["time/step_s"] for row in trained], 0.5),
         "server_restarts": sum(starts) - 1,
     }
-    return figures, hostile
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--model", type=Path, help="debug checkpoint")
-    arguments = parser.parse_args()
-    settings: dict[str, object] = {
-        "job.config_file": REPOSITORY / "train_configs" / "debug_cpu.toml",
-        "model.hf_assets_path": arguments.model or common.debug_checkpoint(), "training.steps": arguments.steps,
-        "training.threads": 1, "inference.num_actors": len(HONEST), "eval.interval": 0, "checkpoint.enable": "false",
-    }  # fmt: skip
-    if arguments.quick:
-        settings |= {"training.steps": 25, "training.global_batch_size": 128, "eval.num_prompts": 8}
-    with tempfile.TemporaryDirectory(prefix="hostile_actors_") as folder:
-        common.progress("without hostile actors")
-        without, _ = measure(Path(folder) / "without", settings, attacked=False)
-        common.progress("with hostile actors")
-        figures, hostile = measure(Path(folder) / "with", settings, attacked=True)
-    told = {one.kind: one.told for one in hostile}
-    refused = [kind for kind, (_, why) in KINDS.items() if any(why in reason for reason in told[kind])]
-    figures = {"kinds_refused": len(refused), **figures, **{f"{key}_without": one for key, one in without.items()}}
-    figures["pass_at_1_loss"] = without["pass_at_1"] - figures["pass_at_1"]
-    figures["stall_p99_more_ms"] = figures["stall_p99_ms"] - without["stall_p99_ms"]
-    conditions = {"quick": arguments.quick, "exit codes": "0 and 0", "processor": common.processor()}
-    for kind, reasons in told.items():
-        often = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(4))
-        conditions[kind if kind in refused else f"{kind}, NOT REFUSED"] = often
-    common.report("hostile_actors", figures, {} if arguments.quick else BARS, conditions, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+def measure(run: Run) -> dict[str, float]:
+    settings = training_runs.debug_settings(run.options.steps, run.options.batch, run.quick)
+    common.progress("without hostile actors")
+    without = figures_of(training_runs.train_beside(run.folder / "without", settings))
+    common.progress("with hostile actors")
+    hostile: list[Hostile] = []
+    note = run.folder / "key"
+    os.environ |= {hook.VARIABLE: key_note.__name__, key_note.VARIABLE: str(note)}
+    latest = training_runs.train_beside(
+        run.folder / "with", settings, lambda process: hostile.extend(attack(process, note))
+    )
+    reasons = {actor.name: actor.refusals for actor in hostile}
+    for line in training_runs.journal(latest):
+        if line["event"] == "evicted" and line["actor"] in reasons:
+            reasons[line["actor"]][line["reason"]] += 1
+    refused = 0
+    for actor in hostile:
+        expected = KINDS[actor.kind][1]
+        found = any(expected in reason for reason in actor.refusals)
+        refused += found
+        often = "; ".join(f"{count} x {reason}" for reason, count in actor.refusals.most_common(4))
+        run.conditions[actor.kind if found else f"{actor.kind}, NOT REFUSED"] = often
+    return {"kinds_refused": refused, **training_runs.compared(figures_of(latest), without)}

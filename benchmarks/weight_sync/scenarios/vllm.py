@@ -1,8 +1,6 @@
 """One version into a real vLLM server that generates: our backend against vLLM's own trainer API.
 
-    python benchmarks/vllm_sync.py --json
-    python benchmarks/vllm_sync.py --layers 28 --vocabulary 151936 --json     (as large as Qwen3-0.6B)
-    python benchmarks/vllm_sync.py --transport ipc --json                     (ours by memory of the same machine)
+As large as Qwen3-0.6B: --layers 28 --vocabulary 151936.
 
 Two vLLM servers (CPU build) with the same random Qwen3 in bfloat16, in turns; four requests generate all the time.
 
@@ -23,45 +21,37 @@ Medians over turns of both.
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-
 import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+import psutil
+import torch
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-
-from benchmarks import common  # noqa: E402
-from benchmarks.small_trainer import Job  # noqa: E402
-from benchmarks.vllm_actor import (  # noqa: E402
-    TOKEN_ENV,
-    VOCABULARY,
-    Process,
-    Streams,
-    VLLMActor,
-    make_model,
-    pin_tree,
-    vllm_python,
-)
-from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.distributed.placement import unique_parameters  # noqa: E402
+from benchmarks import common
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.job import Job
+from benchmarks.weight_sync.small_models import VOCABULARY, make_qwen3
+from benchmarks.weight_sync.vllm_server import TOKEN_ENV, Process, Streams, VLLMActor, pin_tree, vllm_python
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.distributed.placement import unique_parameters
+from torchtitan.utils.json_lines import read_json_lines
 
 BARS = {"pause_ratio": ("<=", 0.4), "total_ratio": ("<=", 0.9), "tp2_bytes_share": ("<=", 0.6)}
+OPTIONS = {
+    "turns": Option(7, quick=1),
+    "layers": Option(12, quick=2),
+    "hidden": Option(1024, "with 12 layers: 206 million parameters", quick=128),
+    "vocabulary": Option(VOCABULARY),
+    "transport": Option("tcp", "how our versions travel", choices=("tcp", "ipc")),
+}
 STREAMS = 4
-TURN_SECONDS = 120.0
 TOKENS_BEFORE, TOKENS_AFTER = 60, 40
 SERVER_OPTIONS = {"max-length": "1024", "max-sequences": "16", "memory-gb": "0.5"}
 
@@ -69,63 +59,60 @@ SERVER_OPTIONS = {"max-length": "1024", "max-sequences": "16", "memory-gb": "0.5
 class Ours:
     """A trainer in this process, and a server with our backend."""
 
-    def __init__(self, model: Path, folder: Path, stack: contextlib.ExitStack, transport: str, workers: int = 1):
+    def __init__(self, model: Path, folder: Path, closing: contextlib.ExitStack, transport: str, workers: int = 1):
         import transformers
 
         options = [word for name, value in SERVER_OPTIONS.items() for word in (f"--{name}", value)]
         options += ["--tensor-parallel-size", str(workers)]
         self._folder = folder
         self.actor = VLLMActor(folder, "ours", model, "bfloat16", options)
-        stack.callback(self.actor.close)
+        closing.callback(self.actor.close)
         policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         self._parameters = unique_parameters(dict(policy.named_parameters()))
         self._job = Job(self._parameters, folder, WeightSyncConfig(transport=transport), dtype="bfloat16")
-        stack.callback(self._job.sync.close)
+        closing.callback(self._job.close)
         self.token = self.actor.token
         self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": [], "pause_s": []}
 
     def join(self) -> str:
         """URL of the engine, once it serves a first version."""
-        sync = self._job.sync
-        self.actor.join(sync.registry_address, self._job.epoch, self._job.token)
+        self.actor.join(self._job.place)
         self._publish()
         return self.actor.engine_url
 
     def update(self) -> tuple[float, float]:
-        """When it began and ended (time.time())."""
-        begun, ended = self._publish()
+        """When it began and end (time.time())."""
+        start, end = self._publish()
         figures = self._job.sync.statistics()
         for name, values in self.parts.items():
             values.append(figures[f"weight_sync/ours/{name}"])
-        return begun, ended
+        return start, end
 
     def worker_share(self) -> float:
         """Of a whole version: what the worker with the most has received of the last one."""
-        lines = (self._folder / "weight_sync" / "registry.jsonl").read_text().splitlines()
-        applied = [one for one in map(json.loads, lines) if one["event"] == "applied"]
+        records = read_json_lines(self._folder / "weight_sync" / "registry.jsonl")
+        applied = [record for record in records if record["event"] == "applied"]
         whole = sum(2 * parameter.numel() for parameter in self._parameters.values())
         return float(applied[-1]["figures"]["worker_bytes"]) / whole
 
     def _publish(self) -> tuple[float, float]:
-        sync = self._job.sync
-        common.wait_for(sync.reserve, TURN_SECONDS, "a free slot")
-        no_vote = not sync.reserve()
-        sync.fence()
-        with torch.no_grad():
-            for parameter in self._parameters.values():
-                parameter.neg_()
-        begun = time.time()
-        self._job.publish(no_vote)
-        self._job.applied_everywhere(1, TURN_SECONDS)
-        return begun, time.time()
+        self._job.publish_when_free(self._change)
+        self._job.applied_everywhere(1)
+        return self._changed, time.time()
+
+    @torch.no_grad()
+    def _change(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.neg_()
+        self._changed = time.time()
 
 
 class Theirs:
     """A stock server with the smallest gloo engine, and vLLM's trainer in a process of its own."""
 
-    def __init__(self, model: Path, folder: Path, stack: contextlib.ExitStack):
+    def __init__(self, model: Path, folder: Path, closing: contextlib.ExitStack):
         python = vllm_python()
-        self._model, self._python, self._stack, self._folder = model, python, stack, folder
+        self._model, self._python, self._closing, self._folder = model, python, closing, folder
         self.server = Process(
             [
                 python, "-m", "torchtitan.inference.engines.vllm.serve", "--token-env", TOKEN_ENV, "--",
@@ -138,7 +125,7 @@ class Theirs:
             ],
             folder, "theirs",
         )  # fmt: skip
-        stack.callback(self.server.close)
+        closing.callback(self.server.close)
         self.token = self.server.token
 
     def join(self) -> str:
@@ -147,25 +134,25 @@ class Theirs:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        script = REPOSITORY / "benchmarks" / "peers" / "vllm_gloo.py"
-        log = self._stack.enter_context((self._folder / "their_trainer.log").open("wb"))
+        script = common.REPOSITORY / "benchmarks" / "peers" / "vllm_gloo.py"
+        log = self._closing.enter_context((self._folder / "their_trainer.log").open("wb"))
         self._trainer = subprocess.Popen(
             [self._python, str(script), url, str(self._model), str(port)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), TOKEN_ENV: self.token},
+            env={**os.environ, "PYTHONPATH": str(common.REPOSITORY), TOKEN_ENV: self.token},
         )  # fmt: skip
-        self._stack.callback(self._trainer.kill)
+        self._closing.callback(self._trainer.kill)
         self._answer()
         self.update()
         return url
 
     def update(self) -> tuple[float, float]:
-        """When it began and ended (time.time())."""
+        """When it began and end (time.time())."""
         assert self._trainer.stdin is not None
         self._trainer.stdin.write("\n")
         self._trainer.stdin.flush()
-        begun, ended = json.loads(self._answer())
-        return begun, ended
+        start, end = json.loads(self._answer())
+        return start, end
 
     def _answer(self) -> str:
         assert self._trainer.stdout is not None
@@ -189,30 +176,46 @@ class Turns:
         try:
             streams.wait_for_tokens(TOKENS_BEFORE)
             before = list(streams.arrivals)[-TOKENS_BEFORE // 2 :]
-            begun, ended = self._update()
+            start, end = self._update()
             streams.wait_for_tokens(TOKENS_AFTER)
-            self.pause.append(streams.longest_gap(begun, ended))
-            self.total.append(ended - begun)
+            self.pause.append(streams.longest_gap(start, end))
+            self.total.append(end - start)
             self.between_tokens.append((before[-1] - before[0]) / len(before) * STREAMS)
         finally:
             streams.close()
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=1024, help="with 12 layers: 206 million parameters")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--transport", choices=["tcp", "ipc"], default="tcp", help="how our versions travel")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.turns, arguments.layers, arguments.hidden = 1, 2, 128
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        elements = make_model(folder / "model", arguments.layers, arguments.hidden, arguments.vocabulary)
-        ours = Ours(folder / "model", folder, stack, arguments.transport)
-        theirs = Theirs(folder / "model", folder, stack)
+def take_turns(ways: dict[str, Turns], turns: int) -> None:
+    """Each way once per turn; the first turn warms up."""
+    for turn in range(-1, turns):
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            ways[name].turn()
+        if turn < 0:
+            for way in ways.values():
+                way.pause.clear()
+                way.total.clear()
+            continue
+        parts = [f"{name}: {1e3 * way.pause[-1]:.0f} ms of {1e3 * way.total[-1]:.0f} ms" for name, way in ways.items()]
+        common.progress(f"turn {turn}: no token for {'  '.join(parts)}")
+
+
+def two_workers_share(run: Run) -> float:
+    """tp2_bytes_share."""
+    folder = run.folder / "two_workers"
+    with contextlib.ExitStack() as closing:
+        make_qwen3(folder / "model", run.options.layers, run.options.hidden, run.options.vocabulary)
+        two = Ours(folder / "model", folder, closing, run.options.transport, workers=2)
+        two.join()
+        return two.worker_share()
+
+
+def measure(run: Run) -> dict[str, float]:
+    options, folder = run.options, run.folder
+    model = folder / "model"
+    elements = make_qwen3(model, options.layers, options.hidden, options.vocabulary)
+    with contextlib.ExitStack() as closing:
+        ours = Ours(model, folder, closing, options.transport)
+        theirs = Theirs(model, folder, closing)
         ways = {
             "ours": Turns(ours.join(), ours.token, ours.update),
             "theirs": Turns(theirs.join(), theirs.token, theirs.update),
@@ -222,48 +225,22 @@ def main() -> None:
         pin_tree(psutil.Process(), trainer_core)
         ours.actor.pin(server_core)
         theirs.server.pin(server_core)
-        for turn in range(-1, arguments.turns):
-            for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
-                ways[name].turn()
-            if turn < 0:
-                for way in ways.values():
-                    way.pause.clear()
-                    way.total.clear()
-            else:
-                parts = "  ".join(
-                    f"{name}: {1e3 * way.pause[-1]:.0f} ms of {1e3 * way.total[-1]:.0f} ms"
-                    for name, way in ways.items()
-                )
-                common.progress(f"turn {turn}: no token for {parts}")
-    shares = {}
-    if not arguments.quick:  # a server of two workers takes a minute to start; the tests have one of their own
-        with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            make_model(folder / "model", arguments.layers, arguments.hidden, arguments.vocabulary)
-            two = Ours(folder / "model", folder, stack, arguments.transport, workers=2)
-            two.join()
-            shares["tp2_bytes_share"] = two.worker_share()
-    medians = {name: [statistics.median(values) for values in (way.pause, way.total)] for name, way in ways.items()}
-    figures = {
-        "pause_ratio": common.median_ratio(ways["ours"].pause, ways["theirs"].pause),
-        "total_ratio": common.median_ratio(ways["ours"].total, ways["theirs"].total),
-        **shares,
-        **{f"pause_ms_{name}": 1e3 * pause for name, (pause, _) in medians.items()},
-        **{f"total_ms_{name}": 1e3 * total for name, (_, total) in medians.items()},
-        **{f"{name}_ours": statistics.median(values) for name, values in ours.parts.items()},
-        "token_ms": 1e3 * statistics.median(ways["ours"].between_tokens),
-    }
-    conditions = {
-        **{name: value for name, value in vars(arguments).items() if name != "json"},
+        take_turns(ways, options.turns)
+    # A server of two workers takes a minute to start; the tests have one of their own.
+    shares = {} if run.quick else {"tp2_bytes_share": two_workers_share(run)}
+    run.conditions |= {
         "parameters": elements,
         "bytes_per_version": 2 * elements,
         "streams": STREAMS,
         "trainer_core": trainer_core,
         "server_core": server_core,
-        "torch": torch.__version__,
     }
-    common.report("vllm_sync", figures, BARS, conditions, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "pause_ratio": common.median_ratio(ways["ours"].pause, ways["theirs"].pause),
+        "total_ratio": common.median_ratio(ways["ours"].total, ways["theirs"].total),
+        **shares,
+        **{f"pause_ms_{name}": 1e3 * statistics.median(way.pause) for name, way in ways.items()},
+        **{f"total_ms_{name}": 1e3 * statistics.median(way.total) for name, way in ways.items()},
+        **{f"{name}_ours": statistics.median(values) for name, values in ours.parts.items()},
+        "token_ms": 1e3 * statistics.median(ways["ours"].between_tokens),
+    }

@@ -1,7 +1,5 @@
 """Many parameters on many ranks: how long the plan takes, and what 64 times as many tensors cost the trainer thread.
 
-    python benchmarks/weight_sync_plan.py --json
-
 plan_s             everything between DTensor placements and the first bucket, one after the other on one core: every
                    rank's shards, their way to the registry as JSON, the merged layout with its check that every
                    element is sent exactly once, and its way to the actor. In a job the ranks' part runs on all ranks at
@@ -12,35 +10,30 @@ growth_per_version time of the trainer thread in reserve, commit and fence per v
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-import torch  # noqa: E402
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard  # noqa: E402
-
-from benchmarks import common  # noqa: E402
-from torchtitan.weight_sync.memory.manifest import (  # noqa: E402
-    Layout,
-    check_coverage,
-    merge_layouts,
-)
-from torchtitan.weight_sync.memory.slots import LiveSlots  # noqa: E402
-from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank  # noqa: E402
-from torchtitan.weight_sync.trainer.publisher import Publisher  # noqa: E402
+from benchmarks import common
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.snapshots import Snapshots
+from torchtitan.weight_sync.memory.manifest import Layout, check_coverage, merge_layouts
+from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
 
 BARS = {"plan_s": ("<=", 5.0), "growth_per_version": ("<=", 2.2)}
+OPTIONS = {
+    "parameters": Option(64512, quick=2048),
+    "mesh": Option([8, 8], "trainer ranks: data and tensor parallel", count=2, type=int),
+    "repeats": Option(3, "of the planning", quick=1),
+    "versions": Option(15, "of each number of tensors", quick=3),
+    "few": Option(1008, "tensors", quick=32),
+    "bytes": Option(2 << 30, "per version", quick=16 << 20),
+}
 BUCKET_BYTES = 4 << 20
 # A mixture-of-experts layer's tensors, and how the trainer's (data, tensor parallel) mesh cuts them.
 FSDP, COLUMNS, ALIKE = Shard(0), Shard(1), Replicate()
@@ -97,9 +90,9 @@ def plan_seconds(count: int, mesh: tuple[int, int]) -> dict[str, float]:
     parts = dict.fromkeys(("ranks", "to_registry", "merge", "to_actor"), 0.0)
 
     def part(name: str, work: Callable[[], Any]) -> Any:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         result = work()
-        parts[name] += time.perf_counter() - begun
+        parts[name] += time.perf_counter() - start
         return result
 
     reports = []
@@ -116,71 +109,28 @@ def plan_seconds(count: int, mesh: tuple[int, int]) -> dict[str, float]:
     return parts
 
 
-class Versions:
-    """A publisher of a model in so many tensors, whose slot is freed at once, as a server with fast actors would."""
-
-    def __init__(self, tensors: int, memory: torch.Tensor):
-        elements = memory.numel() // tensors
-        parameters = {f"p{i}": piece for i, piece in enumerate(memory[: elements * tensors].split(elements))}
-        self.publisher = Publisher(parameters, rank=0, dtype="bfloat16", num_slots=1, bucket_bytes=BUCKET_BYTES)
-        self._live = LiveSlots(self.publisher.slots.state_words)
-        self._serial = 0
-
-    def version(self) -> float:
-        """Seconds that the trainer thread spends on one version, waiting for its copy included."""
-        self._serial += 1
-        begun = time.perf_counter()
-        if not self.publisher.reserve():
-            raise SystemExit("no slot is free")
-        self.publisher.snapshot(self._serial, self._serial)
-        self.publisher.fence()
-        taken = time.perf_counter() - begun
-        common.wait_for(lambda: self._serial in self._live.filled(), 20, "the snapshot to be ready")
-        self._live.live(-1, (), (self._serial,), 0.0)
-        return taken
-
-    def close(self) -> None:
-        self.publisher.close()
+def snapshots_of(memory: torch.Tensor, tensors: int) -> Snapshots:
+    """Of a model in so many tensors, whose slot is freed at once, as a server with fast actors would."""
+    elements = memory.numel() // tensors
+    parameters = {f"p{index}": piece for index, piece in enumerate(memory[: elements * tensors].split(elements))}
+    return Snapshots(parameters, 1, BUCKET_BYTES)
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--parameters", type=int, default=64512)
-    parser.add_argument("--mesh", type=int, nargs=2, default=(8, 8), help="trainer ranks: data and tensor parallel")
-    parser.add_argument("--repeats", type=int, default=3, help="of the planning")
-    parser.add_argument("--versions", type=int, default=15, help="of each number of tensors")
-    parser.add_argument("--few", type=int, default=1008, help="tensors")
-    parser.add_argument("--bytes", type=int, default=2 << 30, help="per version")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.parameters, arguments.few, arguments.repeats, arguments.versions = 2048, 32, 1, 3
-        arguments.bytes = 16 << 20
+def measure(run: Run) -> dict[str, float]:
+    options = run.options
     torch.set_num_threads(1)
     planned = []
-    for _ in range(arguments.repeats):
-        planned.append(plan_seconds(arguments.parameters, tuple(arguments.mesh)))
+    for _ in range(options.repeats):
+        planned.append(plan_seconds(options.parameters, tuple(options.mesh)))
         common.progress(f"planned in {sum(planned[-1].values()):.2f} s")
-    memory = torch.ones(arguments.bytes // 2)
-    sides = {
-        "many": Versions(arguments.parameters, memory),
-        "few": Versions(arguments.few, memory),
-    }
-    seconds = common.interleaved({name: side.version for name, side in sides.items()}, arguments.versions)
+    memory = torch.ones(options.bytes // 2)
+    sides = {"many": snapshots_of(memory, options.parameters), "few": snapshots_of(memory, options.few)}
+    seconds = common.interleaved({name: side.seconds for name, side in sides.items()}, options.versions)
     for side in sides.values():
         side.close()
-    figures = {
+    return {
         "plan_s": statistics.median(sum(parts.values()) for parts in planned),
         "growth_per_version": common.median_ratio(seconds["many"], seconds["few"]),
         **{f"plan_{name}_s": statistics.median(parts[name] for parts in planned) for name in planned[0]},
         **{f"version_{name}_s": statistics.median(values) for name, values in seconds.items()},
     }
-    conditions = {
-        **{name: value for name, value in vars(arguments).items() if name != "json"},
-        "threads": 1,
-        "torch": torch.__version__,
-    }
-    common.report("weight_sync_plan", figures, BARS, conditions, arguments.json)
-
-
-if __name__ == "__main__":
-    main()

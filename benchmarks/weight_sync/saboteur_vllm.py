@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from benchmarks.saboteur import NO_LOAD, asked, spoiled
+from benchmarks.weight_sync.saboteur import NO_LOAD, asked, spoiled
 from torchtitan.inference.engines.vllm import backend, extension, loading
 
 _load_weights, _repack = loading.load_weights, loading.repack_tied_heads

@@ -1,0 +1,223 @@
+"""How fast a version gets from the trainer into an actor's tensors, over loopback.
+
+share_of_socket               GB/s of the tcp transport ÷ GB/s of a bare socket, same bytes. The transport's time begins
+                              when the actor asks for it and ends when the version has been staged, verified and copied
+                              into the actor's tensors. The bare socket moves bytes from one process's memory into
+                              another's (recv_into), and does nothing with them.
+times_faster_than_broadcast   what stock trainer sides do ÷ ours, two trainer ranks that hold half of every tensor:
+                              full_tensor() and one gloo broadcast per parameter, and a copy into the actor's tensors,
+                              against commit until applied; wall time of all of it
+
+Medians over turns; no process is pinned, all may use both cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks import common
+from benchmarks.weight_sync.bare_socket import BareSocket
+from benchmarks.weight_sync.harness import Option, Run
+from benchmarks.weight_sync.job import EPOCH, WAIT_SECONDS, Job, copying_engine, start_actors
+from benchmarks.weight_sync.processes import Child, say
+from benchmarks.weight_sync.small_models import language_model_shapes
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.weight_sync.actor.actor import SyncActor
+from torchtitan.weight_sync.facade import WeightSync
+from torchtitan.weight_sync.wire.handshake import ACTOR as ACTOR_ROLE
+from torchtitan.weight_sync.wire.handshake import role_key
+
+BARS = {"share_of_socket": (">=", 0.8), "times_faster_than_broadcast": (">=", 2.5)}
+OPTIONS = {
+    "layers": Option(28, quick=2),
+    "hidden": Option(1024, quick=256),
+    "vocabulary": Option(59392, quick=4096),
+    "repeats": Option(15, quick=2),
+}
+ACTOR = "actor"
+TRAINER_RANKS = 2
+
+
+class Transport:
+    """A trainer in this process, its shard server and an actor."""
+
+    def __init__(self, sizes: list[tuple[int, ...]], folder: Path, closing: contextlib.ExitStack):
+        parameters = {f"p{index}": torch.randn(size).bfloat16() for index, size in enumerate(sizes)}
+        self.job = Job(parameters, folder, dtype="bfloat16")
+        closing.callback(self.job.close)
+        closing.callback(start_actors(self.job.place, [ACTOR], sorted(os.sched_getaffinity(0))).close)
+        self.from_commit: list[float] = []
+        self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": []}
+
+    def turn(self) -> float:
+        """Seconds from the actor's request to the applied version, as the actor measured them."""
+        start = self.job.publish_when_free(lambda: None)
+        self.job.applied_everywhere(1)
+        self.from_commit.append(time.perf_counter() - start)
+        statistics_now = self.job.sync.statistics()
+        for name, values in self.parts.items():
+            values.append(statistics_now[f"weight_sync/{ACTOR}/{name}"])
+        return self.parts["transfer_s"][-1] + self.parts["apply_s"][-1]
+
+
+def socket_figures(sizes: list[tuple[int, ...]], repeats: int, folder: Path) -> dict[str, float]:
+    """share_of_socket and what explains it."""
+    with contextlib.ExitStack() as closing:
+        transport = Transport(sizes, folder, closing)
+        size = sum(torch.Size(shape).numel() for shape in sizes) * 2
+        bare = BareSocket(size >> 20 << 20, closing)
+        seconds = common.interleaved({"transport": transport.turn, "bare": bare.turn}, repeats, warm_up=2)
+    gigabytes = size / 1e9
+    return {
+        "share_of_socket": common.median_ratio(seconds["bare"], seconds["transport"]),
+        "transport_gb_per_s": gigabytes / statistics.median(seconds["transport"]),
+        "socket_gb_per_s": gigabytes / statistics.median(seconds["bare"]),
+        "commit_to_applied_s": statistics.median(transport.from_commit),
+        **{name: statistics.median(values) for name, values in transport.parts.items()},
+    }
+
+
+# Two trainer ranks and an actor
+
+
+def run_rank(arguments: dict[str, Any]) -> None:
+    """In a child: one of three processes of a gloo group, the trainer's ranks 0 and 1 and the actor."""
+    rank, actor_rank = arguments["rank"], TRAINER_RANKS
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{arguments['folder']}/rendezvous",
+        rank=rank,
+        world_size=TRAINER_RANKS + 1,
+        timeout=timedelta(seconds=WAIT_SECONDS),
+    )
+    mesh = DeviceMesh("cpu", list(range(TRAINER_RANKS)))
+    to_actor = dist.new_group([0, actor_rank])
+    sizes = [tuple(shape) for shape in arguments["sizes"]]
+    turns: dict[str, Callable[[], None]]
+    with contextlib.ExitStack() as closing:
+        if rank == actor_rank:
+            turns = actor_turns(sizes, to_actor, closing)
+        else:
+            turns = trainer_turns(sizes, rank, mesh, to_actor, Path(arguments["folder"]), closing)
+
+        def turn(name: str) -> float:
+            dist.barrier()
+            start = time.perf_counter()
+            turns[name]()
+            dist.barrier()
+            return time.perf_counter() - start
+
+        conditions = {name: functools.partial(turn, name) for name in ("ours", "broadcast")}
+        say(common.interleaved(conditions, arguments["repeats"]))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def trainer_turns(
+    sizes: list[tuple[int, ...]],
+    rank: int,
+    mesh: DeviceMesh,
+    to_actor: dist.ProcessGroup,
+    folder: Path,
+    closing: contextlib.ExitStack,
+) -> dict[str, Callable[[], None]]:
+    """What a trainer rank does."""
+    parameters: dict[str, torch.Tensor] = {}
+    for index, shape in enumerate(sizes):
+        local = torch.randn(shape).bfloat16().chunk(TRAINER_RANKS)[rank].clone()
+        parameters[f"p{index}"] = DTensor.from_local(local, mesh, [Shard(0)])
+    address: list[Any] = [None]
+    options: dict[str, Any] = {"epoch": EPOCH, "token": "token", "run_dir": folder, "dtype": "bfloat16"}
+    options |= {"rank": rank, "world_size": TRAINER_RANKS}
+    if rank == 0:
+        sync = WeightSync(WeightSyncConfig(), parameters, **options)
+        address = [sync.registry_address]
+    dist.broadcast_object_list(address, src=0)
+    if rank != 0:
+        sync = WeightSync(WeightSyncConfig(), parameters, registry=address[0], **options)
+    closing.callback(sync.close)
+    version = -1
+
+    def ours() -> None:
+        nonlocal version
+        version += 1
+        common.wait_for(sync.reserve, WAIT_SECONDS, "a free slot")
+        sync.commit(version, 0)
+        sync.fence()
+        if rank == 0 and not sync.wait_until_applied(version, WAIT_SECONDS, at_least=1).applied:
+            raise SystemExit(f"version {version} was not applied: {sync.actors()}")
+
+    def broadcast() -> None:
+        for parameter in parameters.values():
+            assert isinstance(parameter, DTensor)
+            whole = parameter.full_tensor()
+            if rank == 0:
+                dist.broadcast(whole, src=0, group=to_actor)
+
+    return {"ours": ours, "broadcast": broadcast}
+
+
+def actor_turns(
+    sizes: list[tuple[int, ...]], to_actor: dist.ProcessGroup, closing: contextlib.ExitStack
+) -> dict[str, Callable[[], None]]:
+    """What the actor does: it pulls by itself."""
+    address: list[Any] = [None]
+    dist.broadcast_object_list(address, src=0)
+    key = role_key("token", ACTOR_ROLE, ACTOR)
+    actor = SyncActor(address[0], ACTOR, EPOCH, key, copying_engine(os.cpu_count() or 1))
+    actor.start()
+    closing.callback(actor.close)
+    served = [torch.zeros(shape, dtype=torch.bfloat16) for shape in sizes]
+
+    def broadcast() -> None:
+        for tensor in served:
+            received = torch.empty_like(tensor)
+            dist.broadcast(received, src=0, group=to_actor)
+            tensor.copy_(received)
+
+    return {"ours": lambda: None, "broadcast": broadcast}
+
+
+def broadcast_figures(sizes: list[tuple[int, ...]], repeats: int, folder: Path) -> dict[str, float]:
+    """times_faster_than_broadcast and what explains it."""
+    folder.mkdir()
+    with contextlib.ExitStack() as closing:
+        ranks = []
+        for rank in range(TRAINER_RANKS + 1):
+            arguments = {"rank": rank, "folder": str(folder), "sizes": sizes, "repeats": repeats}
+            ranks.append(Child(run_rank, arguments))
+            closing.callback(ranks[-1].close)
+        seconds = ranks[0].answer()
+        for process in ranks:
+            process.process.wait(WAIT_SECONDS)
+    return {
+        "times_faster_than_broadcast": common.median_ratio(seconds["broadcast"], seconds["ours"]),
+        **{f"{name}_s": statistics.median(taken) for name, taken in seconds.items()},
+    }
+
+
+def measure(run: Run) -> dict[str, float]:
+    torch.set_num_threads(1)
+    options = run.options
+    sizes = language_model_shapes(options.layers, options.hidden, options.vocabulary)
+    run.conditions |= {
+        "bytes_per_version": sum(torch.Size(shape).numel() for shape in sizes) * 2,
+        "tensors": len(sizes),
+        "dtype": "bfloat16",
+    }
+    figures = socket_figures(sizes, options.repeats, run.folder / "socket")
+    return figures | broadcast_figures(sizes, options.repeats, run.folder / "broadcast")
