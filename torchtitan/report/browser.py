@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -177,11 +176,12 @@ class CompletionIndex:
 
     def _search(self, entries: Iterable[Entry], selection: Selection) -> Iterator[tuple[Entry, dict[str, Any]]]:
         # The text as it is in the file, escaped. A row with it is parsed, since keys and numbers match as well.
-        needle = re.compile(re.escape(json.dumps(selection.text, ensure_ascii=False)[1:-1].encode()), re.IGNORECASE)
+        # Bytes, whose lower() changes ASCII letters alone, so a text with others is searched as it is written.
+        needle = json.dumps(selection.text, ensure_ascii=False)[1:-1].encode().lower()
         text = selection.text.lower()
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             for entry in entries:
-                if needle.search(data, entry.begin, entry.end):
+                if needle in data[entry.begin : entry.end].lower():
                     row = _parsed(data[entry.begin : entry.end])
                     if row is not None and any(text in part.lower() for part in _texts(row)):
                         yield entry, row
