@@ -57,6 +57,7 @@ function logTicks(low, high) {
       if (place >= low && place <= high) found.push(place);
     }
   }
+  if (!found.length) return ticks(low, high, 2);
   return found.length > 6 ? found.filter((_, index) => index % Math.ceil(found.length / 6) === 0) : found;
 }
 
@@ -97,7 +98,7 @@ function drawPlot(given) {
   const lines = linesOf(plot), steps = lines.flatMap(line => line.map(point => point[0]));
   if (!steps.length) return null;
   let first = steps.reduce((a, b) => Math.min(a, b)), last = steps.reduce((a, b) => Math.max(a, b));
-  if (first === last) first -= 1;
+  if (first === last) { first -= 0.5; last += 0.5; }
   const [low, high] = extentOf(plot, lines), width = WIDTH - LEFT - RIGHT, height = HEIGHT - TOP - BOTTOM;
   const x = step => (step - first) / (last - first) * width, y = value => height - (value - low) / (high - low) * height;
   const shown = value => plot.log ? 10 ** value : value, at = point => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`;
@@ -144,7 +145,7 @@ function drawBand(inner, points, x, y) {
 
 function drawStack(inner, points, x, y, color) {
   // An area needs two points.
-  const drawn = points.length > 1 ? points : [[points[0][0] - 1, ...points[0].slice(1)], points[0]];
+  const drawn = points.length > 1 ? points : [-0.5, 0.5].map(by => [points[0][0] + by, ...points[0].slice(1)]);
   let below = drawn.map(() => 0);
   for (let part = 1; part < drawn[0].length; part++) {
     const above = drawn.map((point, index) => below[index] + point[part]);
