@@ -22,7 +22,7 @@ import torch
 from tests.chat_models import END, SPECIAL, token_id
 from tests.integration_tests.recording_actor import RECORD
 from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient
-from torchtitan.inference.pool import actor_parts
+from torchtitan.inference.pool import actor_process
 from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import Call, Completion, GenerateRequest, Given, SamplingParameters
@@ -57,13 +57,13 @@ def record_all(folder: Path, backend: str) -> Path:
 
 def _have_actors_note(record: Path) -> None:
     """Those that are started from now on."""
-    real = actor_parts.actor_command
+    real = actor_process.actor_command
 
     def command(*arguments: Any) -> list[str]:
         replaced = {"torchtitan.inference.engines.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
-    actor_parts.actor_command = command  # type: ignore[assignment]
+    actor_process.actor_command = command  # type: ignore[assignment]
     os.environ[RECORD] = str(record)
 
 

@@ -40,7 +40,7 @@ from tests.chat_models import END, make_chat_model  # noqa: E402
 from tests.gateways import Behind, make_config, playing  # noqa: E402
 from tests.integration_tests.recording_actor import RECORD  # noqa: E402
 from tests.integration_tests.scripted_actor import SCRIPT  # noqa: E402
-from torchtitan.inference.pool import actor_parts  # noqa: E402
+from torchtitan.inference.pool import actor_process  # noqa: E402
 from torchtitan.inference.types import GenerateRequest, Given  # noqa: E402
 from torchtitan.rollout.conversation.tokenizer import Tokenizer  # noqa: E402
 from torchtitan.rollout.environments.environment_pool import AgentPool  # noqa: E402
@@ -84,13 +84,13 @@ def turns_for(row: dict[str, Any], number: int) -> list[str]:
 
 def have_actors_follow(script: list[Any], folder: Path) -> Path:
     """Have the actors that start from now on follow a script and note what they sample; returns the file."""
-    real = actor_parts.actor_command
+    real = actor_process.actor_command
 
     def command(*arguments: Any) -> list[str]:
         replaced = {"torchtitan.inference.engines.embedded": "tests.integration_tests.scripted_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
-    actor_parts.actor_command = command  # type: ignore[assignment]
+    actor_process.actor_command = command  # type: ignore[assignment]
     (folder / "script.json").write_text(json.dumps(script))
     os.environ[SCRIPT], os.environ[RECORD] = str(folder / "script.json"), str(folder / "record.jsonl")
     return folder / "record.jsonl"

@@ -19,7 +19,7 @@ from tests.integration_tests.recording_actor import RECORD
 from tests.patience import asynchronous, eventually
 from tests.processes import started_by
 from tests.roundings import forward_rounding
-from torchtitan.inference.pool import actor_parts
+from torchtitan.inference.pool import actor_process
 from torchtitan.inference.types import Branch
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.rollout.gateway.gateway_process import GatewayLost, SessionAccess
@@ -36,13 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which the actors note what they sample."""
-    real = actor_parts.actor_command
+    real = actor_process.actor_command
 
     def command(*arguments: Any) -> list[str]:
         replaced = {"torchtitan.inference.engines.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
-    monkeypatch.setattr(actor_parts, "actor_command", command)
+    monkeypatch.setattr(actor_process, "actor_command", command)
     monkeypatch.setenv(RECORD, str(tmp_path / "record.jsonl"))
     return tmp_path / "record.jsonl"
 

@@ -24,9 +24,9 @@ from tests.unit_tests.inference.json_server import serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import base_url
-from torchtitan.inference.pool import actor_parts
-from torchtitan.inference.pool.actor_parts import WeightConnection
+from torchtitan.inference.pool import actor_process
 from torchtitan.inference.pool.actor_pool import InferencePool
+from torchtitan.inference.pool.weight_connection import WeightConnection
 from torchtitan.inference.pool.weight_probe import ParityGuard
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.utils.json_lines import EventLog, JsonLines, read_json_lines
@@ -38,7 +38,7 @@ VERSION = 7  # the fake takes the registry's port for its version
 @pytest.fixture(autouse=True)
 def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
-    real = actor_parts.actor_command
+    real = actor_process.actor_command
 
     def command(config: JobConfig, port_file: Path, number: int) -> list[str]:
         return [
@@ -46,7 +46,7 @@ def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for part in real(config, port_file, number)
         ]
 
-    monkeypatch.setattr(actor_parts, "actor_command", command)
+    monkeypatch.setattr(actor_process, "actor_command", command)
     monkeypatch.setattr("torchtitan.inference.pool.actor.BACKOFF_S", 0.05)
 
 

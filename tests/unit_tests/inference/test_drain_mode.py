@@ -21,7 +21,7 @@ from torchtitan.inference.actor_client import TOKEN_VARIABLE
 from torchtitan.inference.engines.embedded.__main__ import parse_arguments
 from torchtitan.inference.engines.embedded.engine import Engine, Finished
 from torchtitan.inference.engines.embedded.loop import Applied, EngineLoop, Unavailable
-from torchtitan.inference.pool.actor_parts import actor_command
+from torchtitan.inference.pool.actor_process import actor_command
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.validate import validate

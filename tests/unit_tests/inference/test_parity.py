@@ -380,7 +380,7 @@ def test_experts_that_the_model_does_not_have_are_refused_with_the_actors_name(t
         pool.answers.expect(0, IDS, truth(0))
         await eventually(lambda: pool.statistics["probes"] == 2)
         for actor in pool._actors:
-            actor._mixture = MixtureShape(layers=2, per_token=2, experts=4)
+            actor._requests._mixture = MixtureShape(layers=2, per_token=2, experts=4)
         other.experts = wrong
         request = GenerateRequest("r", IDS, SamplingParameters(4, routes=True))
         # Both actors are given one.

@@ -20,7 +20,7 @@ from torchtitan.inference.engines.sglang.engine import SGLang
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, ForeignEngine
 from torchtitan.inference.engines.sidecar.server import UnusableEngine, until_described
 from torchtitan.inference.engines.vllm.engine import VLLM, VLLMControl, merge_overrides
-from torchtitan.inference.pool import actor_parts
+from torchtitan.inference.pool import actor_process
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.utils.child_process import ChildProcess
 from torchtitan.utils.json_lines import EventLog, read_json_lines
@@ -230,7 +230,7 @@ async def test_an_actor_whose_options_cannot_work_is_started_once(
 ) -> None:
     """2: as the agent ends where the engine has said why it cannot run; 1: anything else."""
     program = f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); exit({code})"
-    monkeypatch.setattr(actor_parts, "actor_command", lambda *_arguments: [sys.executable, "-c", program])
+    monkeypatch.setattr(actor_process, "actor_command", lambda *_arguments: [sys.executable, "-c", program])
     monkeypatch.setattr("torchtitan.inference.pool.actor.BACKOFF_S", 0.01)
     config = JobConfig()
     config.inference.num_actors, config.inference.max_restarts = 1, 2

@@ -21,8 +21,8 @@ from tests.patience import eventually
 from tests.tiny_models import SHAPE
 from tests.unit_tests.inference.test_parity import Liar
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.pool.actor_parts import ActorProcess
 from torchtitan.inference.pool.actor_pool import InferencePool
+from torchtitan.inference.pool.actor_process import ActorProcess
 from torchtitan.utils.child_process import ChildProcess
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.memory.manifest import ChecksumTable, Manifest

@@ -9,7 +9,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Container, Coroutine
-from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import DISK_ERRORS, UserError
@@ -22,13 +21,16 @@ from torchtitan.inference.actor_client import (
     Facts,
     TokenRefused,
 )
-from torchtitan.inference.answer_checks import MixtureShape, check_experts
-from torchtitan.inference.pool.actor_parts import ActorMemory, ActorProcess, StartRefused, WeightConnection
+from torchtitan.inference.answer_checks import MixtureShape
+from torchtitan.inference.pool.actor_memory import ActorMemory
+from torchtitan.inference.pool.actor_process import ActorProcess, StartRefused
+from torchtitan.inference.pool.actor_requests import ActorRequests
+from torchtitan.inference.pool.admission import Admission, Unfit
+from torchtitan.inference.pool.weight_connection import WeightConnection
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
 from torchtitan.weight_sync.actor_state import OUT, SERVING, UPDATING, ActorState
-from torchtitan.weight_sync.registry.state import differing
 
 # The intervals between probes of an actor that requests wait for, of one that is about to join, and of others: they are
 # probed at least ten times before inference.health_timeout_s has passed.
@@ -46,19 +48,8 @@ STABLE_S = 600.0
 BRIEFLY_S = 2.0
 # A process whose connections broke is recognised as dead if it ends within this time.
 REAP_S = 0.3
-# So many answers in a row that cannot be right evict an actor, and so many such evictions in a row give it up. An event
-# tells of such an answer at most once within so many seconds.
-MAX_REFUSED = 3
-TELL_REFUSED_S = 60.0
 # At its end, a run wakes the servers that it did not start.
 WAKE_AT_END_S = 10.0
-
-Result = TypeVar("Result")
-
-
-class Unfit(ActorError):
-    """The actor is not what the run needs: another model, type, length, …"""
-
 
 # Nothing waits for actors in these states to sleep or wake.
 ABSENT = (ActorState.STARTING, *OUT)
@@ -88,8 +79,6 @@ class Actor:
         """demands: what the actor has to be (joining.demands); None: anything. mixture: whose experts it names where a
         request asks for them."""
         self.name = name
-        self._demands = demands or {}
-        self._mixture = mixture
         self.state = ActorState.STARTING
         self.version: int | None = None
         """Newest version that the actor is known to serve"""
@@ -106,17 +95,10 @@ class Actor:
         self._write = functools.partial(events.write, actor=name)
         self._make_client, self._changed, self._process = make_client, changed, process
         self._client_or_none = make_client(url) if process is None else None
-        self._published: Container[int] | None = None
         self._distrusted = -1
         """In this process, neither this version nor any older one is what the trainer sent"""
-        self._requests = self._failed_requests = 0
-        self._refused_answers = 0
-        """In a row"""
-        self._told_refused_at = -TELL_REFUSED_S
         self._announced = False
         """An event has said that the actor serves"""
-        self._checked = False
-        """What it says of itself has been compared with `demands`"""
         self._has_served = False
         """Some process of this name has been ready"""
         self.url = url
@@ -124,10 +106,11 @@ class Actor:
         """It takes no new requests, and ends when it has answered those that it has"""
         # Times are on time.monotonic(); 0.0 means that it does not apply.
         self._evicted_at = self._ready_at = self._not_serving_since = self._suspect_since = 0.0
+        self._requests = ActorRequests(epoch, mixture, self._write)
+        self._admission = Admission(config.inference, demands or {}, process is not None, self._write)
         self._memory = ActorMemory(config.inference, self._write)
         self._weights = WeightConnection(name, config, epoch, key, self._write)
         self._probe_now = asyncio.Event()
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     # Called by the pool
 
@@ -150,7 +133,7 @@ class Actor:
     def connect(self, registry: str, published: Container[int] | None = None) -> None:
         """From now on, pull weights from the trainer with this registry (host:port). published: the versions that the
         actor may say it serves; None: any."""
-        self._published = published
+        self._requests.published = published
         self._weights.use(registry)
         self.probe_now()
 
@@ -163,7 +146,7 @@ class Actor:
         needs."""
         try:
             await self._client.health(self._config.health_timeout_s)
-            await self._check_offers()
+            await self._admission.check(self._client)
         except (TokenRefused, Unfit) as error:
             raise UserError(f"inference.servers: {error}") from error
         except ActorError as error:
@@ -171,12 +154,12 @@ class Actor:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Raises ActorError if the actor fails or is evicted meanwhile."""
-        self._requests += 1
+        self._requests.in_progress += 1
         known = self.version
         try:
             asked = self._client.generate(request, self._config.request_timeout_s)
-            completions = await self._unless_lost("generate", asked)
-            self._check(request, completions)
+            completions = await self._requests.unless_lost("generate", asked)
+            self._requests.check(request, completions)
         except ActorNotReady:
             if self._serves:
                 self._set_state(ActorState.PAUSED)
@@ -186,13 +169,13 @@ class Actor:
             if isinstance(error, AnswerRefused):
                 self._note_refused(str(error))
             if self._serves or self.state is ActorState.SUSPECT:
-                self._failed_requests += 1
+                self._requests.failed += 1
                 self._set_state(ActorState.SUSPECT)
             self.probe_now()
             raise
         finally:
-            self._requests -= 1
-        self._refused_answers = 0
+            self._requests.in_progress -= 1
+        self._requests.refused_answers = 0
         for completion in completions:
             completion.actor, completion.asked_at = self.name, known
         # The answer is newer than the last probe.
@@ -209,8 +192,8 @@ class Actor:
     async def score(self, token_ids: list[int]) -> ScoredTokens:
         """Raises ActorError, also where the actor is evicted meanwhile."""
         timeout_s = min(self._config.request_timeout_s, MAX_SCORE_S)
-        scored = await self._unless_lost("score", self._client.score(token_ids, timeout_s))
-        if scored.epoch == self._epoch and not self._is_published(scored.version):
+        scored = await self._requests.unless_lost("score", self._client.score(token_ids, timeout_s))
+        if scored.epoch == self._epoch and not self._requests.is_published(scored.version):
             raise ActorError("score", f"scored under version {scored.version}, which was not published")
         return scored
 
@@ -247,11 +230,11 @@ class Actor:
         has shown that it lives. Does nothing if the actor is already out."""
         # An actor that finishes its requests before an update serves nothing, but has work.
         is_out = self.state in (*ABSENT, ActorState.ASLEEP, ActorState.SUSPECT)
-        if is_out or not (self._serves or self._requests):
+        if is_out or not (self._serves or self._requests.in_progress):
             return
         self.last_reason = reason
         self._set_state(ActorState.SUSPECT)
-        self._interrupt(reason)
+        self._requests.interrupt(reason)
         self.probe_now()
 
     async def distrust(self, version: int, reason: str, forever: bool = False) -> None:
@@ -277,7 +260,7 @@ class Actor:
 
     async def part(self) -> None:
         """The actor has gone for good: what it has not answered is redone elsewhere."""
-        self._interrupt("it has left")
+        self._requests.interrupt("it has left")
         await self._client.close()
 
     # Supervision
@@ -332,7 +315,7 @@ class Actor:
         if self._client_or_none is not None:
             await self._client_or_none.close()
         self._announced, self.version, self._ready_at, self._distrusted = False, None, 0.0, -1
-        self._checked = False
+        self._admission.ask_again()
         self.incarnation += 1
         self._weights.reset()
         self._memory.said_unable = False
@@ -345,34 +328,13 @@ class Actor:
         starting = self._process is not None and not self._ready_at
         return max(self._config.health_timeout_s, self._config.startup_timeout_s if starting else 0.0)
 
-    async def _check_offers(self) -> None:
-        """Compare what the actor says of itself with what the run needs. Raises Unfit, and ActorError if it does not
-        answer."""
-        if self._checked or not self._demands:
-            return
-        reads_weights = "weights" in self._demands
-        timeout_s = self._config.startup_timeout_s if reads_weights else self._config.health_timeout_s
-        found = await self._client.offers(timeout_s, reads_weights)
-        if found is not None and (wrong := differing(self._demands, found.offers)):
-            version = found.offers.get("version", "")
-            raise Unfit(
-                "offers", f"{self._client.url} cannot sample for this run: {'; '.join(wrong)}"
-                + (f" ({found.offers.get('engine')} {version})" if version else "")
-            )  # fmt: skip
-        self._checked = True
-        unknown = "it does not say what it is (/offers)" if found is None else ""
-        if found is not None and found.unverified:
-            unknown = f"its engine does not report {', '.join(found.unverified)}: its command line says so"
-        if unknown and self._process is None:
-            self._write("actor_not_checked", level=logging.WARNING, reason=unknown)
-
     async def _probe(self) -> None:
         begun = time.monotonic()
         health = await self._client.health(self._config.health_timeout_s)
         if self.state is ActorState.EVICTED and self._process is None:
             # It may have been started anew, with other options.
-            self._checked = False
-        await self._check_offers()
+            self._admission.ask_again()
+        await self._admission.check(self._client)
         if health.engine_age_s > self._silence_limit_s:
             limit = self._silence_limit_s
             key = "health_timeout_s" if limit == self._config.health_timeout_s else "startup_timeout_s"
@@ -394,7 +356,7 @@ class Actor:
         # An actor that is asleep could only refuse weights.
         may_connect = not self._memory.without_weights and not self.leaves
         health = await self._weights.keep(self._client, health, may_connect)
-        self._failed_requests = 0
+        self._requests.failed = 0
         self._memory.may_be_asleep = bool(health.asleep)
         self._apply(health)
         if matched:
@@ -414,7 +376,7 @@ class Actor:
                 self._set_state(ActorState.ASLEEP)
             return
         served = health.version if health.serves and health.epoch == self._epoch else None
-        unpublished = served is not None and not self._is_published(served)
+        unpublished = served is not None and not self._requests.is_published(served)
         served = None if unpublished else served
         before, self.version = self.version, None if served is None or served <= self._distrusted else served
         now = time.monotonic()
@@ -480,7 +442,7 @@ class Actor:
         self.last_reason = reason
         if self.state in OUT:
             return
-        unfinished = self._failed_requests + self._requests
+        unfinished = self._requests.unfinished
         if self.leaves and not unfinished:
             self._set_state(ActorState.EVICTED)
             return
@@ -488,8 +450,8 @@ class Actor:
         self.evictions += 1
         self._evicted_at = time.monotonic()
         self.version, self._announced, self._not_serving_since = None, False, 0.0
-        self._failed_requests = 0
-        self._interrupt(reason)
+        self._requests.failed = 0
+        self._requests.interrupt(reason)
         self._set_state(ActorState.EVICTED)
         # Last: its requests go to others also where the event cannot be written.
         self._write(
@@ -537,50 +499,14 @@ class Actor:
             raise ActorError("startup", "the actor has not started")
         return self._client_or_none
 
-    async def _unless_lost(self, phase: str, request: Coroutine[Any, Any, Result]) -> Result:
-        """Return the request's answer. Raises ActorError if the actor is evicted first."""
-        lost, work = self._lost, asyncio.ensure_future(request)
-        try:
-            either: set[asyncio.Future[Any]] = {work, lost}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ActorError(phase, f"evicted: {lost.result()}")
-            return work.result()
-        finally:
-            work.cancel()
-
     def _note_refused(self, reason: str) -> None:
-        """Tell that an answer was refused, and evict the actor with the third in a row."""
+        """An answer cannot be right."""
         if self.state in OUT:
             return  # what else it had answered meanwhile
-        self._refused_answers += 1
-        now = time.monotonic()
-        if now - self._told_refused_at >= TELL_REFUSED_S:
-            self._told_refused_at = now
-            self._write("answer_refused", level=logging.ERROR, reason=reason, in_a_row=self._refused_answers)
-        if self._refused_answers % MAX_REFUSED == 0:
-            text = f"{self._refused_answers} answers in a row cannot be right; the last: {reason}"
+        if text := self._requests.refuse(reason):
             self._evict("answers", text)
-            if self._refused_answers >= MAX_REFUSED * MAX_REFUSED:
+            if self._requests.hopeless:
                 self._give_up(text)
-
-    def _interrupt(self, reason: str) -> None:
-        """End all requests to the actor with an ActorError."""
-        lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
-        lost.set_result(reason)
-
-    def _check(self, request: GenerateRequest, completions: list[Completion]) -> None:
-        for completion in completions:
-            if request.sampling.routes and self._mixture is not None:
-                check_experts(completion, len(request.prompt_ids) + len(completion.token_ids), self._mixture)
-            for span in completion.spans:
-                if span.epoch != self._epoch:
-                    raise ActorError("generate", f"sampled under epoch {span.epoch!r}, but this one is {self._epoch!r}")
-                if not self._is_published(span.version):
-                    raise ActorError("generate", f"sampled under version {span.version}, which was not published")
-
-    def _is_published(self, version: int) -> bool:
-        return self._published is None or version in self._published
 
 
 async def _first_of(waits: list[Coroutine[None, None, object]], timeout: float) -> None:

@@ -28,7 +28,7 @@ from torchtitan.inference.actor_client import (
 from torchtitan.inference.answer_checks import MixtureShape
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor import Actor
-from torchtitan.inference.pool.actor_parts import ActorProcess
+from torchtitan.inference.pool.actor_process import ActorProcess
 from torchtitan.inference.pool.weight_probe import MAX_FAILURES, ParityGuard, ProbeAnswers
 from torchtitan.inference.serving.joining import demands
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
