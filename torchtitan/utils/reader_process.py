@@ -17,7 +17,6 @@ import importlib
 import resource
 import socket
 import struct
-import subprocess
 import sys
 from asyncio import get_running_loop
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.socket_child import SocketChild
 from torchtitan.utils.typed_json import IN_PLACE_BYTES, WrongForm
 
 Pieces = Sequence[bytes | bytearray]
@@ -80,8 +79,7 @@ class _Reader:
     """The reader process, started when it is first needed. One thread uses it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._child = SocketChild(__spec__.name)
         self._received = False
         """Whether the process has all of the current request, so that nothing but reading it is left to do"""
 
@@ -90,7 +88,7 @@ class _Reader:
             try:
                 return self._exchange(function.encode(), msgspec.json.encode(about), pieces)
             except OSError as error:
-                self.close()
+                self._child.close()
                 if attempt + 1 < ATTEMPTS:
                     continue
                 if self._received:
@@ -104,7 +102,7 @@ class _Reader:
 
     def _exchange(self, function: bytes, about: bytes, pieces: Pieces) -> memoryview:
         self._received = False
-        ours = self._socket or self._start()
+        ours = self._child.connection or self._start()
         ours.sendall(REQUEST.pack(len(function), len(about), sum(map(len, pieces))) + function + about)
         for piece in pieces:
             ours.sendall(piece)
@@ -117,27 +115,13 @@ class _Reader:
         return result.toreadonly()
 
     def _start(self) -> socket.socket:
-        parent_end, child_end = socket.socketpair()
-        parent_end.settimeout(SILENCE_S)
-        self._socket = parent_end
-        with child_end:
-            command = [sys.executable, "-m", __spec__.name, str(child_end.fileno())]
-            # A session of its own: signals to our process group are ours.
-            self._process = subprocess.Popen(
-                command, env=child_environment(threads=1), pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-        return parent_end
+        ours = self._child.start()
+        ours.settimeout(SILENCE_S)
+        return ours
 
     def close(self) -> None:
         """End the process; `read` starts another one."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._child.close()
 
 
 _reader, _thread = _Reader(), ThreadPoolExecutor(1, "reads-answers")

@@ -250,9 +250,10 @@ def test_a_reader_that_was_stopped_or_killed_before_is_replaced(monkeypatch: pyt
     answer = json.dumps(embedded(longest(request(1, 2)), 3)).encode()
     for number in (signal.SIGKILL, signal.SIGSTOP):
         asyncio.run(completions_of("embedded", request(1, 2), [answer]))
-        assert reader._process is not None and reader._socket is not None
-        reader._socket.settimeout(0.1)  # only of this process
-        os.kill(reader._process.pid, number)
+        child = reader._child
+        assert child.process is not None and child.connection is not None
+        child.connection.settimeout(0.1)  # only of this process
+        os.kill(child.process.pid, number)
         assert asyncio.run(completions_of("embedded", request(1, 2), [answer])) == longest(request(1, 2))
 
 

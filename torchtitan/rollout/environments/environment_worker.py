@@ -33,8 +33,8 @@ from typing import Any
 import pydantic
 
 from torchtitan.errors import UserError, load_object
-from torchtitan.rollout.conversation.thoughts import read_turn
-from torchtitan.rollout.conversation.tool_formats.format import Call, IdentifiedCall, ToolCall, UnreadableCall
+from torchtitan.rollout.conversation.tool_formats.format import Call, IdentifiedCall, UnreadableCall
+from torchtitan.rollout.conversation.tool_formats.own import OwnFormat
 from torchtitan.rollout.conversation.tool_formats.registry import FORMATS
 from torchtitan.rollout.workers.inside import run, without_stop_iteration
 
@@ -147,10 +147,12 @@ class Program:
         if self.steps and self.tools:
             raise UserError(f"environment {factory!r}: it has step(action), so it cannot have tools beside it")
 
-        schemas = [tool.schema for tool in self.tools.values()]
-        named = functools.partial(_calls, form=parser, tools=schemas)
-        self.has_own_parser = parser not in FORMATS
-        self.parse: Callable[[str], Any] = load_object(parser, "tool parser") if self.has_own_parser else named
+        self._schemas = [tool.schema for tool in self.tools.values()]
+        self._format = FORMATS.get(parser) or OwnFormat(parser, load_object(parser, "tool parser"))
+
+    def read_calls(self, marked: str) -> list[Call]:
+        """Return the calls of tools in a turn's text. Raises ValueError or RecursionError for text that is none."""
+        return self._format.read(marked, tools=self._schemas).calls
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self.tools:
@@ -202,8 +204,7 @@ class Instance:
             message = {"role": "user", "content": self._text(observation, "step")}
             return {"messages": [message], "reward": reward, "done": done, "calls": [], "errors": 0}
         try:
-            read = read_turn(marked).beside_thoughts if self._program.has_own_parser else marked
-            calls = [_as_call(call) for call in await self._run(self._program.parse, read)]
+            calls = await self._run(self._program.read_calls, marked)
         except (ValueError, RecursionError) as error:
             calls = [UnreadableCall(str(error) or type(error).__name__)]
         messages, left, errors = [], self._longest, 0
@@ -288,18 +289,6 @@ class Instance:
                 raise TypeError(f"{where} returned {type(value).__name__}, which is not text") from None
         # A lone surrogate can be neither encoded nor tokenised.
         return value[: self._longest].encode("utf-8", "replace").decode()
-
-
-def _as_call(call: Any) -> Call:
-    """Return what a parser says of a call: a call of ours, or (name, arguments). Raises ValueError for others."""
-    if isinstance(call, ToolCall | UnreadableCall):
-        return call
-    name, arguments = call
-    return ToolCall(str(name), arguments)
-
-
-def _calls(marked: str, form: str, tools: list[dict[str, Any]]) -> list[Call]:
-    return FORMATS[form].read(marked, tools=tools).calls
 
 
 def _read_step(result: Any) -> tuple[Any, float, bool]:

@@ -14,14 +14,13 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from typing import Any
 
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.conversation.tool_formats.own import ParserUnavailable
-from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.socket_child import SocketChild
 
 LENGTH = struct.Struct("!Q")
 # What a parser may take for one text: processor time, which a busy machine does not prolong, and time altogether.
@@ -37,26 +36,14 @@ class ParserProcess:
 
     def __init__(self, name: str):
         """name: the parser, as `package.module:function`."""
-        self._name = name
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._child = SocketChild(__spec__.name, name)
         self._stopped = False
 
     def start(self) -> None:
         """Start the process. Raises UserError if the parser cannot be loaded, ParserUnavailable if no process can be
         started for it."""
-        self.close()
-        ours, childs = socket.socketpair()
-        self._socket = ours
         try:
-            with childs:
-                command = [sys.executable, "-m", __spec__.name, self._name, str(childs.fileno())]
-                # A session of its own: signals to our process group are ours.
-                self._process = subprocess.Popen(
-                    command, env=child_environment(threads=1), pass_fds=[childs.fileno()], stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )  # fmt: skip
-            loaded = _receive(ours, time.monotonic() + START_S)
+            loaded = _receive(self._child.start(), time.monotonic() + START_S)
         except OSError as error:
             self.close()
             raise ParserUnavailable(f"the process of {SETTING} does not start: {error}") from error
@@ -71,15 +58,16 @@ class ParserProcess:
         """
         if self._stopped:
             raise ParserUnavailable("the gateway ends")
-        if self._socket is None:
+        if self._child.connection is None:
             try:
                 self.start()
             except UserError as error:  # it could be loaded before
                 raise ParserUnavailable(str(error)) from error
-        assert self._socket is not None
+        connection = self._child.connection
+        assert connection is not None
         try:
-            _send(self._socket, _encoded(text))
-            found = _receive(self._socket, time.monotonic() + ALTOGETHER_S)
+            _send(connection, _encoded(text))
+            found = _receive(connection, time.monotonic() + ALTOGETHER_S)
         except TimeoutError:
             self.close()
             raise ValueError(f"the parser of tool calls gave no answer within {ALTOGETHER_S:g} s") from None
@@ -91,10 +79,7 @@ class ParserProcess:
         return calls
 
     def _describe_end(self) -> str:
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.returncode
+        code = self._child.wait(1.0)
         self.close()
         if code == -signal.SIGPROF:
             return f"took more than {PROCESSOR_S:g} s of processor time"
@@ -103,18 +88,11 @@ class ParserProcess:
     def stop(self) -> None:
         """End the process for good, from any thread; whoever waits for it hears that it has ended."""
         self._stopped = True
-        if (process := self._process) is not None:
-            process.kill()
+        self._child.kill()
 
     def close(self) -> None:
         """End the process, and forget it."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._child.close()
 
 
 def _encoded(data: Any) -> bytes:
