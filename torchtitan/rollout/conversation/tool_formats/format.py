@@ -113,7 +113,7 @@ def make_call(name: Any, arguments: Any) -> Call:
     try:
         # JSON can express lone surrogates, which cannot be encoded as UTF-8, and numbers that become infinite.
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return UnreadableCall(WRONG)
     return ToolCall(name, arguments)
 
