@@ -13,7 +13,7 @@ class SocketChild:
     """`python -m MODULE ARGUMENTS… DESCRIPTOR`, started when it is needed. One thread uses it; any may kill it."""
 
     def __init__(self, module: str, *arguments: str):
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._module, self._arguments = module, arguments
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: socket.socket | None = None
         """Our end, while there is a process"""
@@ -25,9 +25,10 @@ class SocketChild:
         self.connection = parent_end
         with child_end:
             descriptor = child_end.fileno()
+            command = [sys.executable, "-m", self._module, *self._arguments, str(descriptor)]
             # A session of its own: signals to our process group are ours.
             self.process = subprocess.Popen(
-                [*self._command, str(descriptor)], env=child_environment(threads=1), pass_fds=[descriptor],
+                command, env=child_environment(threads=1), pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         return parent_end

@@ -24,7 +24,7 @@ from torchtitan.inference.actor_client import ActorError, ActorNotReady, Request
 from torchtitan.inference.answers import generated_bytes, scored_bytes
 from torchtitan.inference.engines.reading import completions_of, scores_of
 from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters, VersionSpan
-from torchtitan.utils import reader_process
+from torchtitan.utils import reader_process, socket_child
 from torchtitan.utils.reader_process import ReaderUnavailable, read_answer
 from torchtitan.utils.typed_json import WrongForm
 
@@ -236,8 +236,8 @@ def test_a_reader_that_does_not_start_is_not_the_fault_of_the_answer(
         return asyncio.run(completions_of("embedded", request(1, 2), [answer]))
 
     with monkeypatch.context() as here:
-        here.setattr(reader_process, module, SimpleNamespace(DEVNULL=subprocess.DEVNULL))
-        here.setattr(getattr(reader_process, module), name, broken, raising=False)
+        here.setattr(socket_child, module, SimpleNamespace(DEVNULL=subprocess.DEVNULL))
+        here.setattr(getattr(socket_child, module), name, broken, raising=False)
         with pytest.raises(ReaderUnavailable, match=reason) as caught:
             read()
     assert exit_code_of(caught.value) == EXIT_RETRYABLE

@@ -407,7 +407,7 @@ def test_arguments_of_a_parser_that_json_cannot_hold_are_told_to_the_policy(tmp_
             return await episode.act("1.5")
 
     reply = run(tmp_path, work, tools=("half",), parser=f"{HERE}:decimal_calls")
-    assert WRONG in reply.messages[0]["content"] and (reply.calls, reply.errors) == ([], 1)
+    assert json.loads(reply.messages[0]["content"]) == {"error": WRONG} and (reply.calls, reply.errors) == ([], 1)
 
 
 @pytest.mark.parametrize(
