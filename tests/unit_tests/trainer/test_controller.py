@@ -156,7 +156,7 @@ def test_an_eviction_is_acted_on_while_no_command_is_asked_for(tmp_path: Path, l
 def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(tmp_path: Path, damaged: bool) -> None:
     controller = make(tmp_path, Everything())
     if damaged:
-        (tmp_path / "metrics.jsonl").write_text('{"stop": 1, "loss": 0.5}\n')
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "reward/mean": "x"}\n')
     else:
         (tmp_path / "report.html.tmp").mkdir()  # a full disk gives OSError, too
     with pytest.raises(UserError, match="the checkpoint could not be written"), contextlib.ExitStack() as closing:
