@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,11 +93,14 @@ def markdown() -> str:
         title = ", ".join(f"[[{table}]]" if table in several else f"[{table}]" for table in section.titles)
         parts.append(f"\n## {title}\n\n")
         for name in section.keys:
-            info = known[name]
-            parts.append(
-                f"- `{name.rpartition('.')[2]} = {_default(info)}`{_kind(info)}: {_meaning(texts[name], info)}\n"
-            )
+            parts.append(f"- {_assignment(name.rpartition('.')[2], known[name], texts[name])}: ")
+            parts.append(f"{_meaning(texts[name], known[name])}\n")
     return "".join(parts)
+
+
+def _assignment(key: str, info: FieldInfo, text: str) -> str:
+    """A key with its default; one that stands for another key ("As eval.dataset") has that one's."""
+    return f"`{key}`" if text.startswith("As ") else f"`{key} = {_default(info)}`{_kind(info)}"
 
 
 def _kind(info: FieldInfo) -> str:
@@ -182,8 +186,13 @@ def _default(info: FieldInfo) -> str:
 
 
 def _meaning(text: str, info: FieldInfo) -> str:
-    rules = "".join(f" ({rule})" for rule in info.metadata if isinstance(rule, (Range, Names)))
-    return " ".join(f"{text}{rules}".split())
+    rules = [rule for rule in info.metadata if isinstance(rule, Range)]
+    rules += [rule for rule in info.metadata if isinstance(rule, Names) and not _all_in(rule.known, text)]
+    return " ".join(f"{text} {' '.join(f'({rule})' for rule in rules)}".split())
+
+
+def _all_in(names: tuple[str, ...], text: str) -> bool:
+    return all(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
 
 
 if __name__ == "__main__":

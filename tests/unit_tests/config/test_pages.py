@@ -85,7 +85,9 @@ def test_options_of_a_pages_commands_are_keys(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_modules_that_a_page_runs_are_there(page: Path) -> None:
-    named = re.findall(r"python3? -m ((?:torchtitan|tests|examples|benchmarks)[\w.]*\w)", page.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"python3? -m ((?:torchtitan|tests|examples|benchmarks)[\w.]*\w)", page.read_text(encoding="utf-8")
+    )
     paths = {name.replace(".", "/") for name in named}
     missing = {path for path in paths if not is_there(f"{path}.py") and not is_there(f"{path}/__main__.py")}
     assert not {f"{path}.py" for path in missing} - written_on(page)
