@@ -276,39 +276,69 @@ class Controller:
         while True:
             if self._watch is not None and self._watch.done():
                 self._watch.result()
-            pending = self.sync is not None and self.sync.pending_version is not None
-            generates = self.colocated is not None and self.colocated.wanted(self._newest)
-            if self.signals.stop_requested:
-                return Command(Kind.STOP)
-            if self.signals.take_export_request():
-                return Command(Kind.EXPORT)
-            if self._evaluation is not None:
-                self._look_at_evaluation(version, timeout=0 if generates else POLL_S)
-            elif self._evaluation_due and self._held_out is not None and not self._loss:
-                return Command(Kind.EVALUATE, self._held_out)
-            elif self._evaluation_due and not pending:
-                self._start_evaluation(version)
-            elif self._evaluation_due:
-                # The version to evaluate must be sent to the actors first.
-                time.sleep(PENDING_POLL_S)
-            elif version >= self.config.training.steps or self._reached:
-                return Command(Kind.DONE)
-            else:
-                batch = self._next_batch(version, timeout=0 if generates else PENDING_POLL_S if pending else POLL_S)
-                if batch is not None:
-                    if not self._sleep_times:
-                        return Command(Kind.BATCH, batch)
-                    # Putting actors to sleep takes time, so send the other ranks a command first.
-                    self._batch = batch
-                    return Command(Kind.WAIT)
-            if generates and self.colocated is not None:
-                return Command(Kind.GENERATE, generation=self.colocated.begin_round(self._newest))
-            now = time.monotonic()
-            if pending and self._evaluation is None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
-                self._last_snapshot_try = now
-                return Command(Kind.SNAPSHOT)
-            if now > give_up:
-                return Command(Kind.WAIT)
+            command = self._signalled() or self._advance(version) or self._meanwhile()
+            if command is None and time.monotonic() > give_up:
+                command = Command(Kind.WAIT)
+            if command is not None:
+                return command
+
+    def _signalled(self) -> Command | None:
+        """What a signal has asked for."""
+        if self.signals.stop_requested:
+            return Command(Kind.STOP)
+        return Command(Kind.EXPORT) if self.signals.take_export_request() else None
+
+    def _advance(self, version: int) -> Command | None:
+        """Evaluate `version`, end, or train on the next batch; waits a little for what is not there yet."""
+        if self._evaluation is not None:
+            self._look_at_evaluation(version, timeout=0 if self._may_generate else POLL_S)
+            return None
+        if self._evaluation_due:
+            return self._begin_evaluation(version)
+        if version >= self.config.training.steps or self._reached:
+            return Command(Kind.DONE)
+        return self._train(version)
+
+    def _begin_evaluation(self, version: int) -> Command | None:
+        if self._held_out is not None and not self._loss:
+            return Command(Kind.EVALUATE, self._held_out)
+        if self._is_pending:
+            # The version to evaluate must be sent to the actors first.
+            time.sleep(PENDING_POLL_S)
+        else:
+            self._start_evaluation(version)
+        return None
+
+    def _train(self, version: int) -> Command | None:
+        timeout = PENDING_POLL_S if self._is_pending else POLL_S
+        batch = self._next_batch(version, timeout=0 if self._may_generate else timeout)
+        if batch is None:
+            return None
+        if not self._sleep_times:
+            return Command(Kind.BATCH, batch)
+        # Putting actors to sleep takes time, so send the other ranks a command first.
+        self._batch = batch
+        return Command(Kind.WAIT)
+
+    def _meanwhile(self) -> Command | None:
+        """What the ranks can do while there is nothing to train on: sample, or send a version that was skipped."""
+        if self.colocated is not None and self._may_generate:
+            return Command(Kind.GENERATE, generation=self.colocated.begin_round(self._newest))
+        now = time.monotonic()
+        if self._is_pending and self._evaluation is None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
+            self._last_snapshot_try = now
+            return Command(Kind.SNAPSHOT)
+        return None
+
+    @property
+    def _is_pending(self) -> bool:
+        """Whether a version was skipped, and has to be sent to the actors yet."""
+        return self.sync is not None and self.sync.pending_version is not None
+
+    @property
+    def _may_generate(self) -> bool:
+        """Whether requests wait for an engine in the ranks' own processes."""
+        return self.colocated is not None and self.colocated.wanted(self._newest)
 
     def published(self, version: int, published: bool) -> None:
         """Record the decision on a version; in blocking mode, wait until the live actors have it, and are awake."""
