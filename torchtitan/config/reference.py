@@ -186,7 +186,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def _meaning(text: str, info: FieldInfo) -> str:
-    rules = [rule for rule in info.metadata if isinstance(rule, Range)]
+    rules: list[Range | Names] = [rule for rule in info.metadata if isinstance(rule, Range)]
     rules += [rule for rule in info.metadata if isinstance(rule, Names) and not _all_in(rule.known, text)]
     return " ".join(f"{text} {' '.join(f'({rule})' for rule in rules)}".split())
 
