@@ -51,7 +51,7 @@ class Job:
 
     async def meet(self) -> None:
         while True:
-            await self.pool.meet(self.sync.guests())
+            await self.pool.admit(self.sync.guests())
             await asyncio.sleep(0.02)
 
     async def ready(self, *names: str) -> None:

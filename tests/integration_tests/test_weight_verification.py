@@ -61,7 +61,7 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         servers.append(server)
         await asyncio.to_thread(trainer.publish, 0)
         health = await client.until(lambda health: health["verified"]["version"] == 0)
-        assert health["verifies"] and health["verified"]["whole"] == 1
+        assert health["verifies"] and health["verified"]["matched"] == 1
         spoil.append(1)
         running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, "long", n=8, top_k=120)))
         await client.until(lambda health: health["running"] == 8)
@@ -80,7 +80,7 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         health = await client.until(
             lambda health: health["verified"]["version"] == 1 and health["weights"]["state"] != "poisoned"
         )
-        assert health["serves"] and health["verified"]["torn"] == 1
+        assert health["serves"] and health["verified"]["mismatched"] == 1
         assert (await client.call("POST", "/v1/generate", json=body()))[0] == 200
 
     run(tiny_checkpoint(tied=tied), tmp_path, scenario)
@@ -118,14 +118,14 @@ def test_generation_goes_on_during_the_look_and_the_next_version_waits_for_it(
             await asyncio.to_thread(trainer.publish, version)
             # The next one is there, and ordered to be applied, while this one is looked at.
             await client.until(lambda health, version=version: health["version"] == version)
-        await client.until(lambda health: health["verified"]["whole"] == 3 and health["verified"]["version"] == 2)
+        await client.until(lambda health: health["verified"]["matched"] == 3 and health["verified"]["version"] == 2)
         await eventually(lambda: trainer.actor()["version"] == 2)
         assert trainer.actor()["evictions"] == 0
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         assert len(looks) == 3 and all(tokens < after for tokens, after in looks), looks
-        assert server.verifier.status.torn == server.verifier.status.unfinished == 0
+        assert server.verifier.status.mismatched == server.verifier.status.unfinished == 0
 
     run(tiny_checkpoint(), tmp_path, scenario)
 
@@ -138,7 +138,7 @@ def test_an_engine_that_never_holds_what_was_sent_ends(
     async def scenario(server: EngineServer, client: Client, trainer: Trainer) -> None:
         await asyncio.to_thread(trainer.publish, 0)
         await asyncio.wait_for(server.stopped.wait(), 30)
-        assert server.verifier.status.torn_in_a_row == 3
+        assert server.verifier.status.mismatched_in_a_row == 3
         assert "lm_head.weight" in str(server.loop.failure)
 
     run(tiny_checkpoint(), tmp_path, scenario)

@@ -6,6 +6,7 @@ for a long one is another process, and comes as arrays in one buffer. This modul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -149,20 +150,23 @@ def values(data: memoryview, dtype: str) -> np.ndarray:
 
 def pack(completion: Completion) -> Packed:
     """Return a completion as arrays."""
-    kept, routes = completion.kept_token_ids, None
-    if (told := completion.routes) is not None:
+    kept, routes = None, None
+    if completion.kept_token_ids is not None:
+        lengths = [len(ids) for ids in completion.kept_token_ids]
+        kept = array(list(itertools.chain(*completion.kept_token_ids)), "<i8"), array(lengths, "<i4")
+    if completion.routes is not None:
         import numpy as np
 
-        experts = np.ascontiguousarray(told.experts, told.experts.dtype.newbyteorder("<"))
-        routes = told.first, experts.shape, experts.itemsize, memoryview(experts.tobytes())
+        experts = completion.routes.experts
+        experts = np.ascontiguousarray(experts, experts.dtype.newbyteorder("<"))
+        routes = completion.routes.first, experts.shape, experts.itemsize, memoryview(experts.tobytes())
+    spans = [(span.epoch, span.version, span.start, span.end) for span in completion.spans]
     return Packed(
         array(completion.token_ids, "<i8"),
         array(completion.log_probs, "<f8"),
         completion.finish_reason,
-        [(span.epoch, span.version, span.start, span.end) for span in completion.spans],
-        None
-        if kept is None
-        else (array([one for ids in kept for one in ids], "<i8"), array([len(ids) for ids in kept], "<i4")),
+        spans,
+        kept,
         routes,
     )
 
@@ -174,7 +178,7 @@ def unpack(packed: Packed) -> Completion:
         ids, ends = values(packed.kept[0], "<i8"), values(packed.kept[1], "<i4").cumsum()
         # One by one, so that other threads get their turns.
         with without_collection():
-            kept = [ids[begin:end].tolist() for begin, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
+            kept = [ids[begin:end].tolist() for begin, end in itertools.pairwise([0, *ends.tolist()])]
     routes = None
     if packed.routes is not None:
         first, shape, itemsize, data = packed.routes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -29,8 +30,9 @@ def read_taught(about: dict[str, Any], answer: bytes | memoryview) -> bytes:
         if top and [len(row) for row in likeliest] != [top] * (len(token_ids) - 1):
             lengths = sorted({len(row) for row in likeliest})
             raise WrongForm(f"{top} tokens were requested for every place, got {lengths}")
-        entries = [entry for row in likeliest for entry in row]
-        ids, log_probs = [token for _, token in entries], [log_prob for log_prob, _ in entries]
+        entries = list(itertools.chain.from_iterable(likeliest))
+        ids = [token for _, token in entries]
+        log_probs = [log_prob for log_prob, _ in entries]
         check_log_probs(scores.log_probs, "score")  # type: ignore[arg-type] # _check() has refused None
         check_log_probs(log_probs, "score", "of one of the likeliest tokens, the log-prob")
         check_token_ids(ids, about["vocabulary"], "score")

@@ -469,7 +469,7 @@ class Controller:
         while True:
             await self._note_evictions(self.weights.actors())
             if self.config.inference.discover and self.actors is not None and self.sync is not None:
-                await self.actors.meet(self.sync.guests())
+                await self.actors.admit(self.sync.guests())
             await asyncio.sleep(EVICTION_LOOK_S)
 
     async def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:

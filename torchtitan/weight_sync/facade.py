@@ -45,7 +45,7 @@ from torchtitan.weight_sync.wire.sockets import SocketRuntime
 logger = logging.getLogger(__name__)
 
 # A condition may depend on more than the status, such as whether the registry has failed for good.
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 class Watcher:
@@ -80,12 +80,12 @@ class Watcher:
     def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> None:
         """Wait until `condition(status)` holds, at most `timeout` seconds and not beyond close().
 
-        The condition is evaluated for each status, and once per LOOK_SECONDS without one.
+        The condition is evaluated for each status, and once per POLL_SECONDS without one.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not condition(self._status) and (left := deadline - time.monotonic()) > 0 and self._runtime.runs:
-                self._changed.wait(min(left, LOOK_SECONDS))
+                self._changed.wait(min(left, POLL_SECONDS))
 
     def pin(self, version: int | None) -> None:
         """Have actors that serve `version` keep it (None: no longer)."""
@@ -108,13 +108,13 @@ class Watcher:
 
     def _on_message(self, message: Message) -> None:
         if message["type"] == "status":
-            known = {} if message["whole"] else self._status["actors"]
+            known = {} if message["complete"] else self._status["actors"]
             known = {name: actor for name, actor in known.items() if name not in message["forgotten"]}
-            guests = {**({} if message["whole"] else self._status["guests"]), **message["guests"]}
+            guests = {**({} if message["complete"] else self._status["guests"]), **message["guests"]}
             guests = {name: url for name, url in guests.items() if url}
             with self._changed:
                 self._status = {**message, "actors": {**known, **message["actors"]}, "guests": guests}
-                self._refreshed += message["whole"]
+                self._refreshed += message["complete"]
                 self._changed.notify_all()
 
 
@@ -231,9 +231,9 @@ class WeightSync:
 
     def reserve(self) -> bool:
         """Reserve a slot for the version of the coming optimizer step. False is this rank's no vote. Never waits."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         reserved = self.boundary.reserve()
-        self._stall_s += time.perf_counter() - begun
+        self._stall_s += time.perf_counter() - started
         return reserved
 
     def fence(self) -> None:
@@ -241,9 +241,9 @@ class WeightSync:
 
         This thread waits only on the CPU. Without the fence, a snapshot in progress would be torn.
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self.publisher.fence()
-        self._stall_s += time.perf_counter() - begun
+        self._stall_s += time.perf_counter() - started
 
     def commit(self, version: int, votes_against: int) -> Literal["published", "skipped"]:
         """At the boundary, on every rank with the same arguments: snapshot `version`, or skip it if any rank voted no.
@@ -262,8 +262,8 @@ class WeightSync:
 
     def _snapshot(self, version: int, take: Callable[[], bool]) -> bool:
         self._check_alive()
-        begun = time.perf_counter()
-        snapshotted, seconds = take(), time.perf_counter() - begun
+        started = time.perf_counter()
+        snapshotted, seconds = take(), time.perf_counter() - started
         self._snapshot_s += seconds if snapshotted else 0.0
         if snapshotted and self.watcher is not None:
             self._taken[version] = self.boundary.serial
@@ -324,20 +324,20 @@ class WeightSync:
         recovered. `missing` omits actors that were gone before the wait and still are. Rank 0 only.
         """
         assert self.watcher is not None
-        begun = time.perf_counter()
-        gone = {name for name, actor in self._actors().items() if not _is_live(actor)}
+        started = time.perf_counter()
+        gone_before = {name for name, actor in self._actors().items() if not _is_live(actor)}
 
         self.watcher.wait_for(lambda status: bool(self.failure) or all_have(status, version, at_least), timeout)
         self._check_alive()
         if counts_as_stall:
-            self._stall_s += time.perf_counter() - begun
+            self._stall_s += time.perf_counter() - started
         actors = self._actors()
         if len(actors) > MAX_NAMED or not all_have(self.watcher.status(), version, at_least):
             actors = self.watcher.refresh(REFRESH_TIMEOUT_SECONDS)["actors"]
         applied = set()
         missing: dict[str, str] = {}
         for name, actor in actors.items():
-            stayed_away = name in gone and not _is_live(actor)
+            stayed_away = name in gone_before and not _is_live(actor)
             if actor["serves"] and actor["version"] >= version:
                 applied.add(name)
             elif not stayed_away:

@@ -120,11 +120,11 @@ class Supervised:
         in_a_row = 0
         try:
             while not self._closing.is_set():
-                begun = time.monotonic()
+                started = time.monotonic()
                 end = self._run()
                 if self._closing.is_set():
                     return
-                in_a_row = 0 if time.monotonic() - begun > HEALTHY_SECONDS else in_a_row + 1
+                in_a_row = 0 if time.monotonic() - started > HEALTHY_SECONDS else in_a_row + 1
                 if in_a_row > self._max_restarts:
                     self.failure = f"the {self.name} failed {in_a_row} times in a row, the last time: {end}"
                     logger.error("%s", self.failure)

@@ -122,7 +122,7 @@ class Watch:
         if self._actor.kind == "embedded":
             return {str(self._actor.health()["verified"]["version"])}
         self._actor.score(self._tokens)  # vLLM looks when it works
-        order = {"method": "torchtitan_whole", "kwargs": {}, "timeout": SECONDS}
+        order = {"method": "torchtitan_verified_version", "kwargs": {}, "timeout": SECONDS}
         return set(map(str, self._actor.engine.call("POST", "/collective_rpc", SECONDS, order)["results"]))
 
     def _probe(self) -> str:

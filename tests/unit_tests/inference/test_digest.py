@@ -137,8 +137,8 @@ def test_the_next_update_waits_for_the_look_and_never_spoils_it() -> None:
             live[name].copy_(tensor)
         verifier.applied(staged_version(version, incoming))
     verifier.finish()
-    assert found == [] and verifier.status.torn == 0
-    assert verifier.status.whole == 60 and verifier.status.version == 59
+    assert found == [] and verifier.status.mismatched == 0
+    assert verifier.status.matched == 60 and verifier.status.version == 59
 
 
 def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
     started = time.monotonic()
     verifier.finish(0.2)
     assert time.monotonic() - started >= 0.2
-    assert (verifier.status.unfinished, verifier.status.whole) == (1, 0)
+    assert (verifier.status.unfinished, verifier.status.matched) == (1, 0)
 
 
 def test_every_so_many_versions_and_none_at_all() -> None:
@@ -165,7 +165,7 @@ def test_every_so_many_versions_and_none_at_all() -> None:
         for version in range(6):
             verifier.applied(staged_version(version, values()))
             verifier.finish()
-        assert verifier.status.whole == expected and verifier.verifies is (every > 0)
+        assert verifier.status.matched == expected and verifier.verifies is (every > 0)
 
 
 def test_torn_versions_are_counted_until_one_is_whole() -> None:

@@ -109,7 +109,7 @@ def test_what_has_begun_ends_under_its_version_and_what_waits_begins_under_the_n
         queued = asyncio.create_task(served.loop.generate(request("queued", 4, n=2)))
         await served.until(lambda: served.engine.running == 3 and len(served.loop._waiters) == 3)
         update = served.apply(2)
-        await served.until(lambda: served.engine.held_back)
+        await served.until(lambda: served.engine.admission_paused)
         assert not first.done()
         late = asyncio.create_task(served.loop.generate(request("late", 4)))
         served.run_free()
@@ -119,7 +119,7 @@ def test_what_has_begun_ends_under_its_version_and_what_waits_begins_under_the_n
         assert versions(await group) == [[(1, 0, 6)]] * 5
         assert versions(await queued) == [[(2, 0, 4)]] * 2
         assert versions(await late) == [[(2, 0, 4)]]
-        assert not served.engine.held_back
+        assert not served.engine.admission_paused
 
     asyncio.run(scenario())
     served.close()
@@ -179,7 +179,7 @@ def test_pause_poison_and_shutdown_do_not_wait_for_what_cannot_finish(serve: Cal
         stuck = asyncio.create_task(served.loop.generate(request("stuck", 300)))
         await served.until(lambda: served.engine.running)
         update = served.apply(7)
-        await served.until(lambda: served.engine.held_back)
+        await served.until(lambda: served.engine.admission_paused)
         closing = served.threads.submit(served.loop.close, LONG)
         await served.until(lambda: served.loop._closing, stepping=False)
         served.run_free()

@@ -52,7 +52,7 @@ async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **i
     async with healthy.running() as well, Answering(sick).running() as ill:
         await pool.start()
         try:
-            await pool.meet({"ill": ill, "well": well})
+            await pool.admit({"ill": ill, "well": well})
             await pool.connect_weights("127.0.0.1:5", {0})
             await eventually(lambda: pool.actors == {"ill": "ready", "well": "ready"}, why=lambda: pool.actors)
             asked = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(16)]
@@ -102,7 +102,7 @@ async def test_actor_that_says_it_serves_what_was_not_published_gets_no_requests
     async with Answering(answer).running() as well, Answering(answer, version=version).running() as liar:
         await pool.start()
         try:
-            await pool.meet({"liar": liar, "well": well})
+            await pool.admit({"liar": liar, "well": well})
             await pool.connect_weights("127.0.0.1:5", {0})
             await eventually(lambda: pool.actors == {"liar": "joining", "well": "ready"}, why=lambda: pool.actors)
             asked = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(8)]

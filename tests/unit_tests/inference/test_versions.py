@@ -58,7 +58,7 @@ def test_merged_tensors_are_base_and_adapter(untied: Path, dtype: torch.dtype) -
             second.get_submodule(name).weight.mul_(1.5)  # type: ignore[union-attr, operator]
     # One after the other: nothing of an earlier version is left in a later one.
     for policy in (first, second, first):
-        whole = base.whole(staged(policy, dtype)).tensors
+        whole = base.merged(staged(policy, dtype)).tensors
         expected = exact(policy, untied, dtype)
         assert set(whole) == set(expected) == set(base_parameters(policy)) and len(whole) == len(expected)
         for name, tensor in expected.items():
@@ -129,7 +129,7 @@ def test_every_tensor_is_merged_once_and_when_it_is_asked_for(untied: Path, monk
 
     monkeypatch.setattr(versions, "low_rank_product", counted)
     policy = adapted(untied)
-    whole = BaseWeights(untied).whole(staged(policy)).tensors
+    whole = BaseWeights(untied).merged(staged(policy)).tensors
     assert not multiplied
     received = dict(whole.items())
     assert len(multiplied) == 7 * policy.args.num_hidden_layers + 2
@@ -149,7 +149,7 @@ def test_the_base_may_lie_in_several_files_and_carry_more_than_is_needed(
     assert len(files) > 1
     parameters = load_file(files[0])
     save_file({**parameters, "lm_head.weight": torch.zeros(2)}, files[0])
-    whole = BaseWeights(tmp_path).whole(staged(policy)).tensors
+    whole = BaseWeights(tmp_path).merged(staged(policy)).tensors
     assert {name: list(tensor.shape) for name, tensor in whole.items()} == {
         name: list(tensor.shape) for name, tensor in base_parameters(policy).items()
     }
@@ -158,10 +158,10 @@ def test_the_base_may_lie_in_several_files_and_carry_more_than_is_needed(
 def test_whole_versions_pass_and_what_does_not_fit_is_refused(untied: Path, tmp_path: Path) -> None:
     base = BaseWeights(tmp_path / "nowhere")
     plain = StagedVersion("epoch", 1, "digest", dict(load_policy(untied).named_parameters()))
-    assert base.whole(plain) is plain
+    assert base.merged(plain) is plain
     version = staged(adapted(untied, ["q_proj"]))
     with pytest.raises(WeightsRefused, match="base weights of the adapters cannot be read: .*nowhere"):
-        base.whole(version)
+        base.merged(version)
     base = BaseWeights(untied)
     tensors = dict(version.tensors)
     factor = "model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -172,6 +172,6 @@ def test_whole_versions_pass_and_what_does_not_fit_is_refused(untied: Path, tmp_
         ({"model.layers.0.mlp.up_proj.lora_B.weight": torch.zeros(5, 3)}, "has no lora_A"),
     ):
         with pytest.raises(WeightsRefused, match=text):
-            base.whole(StagedVersion("epoch", 2, "digest", {**tensors, **change}))
+            base.merged(StagedVersion("epoch", 2, "digest", {**tensors, **change}))
     with pytest.raises(WeightsRefused, match="holds no adapter"):
-        base.whole(StagedVersion("epoch", 2, "digest", {ALPHA: tensors[ALPHA]}))
+        base.merged(StagedVersion("epoch", 2, "digest", {ALPHA: tensors[ALPHA]}))

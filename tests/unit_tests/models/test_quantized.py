@@ -363,7 +363,7 @@ def test_actors_merge_into_the_base_of_the_trainer(checkpoint: Path, dtype: torc
         assert_holds(dict(engine.policy.named_parameters()), policy, checkpoint, dtype)
         figures = engine.weights.figures
         assert figures["adapter_applied_norm"] == pytest.approx(figures["adapter_norm"], rel=0.01)
-        whole = base.whole(version).tensors
+        whole = base.merged(version).tensors
         assert whole.keys() == base_parameters(policy).keys()
         assert_holds(dict(whole), policy, checkpoint, dtype)
         if dtype == torch.float32:
@@ -382,7 +382,7 @@ def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
     # Read anew for every version, the files serve both.
     base, name = BaseWeights(checkpoint), "model.layers.0.mlp.up_proj.weight"
     for one in (policy, plain, policy):
-        torch.testing.assert_close(base.whole(staged(one)).tensors[name], merged_weight(one, name), rtol=0, atol=1e-5)
+        torch.testing.assert_close(base.merged(staged(one)).tensors[name], merged_weight(one, name), rtol=0, atol=1e-5)
     with pytest.raises(WeightsRefused, match="base of 3 bits"):
         engine.apply_weights("epoch", 3, synced(policy) | {BASE_BITS: torch.tensor([3.0])})
 

@@ -120,7 +120,7 @@ def test_an_engine_is_as_it_was_only_where_all_its_workers_are(
 
 
 def test_nobody_waits_for_workers_whose_leader_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(group, "POLL_SECONDS", 0.01)
     with pytest.raises(RuntimeError, match="closed meanwhile"):
         engine(on_workers, None, lives=False).apply(MANIFEST)
 

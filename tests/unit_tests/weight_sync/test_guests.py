@@ -39,7 +39,7 @@ class GuestWorld(World):
         known: dict[str, str] = {}
         for message in trainer.heard:
             if message["type"] == "status":
-                known = {**({} if message["whole"] else known), **message["guests"]}
+                known = {**({} if message["complete"] else known), **message["guests"]}
         return {name: url for name, url in known.items() if url}
 
 

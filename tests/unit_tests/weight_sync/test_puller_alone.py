@@ -453,8 +453,8 @@ def test_actor_that_relays_to_several_is_not_left_for_sending_each_its_share(fan
     assert pull is not None
     # The trainer sent 1,000 bytes per second to this actor alone.
     pull.received["bytes_relayed"] = 10_000 // (4 * fanout)
-    assert not pull.lags(1000.0, pull.begun + RELAY_SECONDS + 10.0)
-    assert pull.lags(1000.0, pull.begun + RELAY_SECONDS + 10.1)
+    assert not pull.lags(1000.0, pull.started + RELAY_SECONDS + 10.0)
+    assert pull.lags(1000.0, pull.started + RELAY_SECONDS + 10.1)
 
 
 def test_connection_to_another_actor_that_is_reset_is_made_again() -> None:

@@ -455,7 +455,7 @@ def test_the_trainer_is_told_counts_of_many_actors_at_once_and_details_little_by
     ranks, actors = world.ranks(), [world.actor(f"a{number:02d}") for number in range(40)]
     world.publish(ranks, 1, 0)
     trainer = world.trainer(beats=False)
-    assert len(trainer.heard[-1]["actors"]) == 40 and trainer.heard[-1]["whole"]
+    assert len(trainer.heard[-1]["actors"]) == 40 and trainer.heard[-1]["complete"]
     trainer.heard.clear()
     for actor in actors:
         actor.send({"type": "serving", "version": 0, "digest": world.digest, "figures": {}})
@@ -472,7 +472,7 @@ def test_the_trainer_is_told_counts_of_many_actors_at_once_and_details_little_by
     assert len(trainer.heard) == count, "nothing has changed"
     trainer.say("look")
     world.run(0.1)
-    assert trainer.heard[-1]["whole"] and len(trainer.heard[-1]["actors"]) == 40
+    assert trainer.heard[-1]["complete"] and len(trainer.heard[-1]["actors"]) == 40
 
 
 def test_an_actor_that_floods_the_registry_waits_and_the_others_do_not() -> None:

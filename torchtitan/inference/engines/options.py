@@ -37,8 +37,12 @@ def engine_words(engine_args: Mapping[str, Any]) -> list[str]:
         words.append(f"--{option_name(key)}")
         if value is not True:
             items = value if isinstance(value, list) else [value]
-            words += [item if isinstance(item, str) else json.dumps(item) for item in items]
+            words += [_word(item) for item in items]
     return words
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def wrong_options(engine_args: Mapping[str, Any]) -> Iterator[str]:
@@ -84,5 +88,7 @@ def _read_option(words: tuple[str, ...]) -> Option:
         return Option("", first, words)
     name, equals, behind = first.lstrip("-").partition("=")
     head, dot, tail = name.partition(".")
-    value = behind if equals else rest[0] if rest else None
+    value = rest[0] if rest else None
+    if equals:
+        value = behind
     return Option(f"{head.replace('_', '-')}{dot}{tail}", value, words)

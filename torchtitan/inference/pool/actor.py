@@ -141,7 +141,7 @@ class Actor:
         """Probe at once instead of waiting for the next interval."""
         self._probe_now.set()
 
-    async def meet(self) -> None:
+    async def probe_once(self) -> None:
         """Probe a server that already runs, once. Raises UserError if it refuses our token, or is not what the run
         needs."""
         try:
@@ -329,7 +329,7 @@ class Actor:
         return max(self._config.health_timeout_s, self._config.startup_timeout_s if starting else 0.0)
 
     async def _probe(self) -> None:
-        begun = time.monotonic()
+        asked_at = time.monotonic()
         health = await self._client.health(self._config.health_timeout_s)
         if self.state is ActorState.EVICTED and self._process is None:
             # It may have been started anew, with other options.
@@ -343,7 +343,7 @@ class Actor:
         self.leaves = health.leaves
         if self.leaves and not self.load:
             await self._client.release(self._config.health_timeout_s)
-        if self.state is ActorState.SUSPECT and health.answered_age_s > begun - self._suspect_since:
+        if self.state is ActorState.SUSPECT and health.answered_age_s > asked_at - self._suspect_since:
             # The agent may not know yet that its engine is dead, and more requests would be lost on it.
             return
         if self.state is ActorState.EVICTED:
@@ -446,7 +446,9 @@ class Actor:
         if self.leaves and not unfinished:
             self._set_state(ActorState.EVICTED)
             return
-        phase = "generate" if unfinished else "idle" if self._ready_at else str(self.state)
+        phase = "idle" if self._ready_at else str(self.state)
+        if unfinished:
+            phase = "generate"
         self.evictions += 1
         self._evicted_at = time.monotonic()
         self.version, self._announced, self._not_serving_since = None, False, 0.0

@@ -135,11 +135,11 @@ class InferencePool:
 
     def describe_actors(self) -> str:
         """Return what keeps each actor from serving, for people."""
-        said = []
+        descriptions = []
         for actor in self._actors:
             why = f" ({actor.last_reason})" if actor.last_reason and not actor.serves(0) else ""
-            said.append(f"{actor.name} {actor.state}{why}")
-        return "; ".join(said) or "none"
+            descriptions.append(f"{actor.name} {actor.state}{why}")
+        return "; ".join(descriptions) or "none"
 
     def serving_version(self) -> int | None:
         """The newest version that some ready actor is known to serve."""
@@ -161,7 +161,7 @@ class InferencePool:
         for i in range(len(servers) or started_actors(self._config)):
             self._add(f"actor-{i}", i, servers[i] if servers else "")
         if servers:
-            await asyncio.gather(*(actor.meet() for actor in self._actors))
+            await asyncio.gather(*(actor.probe_once() for actor in self._actors))
         self._guard = asyncio.create_task(self._parity.run(self._actors))
         self._watch("", self._guard)
         for actor in self._actors:
@@ -192,12 +192,14 @@ class InferencePool:
         self._tasks[name] = task
         task.add_done_callback(self._ended)
 
-    async def meet(self, guests: Mapping[str, str]) -> None:
+    async def admit(self, guests: Mapping[str, str]) -> None:
         """Have these actors that have joined by themselves, name -> URL, and no others. One that is missing stays while
         it answers, because its registry may just have been restarted, and while it still has requests if it leaves."""
         for name, actor in list(self._guests.items()):
-            there = guests.get(name)
-            if there == actor.url or (there is None and not (actor.absent or (actor.leaves and not actor.load))):
+            url = guests.get(name)
+            has_gone = actor.absent or (actor.leaves and not actor.load)
+            stays = not has_gone if url is None else url == actor.url
+            if stays:
                 continue
             del self._guests[name]
             self._actors.remove(actor)

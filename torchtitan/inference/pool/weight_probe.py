@@ -234,7 +234,7 @@ class ParityGuard:
         broken = 0
         while broken < MAX_FAILURES:
             try:
-                await self._look(actor)
+                await self._check_actor(actor)
                 broken = 0
             except Exception as error:
                 broken += 1
@@ -249,7 +249,7 @@ class ParityGuard:
         except Exception as error:  # it is out; what failed is ending its process
             logger.error("%s was given up, but: %r", actor.name, error)
 
-    async def _look(self, actor: Actor) -> None:
+    async def _check_actor(self, actor: Actor) -> None:
         seen = self._seen.get(actor.name)
         if seen is None or seen.incarnation != actor.incarnation:
             seen = self._seen[actor.name] = _Seen(actor.incarnation)

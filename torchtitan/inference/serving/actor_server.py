@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 SHUTDOWN_SECONDS = 2.0
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Asked = TypeVar("Asked", bound=Body)
@@ -166,7 +166,7 @@ class ActorServer(abc.ABC):
         self._leaves, deadline = True, time.monotonic() + timeout_s
         while (has_joined() or self._in_progress) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._released.wait(), min(left, LOOK_SECONDS))
+                await asyncio.wait_for(self._released.wait(), min(left, POLL_SECONDS))
                 return
 
     async def close(self) -> None:
@@ -271,8 +271,8 @@ class ActorServer(abc.ABC):
             old = self._weights
             if old is not None:
                 if old.status()["connected"] and (old.registry, old.epoch) != (body.registry, body.epoch):
-                    theirs = f"job {old.epoch}, whose registry is at {old.registry}"
-                    raise OtherJob(f"this server gets its weights from {theirs}: end that job first")
+                    other_job = f"job {old.epoch}, whose registry is at {old.registry}"
+                    raise OtherJob(f"this server gets its weights from {other_job}: end that job first")
                 old.close()
             number = self._commands.new_connection()
             served = None if old is None else old.served

@@ -67,9 +67,9 @@ def take_over_environment(fixed: Mapping[str, str], cleared: Sequence[str]) -> N
 def parse_arguments(engine: str, description: str | None, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own command line, and what stands behind `--`, which is the engine's. Exits with code 2 where ours is
     wrong."""
-    ours, theirs = argv, []
+    own_arguments, engine_arguments = argv, []
     if "--" in argv:
-        ours, theirs = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+        own_arguments, engine_arguments = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     parser = argparse.ArgumentParser(
         prog=f"python -m torchtitan.inference.engines.{engine}.serve", description=description
     )
@@ -78,10 +78,10 @@ def parse_arguments(engine: str, description: str | None, argv: list[str]) -> tu
     parser.add_argument("--port-file", type=Path, help="file that gets the port")
     parser.add_argument("--token-env", required=True, help="environment variable with the token that all routes need")
     parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
-    arguments = parser.parse_args(ours)
+    arguments = parser.parse_args(own_arguments)
     if not os.environ.get(arguments.token_env):
         parser.error(f"--token-env {arguments.token_env}: this environment variable is not set")
-    return arguments, theirs
+    return arguments, engine_arguments
 
 
 def prepare(arguments: argparse.Namespace, whole_group: bool = False) -> socket.socket:
@@ -222,10 +222,10 @@ class PrefixKeyMiddleware:
             body = json.dumps(json.loads(body) | {"cache_salt": key}).encode()
         length = [(b"content-length", str(len(body)).encode())]
         headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        replayed: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
-            return whole.pop() if whole else await receive()
+            return replayed.pop() if replayed else await receive()
 
         await self._app({**scope, "headers": headers + length}, replay, send)
 

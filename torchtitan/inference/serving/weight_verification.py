@@ -35,7 +35,7 @@ from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, 
 logger = logging.getLogger(__name__)
 
 # So many torn versions in a row are the fault of this process, or of its memory.
-MAX_TORN = 3
+MAX_MISMATCHED = 3
 
 
 @dataclass
@@ -45,7 +45,7 @@ class AdapterVersion:
     scale: float = 0.0
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Parameter -> (A [rank, in], B [out, rank])"""
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    full_values: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameter -> its new value"""
     base_bits: int = 16
     """Of the base's projections"""
@@ -79,7 +79,7 @@ def read_adapters(
         elif not is_a:
             if tuple(tensor.shape) != shape:
                 problems.append(f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
-            version.whole[name] = tensor
+            version.full_values[name] = tensor
         else:
             b = tensors.get(f"{module}.{FACTOR_B}")
             if b is None or (b.shape[0], tensor.shape[1]) != shape or b.shape[1] != len(tensor):
@@ -111,7 +111,7 @@ class BaseWeights:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._quantized: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def whole(self, staged: StagedVersion) -> StagedVersion:
+    def merged(self, staged: StagedVersion) -> StagedVersion:
         """The same version; where it holds adapters, with all tensors of base + adapters, in the type of the adapters.
 
         Raises WeightsRefused where they do not fit the base, or that cannot be read.
@@ -173,8 +173,8 @@ class MergedTensors(Mapping[str, torch.Tensor]):
         return iter(self._base.shapes)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self._version.whole:
-            return self._version.whole[name]
+        if name in self._version.full_values:
+            return self._version.full_values[name]
         if self._version.quantizes(name):
             base = self._base.read_rounded(name)
         else:
@@ -194,8 +194,8 @@ def outlines(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     return tensors.outlines() if isinstance(tensors, MergedTensors | StagedTensors) else tensors
 
 
-Torn = Callable[[str, int, str, int], None]
-"""torn(epoch, version, reason, how often in a row)"""
+OnMismatch = Callable[[str, int, str, int], None]
+"""on_mismatch(epoch, version, reason, how often in a row)"""
 
 
 @dataclass
@@ -204,30 +204,30 @@ class Verified:
 
     version: int | None = None
     """The last one that was found whole"""
-    whole: int = 0
-    torn: int = 0
+    matched: int = 0
+    mismatched: int = 0
     unfinished: int = 0
     """Given up because the next version was there"""
     seconds: float = 0.0
     unverifiable: str = ""
     """Why nothing can be told; empty where something can"""
-    torn_in_a_row: int = field(default=0, repr=False)
+    mismatched_in_a_row: int = field(default=0, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "torn_in_a_row"}
+        return {name: value for name, value in vars(self).items() if name != "mismatched_in_a_row"}
 
 
 class Verification:
     """Does the engine compute with what was sent? What all ways to look at it have in common.
 
     every: versions from one look to the next, 0 for none.
-    torn: called where a version is not what was sent, and where it could not be looked at, which is no proof of
+    on_mismatch: called where a version is not what was sent, and where it could not be looked at, which is no proof of
     anything good.
     """
 
-    def __init__(self, every: int, torn: Torn):
+    def __init__(self, every: int, on_mismatch: OnMismatch):
         self.every, self.status = every, Verified()
-        self._torn = torn
+        self._on_mismatch = on_mismatch
         self._applied = 0
 
     @property
@@ -237,17 +237,17 @@ class Verification:
 
     def due(self, staged: StagedVersion) -> bool:
         """Whether to look at this version, which the engine has just taken."""
-        due = self.every > 0 and (self._applied % self.every == 0 or self.status.torn_in_a_row > 0)
+        due = self.every > 0 and (self._applied % self.every == 0 or self.status.mismatched_in_a_row > 0)
         self._applied += 1
         # Adapters are not what the weights are: applying them looks for itself.
         return due and staged.proof is not None and not is_adapter_version(staged.tensors)
 
-    def judge(self, staged: StagedVersion, look: Callable[[], str | None]) -> bool:
+    def judge(self, staged: StagedVersion, check: Callable[[], str | None]) -> bool:
         """Have look() do a piece of the work: it returns what is wrong with this version, nothing where all has been
         found as it was sent, and None where there is more to do. Returns whether it is over."""
-        begun, status = time.monotonic(), self.status
+        started, status = time.monotonic(), self.status
         try:
-            wrong = look()
+            wrong = check()
         except CheckStopped:
             status.unfinished += 1
             logger.warning("version %d was replaced before its weights had been verified", staged.version)
@@ -260,16 +260,16 @@ class Verification:
             logger.exception("verifying version %d failed", staged.version)
             wrong = f"its weights could not be looked at: {error!r}"
         finally:
-            status.seconds += time.monotonic() - begun
+            status.seconds += time.monotonic() - started
         if wrong is None:
             return False
         if wrong:
-            status.torn += 1
-            status.torn_in_a_row += 1
+            status.mismatched += 1
+            status.mismatched_in_a_row += 1
             text = f"the engine does not hold version {staged.version} as it was sent: {wrong}"
             logger.error("%s", text)
-            self._torn(staged.epoch, staged.version, text, status.torn_in_a_row)
+            self._on_mismatch(staged.epoch, staged.version, text, status.mismatched_in_a_row)
         else:
-            status.version, status.torn_in_a_row = staged.version, 0
-            status.whole += 1
+            status.version, status.mismatched_in_a_row = staged.version, 0
+            status.matched += 1
         return True

@@ -117,10 +117,10 @@ class StagingEngine:
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See transfer.Engine."""
-        staging, written, begun = self._staging, self._written, time.monotonic()
+        staging, written, started = self._staging, self._written, time.monotonic()
         proof = ExpectedChecksums(staging.layout, manifest.checksum_tables, lambda: self._written == written)
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
-        return as_figures(self._apply(staged), begun)
+        return as_figures(self._apply(staged), started)
 
 
 class _PullerThread:

@@ -33,7 +33,7 @@ NOTHING = -1
 """The version of a worker that holds none"""
 
 # While workers apply, how often to check that the actor's loop still runs.
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 
 
@@ -285,8 +285,13 @@ class Leader(Puller):
 
 def _merge_figures(figures: list[Message]) -> dict[str, float]:
     """Return what all workers received together, and the bytes of the one with the most."""
-    most = max(sum(given.get(name, 0) for name in BYTES) for given in figures)
-    return {"worker_bytes": most, **{name: sum(given.get(name, 0) for given in figures) for name in ADDED_UP}}
+    merged: dict[str, float] = {"worker_bytes": 0, **dict.fromkeys(ADDED_UP, 0)}
+    for of_worker in figures:
+        received = sum(of_worker.get(name, 0) for name in BYTES)
+        merged["worker_bytes"] = max(merged["worker_bytes"], received)
+        for name in ADDED_UP:
+            merged[name] += of_worker.get(name, 0)
+    return merged
 
 
 class LeadingEngine:
@@ -303,20 +308,20 @@ class LeadingEngine:
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See transfer.Engine."""
-        begun, order = time.monotonic(), Future[Mapping[str, float]]()
+        started, order = time.monotonic(), Future[Mapping[str, float]]()
 
         def apply_on_workers() -> None:
             order.set_running_or_notify_cancel()
             self._runtime.post(partial(self.leader.order, manifest, order))
             # The leader answers within its deadline as long as its loop runs.
-            while not wait([order], LOOK_SECONDS).done:
+            while not wait([order], POLL_SECONDS).done:
                 if not self._runtime.runs:
                     raise RuntimeError("the connection to the trainer was closed meanwhile")
             order.result()
 
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, {}, apply_on_workers)
         try:
-            cost = as_figures(self._apply(staged), begun)
+            cost = as_figures(self._apply(staged), started)
         except WeightsRefused as error:
             if order.running() or (order.done() and not isinstance(order.exception(), WeightsRefused)):
                 raise RuntimeError(f"the workers have applied what the engine refuses: {error}") from error
@@ -326,9 +331,13 @@ class LeadingEngine:
         return {**order.result(), **cost}
 
 
-def as_figures(cost: float | Mapping[str, float] | None, begun: float) -> dict[str, float]:
+def as_figures(cost: float | Mapping[str, float] | None, started: float) -> dict[str, float]:
     """Return an engine's figures by name, without those that are not finite, and none below 0, as where two clocks
     differ: no peer accepts them."""
-    named = cost if isinstance(cost, Mapping) else {} if cost is None else {"pause_s": cost}
-    finite = {str(name): max(0.0, float(value)) for name, value in named.items() if math.isfinite(value)}
-    return {"pause_s": time.monotonic() - begun, **finite}
+    figures = {"pause_s": time.monotonic() - started}
+    if cost is None:
+        return figures
+    for name, value in (cost if isinstance(cost, Mapping) else {"pause_s": cost}).items():
+        if math.isfinite(value):
+            figures[str(name)] = max(0.0, float(value))
+    return figures

@@ -101,7 +101,7 @@ class Puller:
         self._paused_until = 0.0
         self._staged: tuple[Manifest, Message] | None = None
         self._applying = False
-        self._torn: tuple[int, str] | None = None
+        self._pending_poison: tuple[int, str] | None = None
         """The version and the reason of a poison_version() call that came during an apply"""
         self._closed = False
 
@@ -136,7 +136,7 @@ class Puller:
         """Poison the actor if it serves or applies `version`: it serves nothing until a version has been applied."""
         if self._applying:
             # The engine's check may finish before this thread has heard that the apply has.
-            self._torn = version, reason
+            self._pending_poison = version, reason
         elif self.serving is not None and self.serving.version == version:
             self._poison(version, reason)
             self._react()
@@ -271,8 +271,12 @@ class Puller:
         if not self._passes("pull", manifest.version):
             return
         now = self._runtime.now()
-        there = {rank: {CHECKSUM_TABLE} for rank in manifest.checksum_tables}
-        missing = {rank: left for rank, needs in self._needs.items() if (left := needs - there.get(rank, set()))}
+        missing: dict[int, set[int]] = {}
+        for rank, needs in self._needs.items():
+            has_table = rank in manifest.checksum_tables
+            left = needs - {CHECKSUM_TABLE} if has_table else set(needs)
+            if left:
+                missing[rank] = left
         # A slow actor needs a snapshot of the trainer's.
         peer = peer if self._gone_in_a_row < SLOW_AFTER else None
         transfer = Transfer(next(self._numbers), serial, manifest, self._layout, missing, now, moved_at=now)
@@ -475,10 +479,10 @@ class Puller:
         return self.engine.apply(manifest)
 
     def _applied(
-        self, manifest: Manifest, figures: Message, begun: float, cost: Any, error: BaseException | None
+        self, manifest: Manifest, figures: Message, started: float, cost: Any, error: BaseException | None
     ) -> None:
         self._applying = False
-        torn, self._torn = self._torn, None
+        poison, self._pending_poison = self._pending_poison, None
         if isinstance(error, WeightsRefused):
             logger.error("%s: version %d refused: %s", self.name, manifest.version, error)
             self._pause()
@@ -492,9 +496,9 @@ class Puller:
             self.poisoned = False
             self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
             if self._passes("applied", manifest.version):
-                self._tell_serving(self.serving, {**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
-            if torn is not None and torn[0] == manifest.version:
-                self._poison(*torn)
+                self._tell_serving(self.serving, {**figures, "apply_s": self._runtime.now() - started, **(cost or {})})
+            if poison is not None and poison[0] == manifest.version:
+                self._poison(*poison)
         self._react()
 
     def _poison(self, version: int, reason: str) -> None:

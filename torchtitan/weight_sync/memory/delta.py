@@ -139,11 +139,19 @@ def shortest(parts: Any, size: int, held: int | None) -> list[Part]:
         later = [part for part in checked if part[0] > serial]
         deltas = [part for part in later if part[3] < size]
         # Where there is no delta between two snapshots, no way leads on.
-        if {part[0] for part in deltas} == {part[0] for part in later}:
+        if _serials(deltas) == _serials(later):
             ways.append([*way, *deltas])
     if not ways:
         raise ProtocolError(f"{parts!r:.100} lead to no bucket")
-    return min(ways, key=lambda way: sum(part[3] for part in way))
+    return min(ways, key=_bytes_of)
+
+
+def _serials(parts: list[Part]) -> set[int]:
+    return {part[0] for part in parts}
+
+
+def _bytes_of(way: list[Part]) -> int:
+    return sum(part[3] for part in way)
 
 
 class _Key(NamedTuple):
@@ -219,6 +227,7 @@ class Deltas:
     def forget_stale(self) -> None:
         """Call after snapshots have ended. An actor that waits for a delta against one of them gets the bucket
         itself."""
-        there = {pair for pair in {(key.serial, key.base) for key in self._made} if self._is_possible(*pair)}
-        self._made = {key: payload for key, payload in self._made.items() if (key.serial, key.base) in there}
+        pairs = {(key.serial, key.base) for key in self._made}
+        possible = {pair for pair in pairs if self._is_possible(*pair)}
+        self._made = {key: payload for key, payload in self._made.items() if (key.serial, key.base) in possible}
         self._on_made()

@@ -106,7 +106,12 @@ def copy_from_device(memory: torch.Tensor, target: memoryview | torch.Tensor) ->
 def _read_storage(fields: list[Any]) -> list[Any]:
     try:
         named = {str(place): field for place, field in enumerate(fields)}
-        found = [field_of(named, str(place), str if kind is bytes else kind) for place, kind in enumerate(_STORAGE)]
-        return [bytes.fromhex(field) if kind is bytes else field for field, kind in zip(found, _STORAGE, strict=True)]
+        storage: list[Any] = []
+        for place, kind in enumerate(_STORAGE):
+            if kind is bytes:
+                storage.append(bytes.fromhex(field_of(named, str(place), str)))
+            else:
+                storage.append(field_of(named, str(place), kind))
+        return storage
     except ValueError as error:
         raise ProtocolError("a handle is not hexadecimal") from error

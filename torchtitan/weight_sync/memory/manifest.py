@@ -209,9 +209,9 @@ def merge_layouts(parts: list[dict[str, Any]]) -> Layout:
         if not isinstance(part.get("ranks"), list) or len(part["ranks"]) != 1:
             raise LayoutError(f"rank {rank} did not report the shards of one rank")
         ranks += part["ranks"]
-    whole = Layout.from_json({**first, "ranks": ranks})
-    check_coverage(whole)
-    return whole
+    layout = Layout.from_json({**first, "ranks": ranks})
+    check_coverage(layout)
+    return layout
 
 
 def check_coverage(layout: Layout) -> None:
@@ -243,23 +243,36 @@ def _check_parameter(parameter: ParameterEntry, pieces: list[tuple[int, Box]]) -
     """Check one parameter. pieces: (rank, box) of all its shards."""
     edges = [{0, full} for full in parameter.shape]
     for rank, box in pieces:
-        if not len(box.shape) == len(box.offset) == len(parameter.shape) or any(
-            low < 0 or low + size > full for low, size, full in zip(*box, parameter.shape, strict=True)
-        ):
+        if not _lies_within(box, parameter.shape):
             raise LayoutError(f"rank {rank}: a shard of {parameter.name} lies outside of it")
         for ends, low, size in zip(edges, *box, strict=True):
             ends.update((low, low + size))
     # All edges together make a grid: count how often each of its cells is sent.
-    places = [{edge: place for place, edge in enumerate(sorted(ends))} for ends in edges]
+    places = [_numbered(ends) for ends in edges]
     sent = np.zeros([len(ends) - 1 for ends in edges], np.int64)
     for _, box in pieces:
-        sent[tuple(slice(place[low], place[low + size]) for place, low, size in zip(places, *box, strict=True))] += 1
+        cells: list[slice] = []
+        for place, low, size in zip(places, *box, strict=True):
+            cells.append(slice(place[low], place[low + size]))
+        sent[tuple(cells)] += 1
     if (sent != 1).any():
         covered = sum(box.elements for _, box in pieces)
         raise LayoutError(
             f"{parameter.name}: the ranks send {covered} elements of {math.prod(parameter.shape)}, "
             "or some of them twice"
         )
+
+
+def _numbered(edges: set[int]) -> dict[int, int]:
+    """Edge -> its place among all of them."""
+    return {edge: place for place, edge in enumerate(sorted(edges))}
+
+
+def _lies_within(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.shape) == len(box.offset) == len(shape):
+        return False
+    bounds = zip(box.offset, box.shape, shape, strict=True)
+    return all(low >= 0 and low + size <= full for low, size, full in bounds)
 
 
 def checksum_function(kind: str) -> Callable[[Any], str]:

@@ -147,7 +147,9 @@ class LiveSlots:
     def base_slot(self, serial: int) -> int | None:
         """Return the slot of a snapshot that a delta may be taken against, else None."""
         found = self.filled().get(serial)
-        return found[0] if found is not None and (serial == self.base or self.lives(serial)) else None
+        if found is None or not (serial == self.base or self.lives(serial)):
+            return None
+        return found[0]
 
     def live(
         self, newest: int, retained: Collection[int], dropped: Collection[int], now: float, base: int | None = None

@@ -39,7 +39,7 @@ class Transfer:
     layout: Layout
     missing: dict[int, set[int]]
     """Rank -> buckets, its checksum table among them; without ranks of which nothing is missing"""
-    begun: float
+    started: float
     moved_at: float
     """When the last byte arrived"""
     source: str = ""
@@ -98,7 +98,9 @@ class Transfer:
 
     def hasher(self, bucket: int) -> Any:
         """Return a hasher for a bucket; see expected()."""
-        return new_digest() if bucket == CHECKSUM_TABLE else hashlib.sha256() if self.source else xxhash.xxh3_128()
+        if bucket == CHECKSUM_TABLE:
+            return new_digest()
+        return hashlib.sha256() if self.source else xxhash.xxh3_128()
 
     def expected(self, key: BucketKey) -> str:
         """Return what a bucket has to hash to: its SHA-256 if an actor relays it, because a checksum does not keep an
@@ -111,19 +113,22 @@ class Transfer:
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
         """Record that `count` bytes have arrived."""
-        self.received["bytes_relayed" if self.source else "bytes_delta" if is_delta else "bytes_full"] += count
+        figure = "bytes_delta" if is_delta else "bytes_full"
+        if self.source:
+            figure = "bytes_relayed"
+        self.received[figure] += count
         self.moved_at = now
 
     @property
     def bytes_per_s(self) -> float:
         """The mean rate until the last byte came; 0 unless the trainer has sent all."""
-        seconds = self.moved_at - self.begun
+        seconds = self.moved_at - self.started
         return 0.0 if self.received["bytes_relayed"] or seconds <= 0 else self.received.total() / seconds
 
     def lags(self, bytes_per_s: float, now: float) -> bool:
         """Return whether the actor that relays it is much slower than the trainer was, at this rate, though it divides
         what it sends among `fanout` actors."""
-        due = (now - self.begun - RELAY_SECONDS) * bytes_per_s * RELAY_SHARE / self.fanout
+        due = (now - self.started - RELAY_SECONDS) * bytes_per_s * RELAY_SHARE / self.fanout
         return bool(self.source) and self.received["bytes_relayed"] < due
 
     def plan(self, key: BucketKey, reference: Any, held: int | None) -> tuple[Any, int, bool, str]:
@@ -141,7 +146,7 @@ class Transfer:
     def figures(self, now: float) -> Message:
         """Return what the registry is told when everything has arrived."""
         counts = {**self.received, "corrupt_buckets": self.corruptions.total()}
-        return {"transfer_s": now - self.begun, **counts, "source": self.source or "trainer"}
+        return {"transfer_s": now - self.started, **counts, "source": self.source or "trainer"}
 
     def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
         """Return the requests to this rank's shard server for what is missing and not arriving already: its table of
@@ -152,7 +157,7 @@ class Transfer:
         table: list[int] = []
         again: list[int] = []
         deltas: list[int] = []
-        whole: list[int] = []
+        full: list[int] = []
         for bucket in sorted(self.missing.get(rank, ())):
             key = rank, bucket
             if key in self.arriving:
@@ -164,12 +169,12 @@ class Transfer:
             elif base is not None and held.get(key) == base:
                 deltas.append(bucket)
             else:
-                whole.append(bucket)
+                full.append(bucket)
         requests: list[tuple[list[int], Message]] = [
             (table, {}),
             (again, {"again": True}),
             (deltas, {"base": base}),
-            (whole, {}),
+            (full, {}),
         ]
         return [self.request(buckets, **how) for buckets, how in requests if buckets]
 

@@ -46,9 +46,9 @@ class Guests:
         channel.on_message, channel.on_close = partial(self._on_message, name), partial(self._on_lost, name)
         self._note("guest", {"actor": name, "url": url})
 
-    def news(self, whole: bool) -> dict[str, str]:
+    def news(self, all_guests: bool) -> dict[str, str]:
         """Return the URL of each guest that has changed since the last call (empty: it is gone), or of all."""
-        names, self._changed = list(self.there if whole else self._changed), {}
+        names, self._changed = list(self.there if all_guests else self._changed), {}
         return {name: self.there[name].address if name in self.there else "" for name in names}
 
     def _on_message(self, name: str, channel: Channel, message: Message) -> None:

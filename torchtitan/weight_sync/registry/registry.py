@@ -209,14 +209,14 @@ class Registry:
         if self._model or self._failure or len(self._layouts) < self.settings.world_size:
             return
         try:
-            whole = self._merge([self._layouts[number] for number in range(self.settings.world_size)])
+            merged = self._merge([self._layouts[number] for number in range(self.settings.world_size)])
         except LayoutError as error:
             self._failure = f"the ranks' shards do not fit together: {error}"
             logger.error("%s", self._failure)
             self._changed()
             return
-        self.snapshots.version_bytes = whole.total_bytes
-        about: Message = {"layout_id": whole.layout_id(), "layout": whole.to_json()}
+        self.snapshots.version_bytes = merged.total_bytes
+        about: Message = {"layout_id": merged.layout_id(), "layout": merged.to_json()}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
         about |= {"servers": servers, "progress_s": self.settings.progress_timeout_s}
         self._model = BroadcastMessage({"type": "model", **about})
@@ -238,9 +238,11 @@ class Registry:
         self._publish_complete()
 
     def _publish_complete(self) -> None:
-        whole = [serial for serial, found in self._incomplete.items() if len(found.snapped) == self.settings.world_size]
-        if whole and self._model:
-            self._publish(max(whole))
+        complete = [
+            serial for serial, found in self._incomplete.items() if len(found.snapped) == self.settings.world_size
+        ]
+        if complete and self._model:
+            self._publish(max(complete))
 
     def _publish(self, serial: int) -> None:
         gathered = self._incomplete[serial]
@@ -494,7 +496,7 @@ class Registry:
         named = self.actors if names is None else names
         return {
             "type": "status",
-            "whole": names is None,
+            "complete": names is None,
             **state.tally(self.actors.values()),
             "newest": None if self.newest is None else self.newest.version,
             "dropped": [[serial, version] for serial, version in self._dropped.items()],
@@ -503,7 +505,7 @@ class Registry:
             "failure": self._failure,
             "actors": {name: self.actors[name].status() for name in named if name in self.actors},
             "forgotten": [name for name in named if name not in self.actors],
-            "guests": self.guests.news(whole=names is None),
+            "guests": self.guests.news(all_guests=names is None),
         }
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class TrainerView:
         self._runtime, self._status, self._actors = runtime, status, actors
         self.channel: Channel | None = None
         self._is_due = False
-        self._whole = True
+        self._sends_all = True
         """Whether the next status message has the details of all actors"""
         self._urgent: dict[str, None] = {}
         self._routine: dict[str, None] = {}
@@ -33,7 +33,7 @@ class TrainerView:
         """Use this connection from now on, and tell everything over it at once."""
         if self.channel is not None:
             self.channel.close("replaced")
-        self.channel, self._whole = channel, True
+        self.channel, self._sends_all = channel, True
         self._tell()
 
     def lost(self) -> None:
@@ -46,7 +46,7 @@ class TrainerView:
 
     def all_changed(self) -> None:
         """The next message has the details of all actors."""
-        self._whole = True
+        self._sends_all = True
 
     def soon(self) -> None:
         """Send a status message, together with what changes meanwhile."""
@@ -61,9 +61,9 @@ class TrainerView:
             return
         most = STATUS_ACTORS if len(self._actors) > MAX_NAMED else MAX_NAMED
         routine = [name for name in self._routine if name not in self._urgent][:most]
-        named = self._routine if self._whole else {**self._urgent, **dict.fromkeys(routine)}
-        self.channel.send(self._status(None if self._whole else named))
+        named = self._routine if self._sends_all else {**self._urgent, **dict.fromkeys(routine)}
+        self.channel.send(self._status(None if self._sends_all else named))
         self._routine = {name: None for name in self._routine if name not in named}
-        self._urgent, self._whole = {}, False
+        self._urgent, self._sends_all = {}, False
         if self._routine:
             self.soon()

@@ -64,7 +64,8 @@ def local_box(placed: Placed) -> Box | None:
             return None
     if placed.rows is not None:
         region[0] = slice(0, placed.rows[1] - placed.rows[0])
-    return Box(tuple(part.start for part in region), tuple(part.stop - part.start for part in region))
+    starts = tuple(part.start for part in region)
+    return Box(starts, tuple(part.stop - part.start for part in region))
 
 
 def sent_box(placed: Placed, rank: int) -> Box | None:
@@ -110,10 +111,14 @@ def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> lis
     # Meshes and placements are few and shared, so each combination is read once.
     known: dict[tuple[object, ...], Placed] = {}
     placed = []
-    for name, one in parameters.items():
-        parameter, entry, rows = (one.stack, one.index, one.rows) if isinstance(one, StackPart) else (one, None, None)
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    for name, sent in parameters.items():
+        parameter, entry, rows = sent, None, None
+        if isinstance(sent, StackPart):
+            parameter, entry, rows = sent.stack, sent.index, sent.rows
+        mesh = None
+        placements: tuple[Placement, ...] = ()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
         key = (parameter.shape, id(mesh), placements, entry, rows)
         if key not in known:
             for placement in placements:

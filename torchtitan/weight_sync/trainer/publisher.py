@@ -46,7 +46,9 @@ class DirectFiller:
 
     def __init__(self, slots: Sequence[torch.Tensor], shards: Iterable[ShardEntry], dtype: str):
         shards = list(shards)
-        self._views = [[_view(slot, shard.byte_offset, dtype, shard.shape) for shard in shards] for slot in slots]
+        self._views: list[list[torch.Tensor]] = []
+        for slot in slots:
+            self._views.append([_view(slot, shard.byte_offset, dtype, shard.shape) for shard in shards])
 
     @torch.no_grad()
     def fill(self, slot: int, sources: list[torch.Tensor]) -> None:
@@ -152,13 +154,13 @@ class Publisher:
         everything = list(unique.values())
         first = LocalTensors(everything[:1]).now()
         where = first[0].device if first else torch.device("cpu")
-        own = planned.ranks[0]
-        self.slots = create_slots(num_slots, own.slot_bytes, where, on_device)
+        shards = planned.ranks[0]
+        self.slots = create_slots(num_slots, shards.slot_bytes, where, on_device)
         # "sum" is the kind that can be computed on a device.
         kind = "sum" if isinstance(self.slots, DeviceSlots) else "xxh3"
         self.layout: Layout = replace(planned, checksum=kind)
-        self._locals = LocalTensors([everything[shard.parameter] for shard in own])
-        for local, shard in zip(self._locals.now(), own, strict=True):
+        self._locals = LocalTensors([everything[shard.parameter] for shard in shards])
+        for local, shard in zip(self._locals.now(), shards, strict=True):
             if tuple(local.shape) != shard.shape:
                 name = self.layout.parameters[shard.parameter].name
                 raise RuntimeError(f"{name}: planned a shard of {shard.shape}, holds {tuple(local.shape)}")
@@ -170,11 +172,11 @@ class Publisher:
         for memory in self.memory:
             memory.zero_()
         pin(self.slots)
-        self._filler = (
-            DirectFiller(self.memory, own, dtype)
-            if all(memory.device == where for memory in self.memory)
-            else ScratchFiller(self.memory, own, dtype, where, SCRATCH_BYTES)
-        )
+        self._filler: DirectFiller | ScratchFiller
+        if all(memory.device == where for memory in self.memory):
+            self._filler = DirectFiller(self.memory, shards, dtype)
+        else:
+            self._filler = ScratchFiller(self.memory, shards, dtype, where, SCRATCH_BYTES)
         self._stream = stream or device.side_stream(where)
         self._fence: Fence = device.REACHED
         self.failure = ""
@@ -220,11 +222,11 @@ class Publisher:
             self.failure = f"a snapshot has failed: {error!r}"
             logger.exception("%s", self.failure)
 
-    def _finish(self, index: int, version: int, begun: float) -> None:
+    def _finish(self, index: int, version: int, started_at: float) -> None:
         # Another process reads host memory as soon as the word says READY.
         self._writer.finish(index)
         self._ring()
-        self.snapshots.append(Snapshot(version, begun, time.time()))
+        self.snapshots.append(Snapshot(version, started_at, time.time()))
 
     def fail(self, version: int, serial: int) -> None:
         """Report that this rank has no slot for a snapshot that all ranks take: it must be dropped everywhere."""

@@ -254,10 +254,10 @@ class ShardServer(BucketServer):
         if (reference := self._reference(serial, index, bucket, again)) is not None:
             return {"reference": reference}, None
         delta = None if base is None else self.deltas.get(serial, base, bucket)
-        whole = self._bucket(serial, bucket)
+        payload = self._bucket(serial, bucket)
         if delta is None:
-            return {}, whole
-        reader.credit += len(whole) - len(delta)
+            return {}, payload
+        reader.credit += len(payload) - len(delta)
         return {"base": base}, delta
 
     def _reference(self, serial: int, slot: int, bucket: int, again: bool) -> Message | None:

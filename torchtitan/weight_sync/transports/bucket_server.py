@@ -148,8 +148,8 @@ class BucketServer:
         return {"rank": rank}
 
     def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
-        mine = [reader.channel for reader in self.channels.values() if reader.actor == identity.name]
-        for oldest in mine[: len(mine) + 1 - MAX_CONNECTIONS]:
+        connections = [reader.channel for reader in self.channels.values() if reader.actor == identity.name]
+        for oldest in connections[: len(connections) + 1 - MAX_CONNECTIONS]:
             oldest.close("replaced by newer connections")
         reader = self.channels[channel] = Reader(channel, identity.name, fields["rank"], self._runtime.now())
         channel.on_message, channel.on_close = self._on_message, self._on_lost

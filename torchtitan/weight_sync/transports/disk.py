@@ -91,7 +91,7 @@ class SlotFiles:
                 # By its serial, because a version that another rank failed to write is written again.
                 found, _ = put(f"{folder}/rank-{self._rank:05d}-{serial:08d}.delta", deltas)
                 parts = [[*before, part] for before, part in zip(base.parts, found, strict=True)]
-        chain = sum(part[3] for row, new in zip(parts, buckets, strict=True) for part in _since_whole(row, len(new)))
+        chain = sum(part[3] for row, new in zip(parts, buckets, strict=True) for part in _since_full(row, len(new)))
         # By the version's number, so that all ranks write the same versions whole, whatever one of them has missed; and
         # before an actor that joins would have to read more deltas than a version has bytes.
         if base is None or chain > len(memory) or version // self._whole_every != base.version // self._whole_every:
@@ -99,7 +99,7 @@ class SlotFiles:
             meta = {"epoch": self._epoch, "version": str(version), "rank": str(self._rank), "ranks": str(self._ranks)}
             header = weight_files.file_header(self._layout, meta)
             found, checksum = put(f"{folder}/{name}", buckets, header)
-            parts = [[*_since_whole(row, part[3]), part] for row, part in zip(parts, found, strict=True)]
+            parts = [[*_since_full(row, part[3]), part] for row, part in zip(parts, found, strict=True)]
             about = {"file": name, "bytes": len(header) + len(memory), "xxh3_128": checksum}
         self._written[slot] = parts
         if self._whole_every > 1 and (self._base is None or self._base.serial < serial):
@@ -123,7 +123,10 @@ class SlotFiles:
                 hasher.update(data)
                 asked = hook.at("write", version=version, rank=self._rank, bucket=bucket)
                 lost |= "drop" in asked  # truncated from here on, as if the writer had not noticed
-                yield b"" if lost else hook.damaged(data) if "corrupt" in asked else data
+                if lost:
+                    yield b""
+                else:
+                    yield hook.damaged(data) if "corrupt" in asked else data
                 moved()
 
         try:
@@ -142,10 +145,10 @@ class SlotFiles:
         return {**about, "parts": self._written[slot][bucket]}
 
 
-def _since_whole(parts: list[Part], size: int) -> list[Part]:
+def _since_full(parts: list[Part], size: int) -> list[Part]:
     """Return the deltas behind the last whole bucket: older ones would not be the shortest way to anything."""
-    whole = [place for place, part in enumerate(parts) if part[3] == size]
-    return parts[whole[-1] + 1 :] if whole else parts
+    full_buckets = [place for place, part in enumerate(parts) if part[3] == size]
+    return parts[full_buckets[-1] + 1 :] if full_buckets else parts
 
 
 def read_parts(store: Folder | Objects, parts: Iterable[Part], element: int, target: memoryview) -> None:

@@ -81,7 +81,7 @@ class SendingLink:
         # The other end must know of the link before a bucket names it.
         channel.send({"type": "entry", "link": self._name, "key": "", "value": ""})
         self._work = partial(runtime.work, f"nccl {actor}")
-        self._work(self._meet, partial(self._over, lambda: None))
+        self._work(self._connect, partial(self._over, lambda: None))
 
     def heard(self, message: Message) -> None:
         """Handle an entry or a credit. Raises ProtocolError for an invalid one."""
@@ -126,7 +126,7 @@ class SendingLink:
 
     # On the thread
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         self._communicator = connect(self._store, 0, self._chunks.where)
 
     def _abort(self) -> None:

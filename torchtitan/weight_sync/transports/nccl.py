@@ -85,13 +85,14 @@ def differing_nccl(config: JobConfig, engine_python: str | None) -> str | None:
     """Return a message if the engine that the run starts has another version of NCCL than the trainer: all members of a
     communicator need the same, and NCCL refuses others without a word about versions."""
     nccl = r"nvidia_nccl_cu\d+"
-    ours, theirs = wheel_version(sys.executable, nccl), wheel_version(engine_python, nccl) if engine_python else None
-    if not ours or not theirs or ours == theirs or engine_python is None:
+    own_version = wheel_version(sys.executable, nccl)
+    engine_version = wheel_version(engine_python, nccl) if engine_python else None
+    if not own_version or not engine_version or own_version == engine_version or engine_python is None:
         return None
     torch = (wheel_version(engine_python, "torch") or "").partition("+")[0]
     return (
-        f"the trainer has NCCL {ours} and {config.inference.backend} has {theirs}: install the engine's torch, "
-        f"{sys.executable} -m pip install torch=={torch}, or set weight_sync.transport to {off_device()}"
+        f"the trainer has NCCL {own_version} and {config.inference.backend} has {engine_version}: install the engine's "
+        f"torch, {sys.executable} -m pip install torch=={torch}, or set weight_sync.transport to {off_device()}"
     )
 
 

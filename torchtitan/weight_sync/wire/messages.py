@@ -208,7 +208,7 @@ SCHEMA: dict[str, Fields] = {
     "pin": {"version?": maybe(integer)},
     "look": {},
     "status": {
-        "whole": boolean, "guests": anything, "states": anything, "serving": listed, "awaited": listed,
+        "complete": boolean, "guests": anything, "states": anything, "serving": listed, "awaited": listed,
         "actors": anything, "forgotten": listed, "newest": maybe(integer), "dropped": listed, "pinned?": maybe(integer),
         "evictions": integer, "failure": prose,
     },

@@ -59,9 +59,9 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
         policy, arguments.max_sequences, max_length,
         in_flight_kv=arguments.in_flight_kv, exact=arguments.exact, cache_bytes=cache_bytes,
     )  # fmt: skip
-    said = None if arguments.exact else size_message(engine.sizes, "log-probs")
-    if said is not None:
-        logging.getLogger(__name__).warning(said)
+    size_difference = None if arguments.exact else size_message(engine.sizes, "log-probs")
+    if size_difference is not None:
+        logging.getLogger(__name__).warning(size_difference)
     token = os.environ[arguments.token_env] if arguments.token_env else secrets.token_urlsafe(24)
     server = EngineServer(
         engine, token, threads, arguments.require_version, arguments.host, arguments.drain_timeout_s,

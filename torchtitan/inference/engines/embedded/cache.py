@@ -127,10 +127,10 @@ class KeyValueCache:
         """Memory that may be used beside the rows once they have been reserved so, and meanwhile: as much as they take,
         within the limit."""
         if self.holds(rows, length):
-            own, growing = self.bytes_of(self.rows, self.length), 0
+            own_bytes, growing = self.bytes_of(self.rows, self.length), 0
         else:
-            own, growing = self.bytes_of(*self._grown(rows, length, used_rows)), self._growth_bytes()
-        return min(own, self.max_bytes - own - growing) if self.max_bytes else own
+            own_bytes, growing = self.bytes_of(*self._grown(rows, length, used_rows)), self._growth_bytes()
+        return min(own_bytes, self.max_bytes - own_bytes - growing) if self.max_bytes else own_bytes
 
     def holds(self, rows: int, length: int) -> bool:
         """Whether there is room for so many rows of up to `length` tokens without growing."""
@@ -270,7 +270,8 @@ class ExtensionAttention:
         self._cache, self._parts, self._padding = cache, parts, padding
         self.recur = cache.states.continued(parts)
         positions = torch.cat([torch.arange(start, end) for _, start, end in parts]).to(cache.device)
-        rows = torch.from_numpy(np.repeat([row for row, _, _ in parts], [end - start for _, start, end in parts]))
+        lengths = [end - start for _, start, end in parts]
+        rows = torch.from_numpy(np.repeat([row for row, _, _ in parts], lengths))
         self._index = cache.places(rows.to(cache.device), positions)
         self._total = len(positions)
 
@@ -304,9 +305,9 @@ class ExtensionAttention:
         if layer.window:
             hidden |= places <= seen_to - layer.window
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-        own = slice(row * cache.heads, (row + 1) * cache.heads)
+        row_heads = slice(row * cache.heads, (row + 1) * cache.heads)
         keys, values = (
-            x[layer.index][own, :keys_read].expand(len(queries), -1, -1, -1) for x in (cache.keys, cache.values)
+            x[layer.index][row_heads, :keys_read].expand(len(queries), -1, -1, -1) for x in (cache.keys, cache.values)
         )
         total = None
         if layer.softcap or layer.sinks is not None:

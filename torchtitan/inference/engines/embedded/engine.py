@@ -107,11 +107,11 @@ class Engine:
         self.weights = EngineWeights(policy, self._progress)
         self.epoch, self.version = "", 0
         self.paused = self.poisoned = False
-        self.torn = ""
+        self.poison_reason = ""
         """Why the weights in use turned out not to be the version's, where that is why the engine is poisoned"""
         self.asleep: set[Tag] = set()
         """Memory that it has given back"""
-        self.held_back = False
+        self.admission_paused = False
         """Requests that have not begun wait, the others go on: what a weight update waits for in drain mode"""
         self.statistics = Statistics()
         self.waiting = 0
@@ -123,7 +123,7 @@ class Engine:
         self._ended: list[tuple[Running, Completion]] = []
         self._failures: dict[str, str] = {}
         self._updates = 0
-        self._whole = False
+        self._over_whole_sequences = False
         self.sizes = policy.invariant_sizes()
         """At which its results do not depend on the batch"""
         with torch.inference_mode():
@@ -153,16 +153,16 @@ class Engine:
     def computes_whole(self) -> bool:
         """Whether it is in a forward over whole sequences on a CPU. There, a layer over a long prompt is one kernel,
         which may take longer than an engine may be silent, and in which only processor time shows that it gets on."""
-        return self._whole and self.device.type == "cpu"
+        return self._over_whole_sequences and self.device.type == "cpu"
 
     @contextlib.contextmanager
     def over_whole_sequences(self) -> Iterator[None]:
         """For a forward over whole sequences, see `computes_whole`."""
-        self._whole = True
+        self._over_whole_sequences = True
         try:
             yield
         finally:
-            self._whole = False
+            self._over_whole_sequences = False
 
     def _progress(self, *_: object) -> None:
         self._cache.touched_at = time.monotonic()
@@ -178,7 +178,7 @@ class Engine:
         return self.paused or self.poisoned or bool(self.asleep)
 
     @property
-    def begun(self) -> bool:
+    def has_sampled(self) -> bool:
         """Whether a request is under way that has sampled something; only the first in the queue can be among them."""
         return bool(self._rows) or (bool(self._waiting) and self._waiting[0].next_sample > 0)
 
@@ -227,7 +227,7 @@ class Engine:
         wanted = {request.request_id for request in requests}
         done: dict[str, list[Completion]] = {}
         while wanted - done.keys():
-            if self.paused or self.asleep or self.held_back:
+            if self.paused or self.asleep or self.admission_paused:
                 raise RuntimeError("the engine is paused or asleep, or holds back what has not begun")
             done.update(self.step())
             failures = self.take_failures()
@@ -257,7 +257,11 @@ class Engine:
         self.statistics.steps += 1
         finished, self._finished = self._finished, []
         self.statistics.finished_requests += len(finished)
-        return [(run.request.request_id, [done for done in run.completions if done is not None]) for run in finished]
+        answers: list[tuple[str, list[Completion]]] = []
+        for running in finished:
+            completions = [completion for completion in running.completions if completion is not None]
+            answers.append((running.request.request_id, completions))
+        return answers
 
     def take_failures(self) -> dict[str, str]:
         """Requests that failed since the last call, with the reason."""
@@ -273,11 +277,11 @@ class Engine:
         extended: list[tuple[Running, Part]] = []
         copies: list[tuple[int, int, int, int]] = []
         origins: list[tuple[Running, int]] = []
-        begun: list[Prefix] = []
+        new_prefixes: list[Prefix] = []
         tokens, again = 0, False
         while self._waiting:
             running = self._waiting[0]
-            if self.held_back and running.next_sample == 0:
+            if self.admission_paused and running.next_sample == 0:
                 break
             prompt, sampling = running.prompt, running.request.sampling
             used = len(rows)
@@ -306,14 +310,14 @@ class Engine:
                 copies.append((sibling.row, used, count, len(prompt)))
             rows.prefixes.trim(self._cache.spare_bytes(used + count, length, used))
             self._cache.reserve(used + count, length, used)
-            own = rows.start(running, count, (self.epoch, self.version), self._updates)
+            started = rows.start(running, count, (self.epoch, self.version), self._updates)
             self.waiting -= count
             if source is not None:
-                rows.begin_with(own, source, shared)
+                rows.begin_with(started, source, shared)
                 self.statistics.reused_tokens += shared
             if sibling is None:
-                own.prefix = rows.prefixes.begin(prompt, own)
-                begun.append(own.prefix)
+                started.prefix = rows.prefixes.begin(prompt, started)
+                new_prefixes.append(started.prefix)
             origins.append((running, count))
             if running.next_sample == sampling.n:
                 self._waiting.popleft()
@@ -326,7 +330,7 @@ class Engine:
                     self._recorder.note([(rows.sequences[part.row], part.start, part.tokens) for _, part in prefills])
                 for (running, _), row_logits in zip(prefills, logits, strict=True):
                     running.prompt_logits = row_logits
-        for prefix in begun:
+        for prefix in new_prefixes:
             prefix.computed = True
         for row, target, count, length in copies:
             rows.copy(row, target, count, length)
@@ -373,11 +377,13 @@ class Engine:
         self.statistics.generated_tokens += used - first
         sequences = rows.sequences[first:]
         if choice.kept is not None:
-            for sequence, kept in zip(sequences, choice.kept, strict=True):
+            for sequence, kept_ids in zip(sequences, choice.kept, strict=True):
                 if sequence.kept is not None:
-                    sequence.kept.append(kept)
+                    sequence.kept.append(kept_ids)
         if not np.isfinite(choice.log_probs).all():
-            broken = [own for own, value in zip(sequences, choice.log_probs, strict=True) if not np.isfinite(value)]
+            broken = [
+                sequence for sequence, value in zip(sequences, choice.log_probs, strict=True) if not np.isfinite(value)
+            ]
             self._fail(broken)
             # What failed may have been released from rows before `first`, and new rows have taken their places.
             first, sequences = 0, list(rows.sequences)
@@ -440,7 +446,7 @@ class Engine:
             self._rows.prefixes.clear()
             self._cache.release()
         if level == 2:
-            self.poisoned, self.torn = True, "its weights were dropped when it fell asleep"
+            self.poisoned, self.poison_reason = True, "its weights were dropped when it fell asleep"
             self.weights.drop()
         self._sampler = None
         self.asleep = set(TAGS)
@@ -483,7 +489,7 @@ class Engine:
             sequence.marks.append((epoch, version, generated))
         if self.in_flight_kv == "recompute":
             self._recompute()
-        self.poisoned, self.torn = False, ""
+        self.poisoned, self.poison_reason = False, ""
         seconds = time.perf_counter() - begin
         self.statistics.versions_applied += 1
         self.statistics.apply_seconds += seconds

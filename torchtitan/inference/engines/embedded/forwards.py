@@ -303,8 +303,11 @@ def draw(likely: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     float64, so that rare tokens keep their probability: over the whole vocabulary that takes as long as the head.
     """
     vocabulary = likely.shape[-1]
-    whole = vocabulary - vocabulary % DRAWN_TOGETHER
-    parts = likely[:, :whole].unflatten(-1, (-1, DRAWN_TOGETHER)).sum(-1), likely[:, whole:].sum(-1, keepdim=True)
+    grouped_end = vocabulary - vocabulary % DRAWN_TOGETHER
+    parts = (
+        likely[:, :grouped_end].unflatten(-1, (-1, DRAWN_TOGETHER)).sum(-1),
+        likely[:, grouped_end:].sum(-1, keepdim=True),
+    )
     sums = torch.cat(parts, -1).double()
     ends = sums.cumsum(-1)
     block, rest = _inverse(ends, shares * ends[:, -1:])
@@ -371,8 +374,8 @@ class BatchSampler:
             keep = truncation_mask(part, self._top_k, self._top_p, self._min_p)
             scaled = scaled.index_copy(0, self._truncated_rows, part.masked_fill(~keep, float("-inf")))
             kept = [[] for _ in range(len(scaled))]
-            whole = keep.all(-1).tolist()
-            for row, mask, everything in zip(self._truncated, keep, whole, strict=True):
+            keeps_all = keep.all(-1).tolist()
+            for row, mask, everything in zip(self._truncated, keep, keeps_all, strict=True):
                 kept[row] = [] if everything else mask.nonzero().squeeze(-1).tolist()
         likely = scaled.clone()
         maximum, total, _ = exponentials_(likely)

@@ -139,7 +139,7 @@ class EngineLoop:
         if self.engine.asleep:
             return "the engine is asleep"
         if self.engine.poisoned:
-            reason = self.engine.torn or "a weight update failed half-way"
+            reason = self.engine.poison_reason or "a weight update failed half-way"
             return f"{reason}; waiting for a whole version"
         if self._require_version and not self.engine.statistics.versions_applied:
             return "no weights version has been applied yet"
@@ -233,16 +233,18 @@ class EngineLoop:
         Raises as `do` does.
         """
         deadline = time.monotonic() + finish_s
-        while not (slept := self.do(lambda: self.engine.sleep(level))) and time.monotonic() <= deadline:
+        while True:
+            slept = self.do(lambda: self.engine.sleep(level))
+            if slept or time.monotonic() > deadline:
+                return slept
             time.sleep(FINISH_POLL_SECONDS)
-        return slept
 
     def poison(self, epoch: str, version: int, reason: str) -> None:
         """Stop sampling at once, if these are still the weights in use. Returns when it is done."""
 
         def work() -> None:
             if (self.engine.epoch, self.engine.version) == (epoch, version):
-                self.engine.poisoned, self.engine.torn = True, reason
+                self.engine.poisoned, self.engine.poison_reason = True, reason
                 self._fail_all(Unavailable(reason))
 
         try:
@@ -333,8 +335,8 @@ class EngineLoop:
             update = self._updates.popleft()
             if not update.future.set_running_or_notify_cancel():
                 continue
-            self._turning_since = begun = time.monotonic()
-            drain_s = begun - update.ordered_at if self._drain_timeout_s else 0.0
+            self._turning_since = started = time.monotonic()
+            drain_s = started - update.ordered_at if self._drain_timeout_s else 0.0
             now = time.time()
             try:
                 pause_s = update.work()
@@ -346,12 +348,12 @@ class EngineLoop:
                 self._activity.updated("drain", now - drain_s, now, update.version)
             self._activity.updated("apply", now, time.time(), update.version)
             update.future.set_result(Applied(pause_s, drain_s))
-        self.engine.held_back = bool(self._updates)
+        self.engine.admission_paused = bool(self._updates)
 
     def _drained(self, update: _Update) -> bool:
         """Whether an update need not wait any longer: nothing runs that could finish, or it had its time."""
         engine = self.engine
-        finishes = engine.begun and not engine.is_stopped and not update.future.cancelled()
+        finishes = engine.has_sampled and not engine.is_stopped and not update.future.cancelled()
         return not finishes or time.monotonic() - update.ordered_at >= self._drain_timeout_s
 
     def _abort(self, request_id: str) -> None:

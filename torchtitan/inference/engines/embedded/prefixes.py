@@ -39,7 +39,8 @@ class Prefix:
     @property
     def bytes(self) -> int:
         """Memory of the copy."""
-        return sum(tensor.nbytes for tensor in self.copy) + (0 if self.routes is None else self.routes.nbytes)
+        routes = 0 if self.routes is None else self.routes.nbytes
+        return sum(tensor.nbytes for tensor in self.copy) + routes
 
 
 class PrefixStore:
@@ -123,8 +124,8 @@ def _hashes(token_ids: np.ndarray) -> list[int]:
     return values
 
 
-def _common(ours: np.ndarray, theirs: np.ndarray) -> int:
+def _common(first: np.ndarray, second: np.ndarray) -> int:
     """With how many equal tokens both begin."""
-    length = min(len(ours), len(theirs))
-    differing = np.flatnonzero(ours[:length] != theirs[:length])
+    length = min(len(first), len(second))
+    differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if len(differing) else length

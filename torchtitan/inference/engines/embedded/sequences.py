@@ -257,7 +257,9 @@ class Rows:
     def keep(self, sequence: Sequence) -> None:
         """What a sequence that ends has computed is there for others."""
         length = int(self.lengths[sequence.row])
-        routes = None if (known := sequence.known_routes) is None else known[:length].copy()
+        routes = sequence.known_routes
+        if routes is not None:
+            routes = routes[:length].copy()
         self.prefixes.keep(self.of(sequence)[:length], self._cache.read_row(sequence.row, length), routes)
         limit = self._cache.spare_bytes(0, 0, 0)
         self.prefixes.trim(limit // SINGLE_TURNS_SHARE if sequence.owner.request.single_turn else limit)

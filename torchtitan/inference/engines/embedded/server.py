@@ -26,7 +26,7 @@ from torchtitan.inference.engines.embedded.sequences import (
 )
 from torchtitan.inference.engines.embedded.weights import Verifier
 from torchtitan.inference.serving.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_body
-from torchtitan.inference.serving.weight_verification import MAX_TORN
+from torchtitan.inference.serving.weight_verification import MAX_MISMATCHED
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.utils.json_lines import ActivityLog
 from torchtitan.utils.prometheus import Figure
@@ -76,7 +76,7 @@ class EngineServer(ActorServer):
         self._connections = 0
         self._applying = threading.Lock()
         self._numbers = itertools.count()
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises UserError where the address cannot be bound."""
@@ -98,8 +98,8 @@ class EngineServer(ActorServer):
     async def _run(self, request: GenerateRequest) -> list[Completion]:
         self.loop.check_available()
         # A retry of a request may come before its lost first try was noticed: ids are our own.
-        own = replace(request, request_id=f"{next(self._numbers)}:{request.request_id}")
-        return await self.loop.generate(own)
+        unique_request = replace(request, request_id=f"{next(self._numbers)}:{request.request_id}")
+        return await self.loop.generate(unique_request)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await parse_body(request, GenerateBody)
@@ -179,7 +179,7 @@ class EngineServer(ActorServer):
         weights = self._weights
         if weights is not None and weights.epoch == epoch:
             weights.poison_version(version, reason)
-        if in_a_row >= MAX_TORN:
+        if in_a_row >= MAX_MISMATCHED:
             # The supervisor of this process starts a fresh one.
             logger.error("%d versions in a row did not arrive whole: this process ends", in_a_row)
             self.loop.fail(RuntimeError(reason))
@@ -206,7 +206,7 @@ class EngineServer(ActorServer):
             "version": engine.version if engine.statistics.versions_applied else None,
             "running": engine.running,
             "waiting": engine.waiting,
-            "draining": engine.held_back,
+            "draining": engine.admission_paused,
             "engine_age_s": round(self.loop.turn_age, 3),
             "verifies": self.verifier.verifies,
             "verified": self.verifier.status.to_json(),
@@ -220,9 +220,9 @@ class EngineServer(ActorServer):
             "waiting_sequences": self.engine.waiting,
             "policy_version": self.engine.version,
             "verified_version": -1 if verified.version is None else verified.version,
-            "uptime_seconds": round(time.monotonic() - self._begun, 3),
+            "uptime_seconds": round(time.monotonic() - self._started, 3),
             **{f"{name}_total": value for name, value in vars(self.engine.statistics).items()},
-            **{f"versions_{name}_total": getattr(verified, name) for name in ("whole", "torn", "unfinished")},
+            **{f"versions_{name}_total": getattr(verified, name) for name in ("matched", "mismatched", "unfinished")},
             "verify_seconds_total": verified.seconds,
         }
         return [*super().figures(), *(Figure(f"engine_{name}", value) for name, value in values.items())]

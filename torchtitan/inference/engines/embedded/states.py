@@ -125,7 +125,7 @@ class _Continued:
         is_new = np.concatenate([np.arange(n) >= before for n, before in zip(lengths, self._before, strict=True)])
         self._new = torch.from_numpy(np.flatnonzero(is_new)).to(device)
         self._rows = torch.tensor([row for row, _, _ in parts], device=device)
-        self._begun = torch.tensor([start > 0 for _, start, _ in parts], device=device)
+        self._has_begun = torch.tensor([start > 0 for _, start, _ in parts], device=device)
         chunks = torch.tensor(lengths) // CHUNK
         self._last = (F.pad((chunks + 1).cumsum(0), (1, 0))[:-1] + chunks).to(device)
 
@@ -138,8 +138,8 @@ class _Continued:
             # The queries of tokens that are known already are not asked again.
             for operand, kept in zip(operands[1:], memory[1:5], strict=True):
                 operand[first : first + before] = kept[row, :, :before].transpose(0, 1)
-        begun = self._begun.view(-1, 1, 1, 1)
-        initial = torch.where(begun, memory.state[self._rows], 0.0)
+        has_begun = self._has_begun.view(-1, 1, 1, 1)
+        initial = torch.where(has_begun, memory.state[self._rows], 0.0)
         q, k, v, g, beta = operands
         out, chunked = delta_rule(q, k, v, g, beta, self._places, self._bounds, initial)
         for kept, last in zip(memory[1:], chunked, strict=True):
@@ -151,12 +151,12 @@ class _Continued:
         pieces, places = list[torch.Tensor](), list[torch.Tensor]()
         for row, start, end in self._parts:
             earlier = inputs[row] if start else inputs.new_zeros(inputs.shape[1:])
-            own = torch.cat((earlier, mixed[first : first + end - start]))
+            with_earlier = torch.cat((earlier, mixed[first : first + end - start]))
             first += end - start
-            places.append(torch.arange(length + back, length + len(own)))
-            pieces.append(own)
-            length += len(own)
-            inputs[row] = own[len(own) - back :]
+            places.append(torch.arange(length + back, length + len(with_earlier)))
+            pieces.append(with_earlier)
+            length += len(with_earlier)
+            inputs[row] = with_earlier[len(with_earlier) - back :]
         joint, place = torch.cat(pieces), torch.cat(places).to(mixed.device)
         return layer.convolve([joint.index_select(0, place - offset) for offset in range(back + 1)])
 

@@ -18,7 +18,7 @@ from torchtitan.distributed.placement import StackPart
 from torchtitan.inference.serving.weight_digest import differing_parameters
 from torchtitan.inference.serving.weight_verification import (
     AdapterVersion,
-    Torn,
+    OnMismatch,
     Verification,
     is_adapter_version,
     outlines,
@@ -114,9 +114,9 @@ class EngineWeights:
             if name in self.live and tensor.shape != self.live[name].shape
         ]
         problems = [("lacks", missing), ("has unknown", unknown), ("has shapes", wrong)]
-        said = [f"{what} {', '.join(names[:3])}{' …' * (len(names) > 3)}" for what, names in problems if names]
-        if said:
-            raise WeightsRefused(f"this version does not fit the model: it {'; it '.join(said)}")
+        differences = [f"{what} {', '.join(names[:3])}{' …' * (len(names) > 3)}" for what, names in problems if names]
+        if differences:
+            raise WeightsRefused(f"this version does not fit the model: it {'; it '.join(differences)}")
 
     def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._forget_base()
@@ -147,7 +147,7 @@ class EngineWeights:
         if not self._base:
             self._round(version)
         norm = applied = 0.0
-        for name in [*version.factors, *version.whole]:
+        for name in [*version.factors, *version.full_values]:
             if name not in self._base:
                 self._base[name] = self.live[name].detach().clone()
         for name, base in self._base.items():
@@ -161,7 +161,7 @@ class EngineWeights:
                 applied += self._measured(name, version.scale, a, b) ** 2
             else:
                 # What an earlier version had adapted and this one does not is the base's again.
-                weight.copy_(version.whole.get(name, base))
+                weight.copy_(version.full_values.get(name, base))
         self.figures = {"adapter_norm": math.sqrt(norm), "adapter_applied_norm": math.sqrt(applied)}
 
     def _round(self, version: AdapterVersion) -> None:
@@ -197,8 +197,8 @@ class Verifier(Verification):
     `finish` are called by one thread at a time.
     """
 
-    def __init__(self, every: int, live: Mapping[str, torch.Tensor], torn: Torn):
-        super().__init__(every, torn)
+    def __init__(self, every: int, live: Mapping[str, torch.Tensor], on_mismatch: OnMismatch):
+        super().__init__(every, on_mismatch)
         self._live = live
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -207,8 +207,8 @@ class Verifier(Verification):
         """The engine has taken this version. Returns at once."""
         if self.due(staged):
             self._stop.clear()
-            look = functools.partial(self.judge, staged, functools.partial(self._look, staged))
-            self._thread = threading.Thread(target=look, name="weight-verification", daemon=True)
+            judge = functools.partial(self.judge, staged, functools.partial(self._compare, staged))
+            self._thread = threading.Thread(target=judge, name="weight-verification", daemon=True)
             self._thread.start()
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
@@ -221,7 +221,7 @@ class Verifier(Verification):
         # It looks for the sign between two buckets, and waits for nothing but the engine's next step.
         thread.join()
 
-    def _look(self, staged: StagedVersion) -> str:
+    def _compare(self, staged: StagedVersion) -> str:
         assert staged.proof is not None
         finish_compute(next(iter(self._live.values())).device)
         return differing_parameters(staged.proof, self._live, staged.tensors, self._stop.is_set)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import logging
 import os
 import threading
@@ -121,14 +122,17 @@ class Replica:
             # Never sample a token with weights of another version, whatever went wrong before.
             raise RuntimeError(f"the engine holds weights {self._engine.label} instead of {round_.label}")
         self._cancel(round_.cancelled)
-        answers = [refusal for request in round_.requests[self.number] if (refusal := self._add(request)) is not None]
+        answers = [self._add(request) for request in round_.requests[self.number]]
         for _ in range(round_.steps):
             if not self._engine.busy:
                 break
-            answers += [answer for name, done in self._engine.step() if (answer := self._take(name, done)) is not None]
-        gathered = gather_bytes(encode_answers(answers) if self._leads else b"")
+            answers += [self._take(name, done) for name, done in self._engine.step()]
+        finished = [answer for answer in answers if answer is not None]
+        gathered = gather_bytes(encode_answers(finished) if self._leads else b"")
         self.busy_s += time.perf_counter() - started
-        return None if gathered is None else [answer for part in gathered for answer in decode_answers(part)]
+        if gathered is None:
+            return None
+        return list(itertools.chain.from_iterable(map(decode_answers, gathered)))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
         """Give the engine a version (collective: the weights are gathered one by one)."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -44,14 +45,22 @@ class Round:
     """Names of requests whose answer is no longer awaited"""
 
     def encode(self) -> bytes:
-        requests = [[request.to_json() for request in mine] for mine in self.requests]
+        requests = [_to_json(of_replica) for of_replica in self.requests]
         return json.dumps({**vars(self), "requests": requests}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Round:
         fields = json.loads(data)
-        fields["requests"] = [[GenerateRequest.from_json(request) for request in mine] for mine in fields["requests"]]
+        fields["requests"] = [_from_json(of_replica) for of_replica in fields["requests"]]
         return cls(**fields)
+
+
+def _to_json(requests: list[GenerateRequest]) -> list[dict[str, Any]]:
+    return [request.to_json() for request in requests]
+
+
+def _from_json(requests: list[dict[str, Any]]) -> list[GenerateRequest]:
+    return [GenerateRequest.from_json(request) for request in requests]
 
 
 @dataclass
@@ -68,20 +77,21 @@ class Answer:
 def encode_answers(answers: list[Answer]) -> bytes:
     if not answers:
         return b""
-    rows = [
-        {**vars(answer), "completions": [completion.to_json() for completion in answer.completions]}
-        for answer in answers
-    ]
+    rows: list[dict[str, Any]] = []
+    for answer in answers:
+        completions = [completion.to_json() for completion in answer.completions]
+        rows.append({**vars(answer), "completions": completions})
     return json.dumps(rows).encode()
 
 
 def decode_answers(data: bytes) -> list[Answer]:
     if not data:
         return []
-    return [
-        Answer(row["request_id"], [Completion.from_json(done) for done in row["completions"]], row["refused"])
-        for row in json.loads(data)
-    ]
+    answers: list[Answer] = []
+    for row in json.loads(data):
+        completions = [Completion.from_json(completion) for completion in row["completions"]]
+        answers.append(Answer(row["request_id"], completions, row["refused"]))
+    return answers
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
-from torchtitan.inference.engines.sglang.engine import ENGINE, Sample
+from torchtitan.inference.engines.sglang.engine import ENGINE, Row, Sample
 from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
 from torchtitan.inference.placement import EngineMemory
 from torchtitan.inference.types import Call
@@ -54,7 +54,11 @@ class SGLangServer(ServedEngine):
         about = decode(Sample, answer, len(answer)).meta_info
         log_probs = [row.logprob for row in about.input_token_logprobs[1:]]
         rows = (about.input_top_logprobs or [])[1:] if top else []
-        return TeacherScores(log_probs, [[(entry.logprob, entry.token_id) for entry in row or []] for row in rows])
+        return TeacherScores(log_probs, [_likeliest(row or []) for row in rows])
+
+
+def _likeliest(row: Sequence[Row]) -> list[tuple[float | None, int | None]]:
+    return [(entry.logprob, entry.token_id) for entry in row]
 
 
 DESCRIPTOR = SGLangServer

@@ -248,7 +248,7 @@ class SGLang(ForeignEngine):
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         on_cpu = not has_gpu()
-        theirs = [
+        arguments = [
             "--model-path", options.model,
             "--dtype", options.dtype,
             "--tp-size", str(options.tensor_parallel_size),
@@ -261,17 +261,20 @@ class SGLang(ForeignEngine):
         ]  # fmt: skip
         if options.sleep_level:
             # Without the second one weights that sleep are dropped.
-            theirs += ["--enable-memory-saver", *(["--enable-weights-cpu-backup"] if options.sleep_level == 1 else [])]
+            arguments += [
+                "--enable-memory-saver",
+                *(["--enable-weights-cpu-backup"] if options.sleep_level == 1 else []),
+            ]
         if options.device_share:
-            theirs += ["--mem-fraction-static", f"{options.device_share:.3f}"]
+            arguments += ["--mem-fraction-static", f"{options.device_share:.3f}"]
         if on_cpu:
-            theirs += CPU_ARGUMENTS
+            arguments += CPU_ARGUMENTS
             # It sizes the cache by what is free on the machine, which others use too.
-            theirs += ["--max-total-tokens", str(options.max_sequences * options.max_length)]
+            arguments += ["--max-total-tokens", str(options.max_sequences * options.max_length)]
         elif options.in_flight_kv == "keep":
-            theirs.append(NO_OVERLAP)  # see SGLangControl
+            arguments.append(NO_OVERLAP)  # see SGLangControl
         if not on_cpu and options.dtype != "float32":
-            theirs.append(EXACT_HEAD)
+            arguments.append(EXACT_HEAD)
         environment = {"HF_HUB_OFFLINE": "1", **FIXED_VARIABLES}
         # Its sockets lie among the temporary files. So does what torch compiles for it, which is worth keeping.
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
@@ -283,7 +286,7 @@ class SGLang(ForeignEngine):
                 # Without being told it gives every worker a NUMA node, and ends where there are fewer.
                 own_cores = cores_of_workers(options.tensor_parallel_size, usable_cores())
                 environment[CORES_VARIABLE] = os.environ.get(CORES_VARIABLE) or own_cores
-        return theirs, environment
+        return arguments, environment
 
     def generate(self, request: GenerateRequest) -> Call:
         """One call: the same prompt n times, each with a seed of its own."""
@@ -330,7 +333,9 @@ class SGLang(ForeignEngine):
         about = decode(Sample, answer, len(answer)).meta_info
         given = [row.token_id for row in about.input_token_logprobs]
         # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
-        if len(given) != len(token_ids) or any(its not in (own, 0) for its, own in zip(given, token_ids, strict=True)):
+        if len(given) != len(token_ids) or any(
+            its not in (expected, 0) for its, expected in zip(given, token_ids, strict=True)
+        ):
             raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
         span = _spans(about, 1)[0]
         return ScoredTokens(_log_probs(about.input_token_logprobs[1:]), span.epoch, span.version)
@@ -354,7 +359,7 @@ def cores_of_workers(workers: int, cores: list[int]) -> str:
     return "|".join(",".join(map(str, share or [cores[i % len(cores)]])) for i, share in enumerate(shares))
 
 
-class _Row(msgspec.Struct, array_like=True):
+class Row(msgspec.Struct, array_like=True):
     """A token, and its text behind these two. The first one of a prompt has no log-prob."""
 
     logprob: float | None
@@ -367,11 +372,11 @@ class _End(msgspec.Struct):
 
 class _About(msgspec.Struct):
     finish_reason: _End | None = None
-    output_token_logprobs: list[_Row] = []
+    output_token_logprobs: list[Row] = []
     output_token_sampling_logprobs: list[float] | None = None
     output_token_sampling_mask: list[list[Natural]] | None = None
-    input_token_logprobs: list[_Row] = []
-    input_top_logprobs: list[list[_Row] | None] | None = None
+    input_token_logprobs: list[Row] = []
+    input_top_logprobs: list[list[Row] | None] | None = None
     weight_version: str | None = None
     weight_versions: list[LabelledSpan] | None = None
     routed_experts: str | None = None
@@ -384,7 +389,7 @@ class Sample(msgspec.Struct):
     output_ids: list[Natural] = []
 
 
-def _log_probs(rows: list[_Row]) -> list[float]:
+def _log_probs(rows: list[Row]) -> list[float]:
     found = [row.logprob for row in rows if row.logprob is not None]
     if len(found) < len(rows):
         raise Malformed("a log-prob is missing")

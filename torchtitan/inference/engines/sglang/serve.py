@@ -72,9 +72,9 @@ def register_hook() -> None:
 
 def main(argv: list[str]) -> None:
     """Serve until a signal, or the parent's end."""
-    own, theirs = parse_arguments("sglang", __doc__, argv)
+    own_arguments, engine_arguments = parse_arguments("sglang", __doc__, argv)
     take_over_environment(FIXED_VARIABLES, CLEARED_VARIABLES)
-    held = prepare(own, whole_group=True)
+    held = prepare(own_arguments, whole_group=True)
     port = held.getsockname()[1]
 
     from sglang.launch_server import run_server
@@ -84,12 +84,12 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    arguments = prepare_server_args(["--host", own.host, "--port", str(port), *theirs])
+    arguments = prepare_server_args(["--host", own_arguments.host, "--port", str(port), *engine_arguments])
     if getattr(arguments, "tokenizer_worker_num", 1) != 1:
         raise UserError("--tokenizer-worker-num: more than one would serve without asking for the token")
     app.add_middleware(SGLangPrefixKeys)
     app.add_middleware(TokenMiddleware)  # the last one is asked first
-    write_port_file(own.port_file, port)
+    write_port_file(own_arguments.port_file, port)
     try:
         run_server(arguments)
     finally:

@@ -77,7 +77,8 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
     from torchtitan.inference.engines.sidecar.server import UnusableEngine
     from torchtitan.inference.engines.sidecar.sidecar_process import find_python
 
-    if wrong := [] if arguments.url else engine.wrong_options(arguments.passed):
+    wrong = [] if arguments.url else engine.wrong_options(arguments.passed)
+    if wrong:
         raise UnusableEngine("; ".join(wrong))
     given = {name: value for name, value in vars(arguments).items() if name in EngineOptions.__dataclass_fields__}
     computed = {

@@ -48,9 +48,10 @@ class FileLoader(WeightLoader):
 
     def __init__(self, options: EngineOptions, read_files: Callable[[Path, str], None]):
         self._model, self._read_files = Path(options.model), read_files
-        parent = Path(options.disk_path) if options.disk_path else MEMORY if MEMORY.is_dir() else None
+        parent = MEMORY if MEMORY.is_dir() else None
         if options.disk_path:
-            Path(options.disk_path).mkdir(parents=True, exist_ok=True)
+            parent = Path(options.disk_path)
+            parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchtitan-{options.name}-", dir=parent))
         # An agent that is killed cannot remove its files, so the next one does.
         (self._folder / OWNER).write_text(f"{os.getpid()} {socket.gethostname()}")
@@ -180,11 +181,11 @@ class Applier:
             return None
         try:
             # Ask again under the lock, because a version may have come in between.
-            said = self._control.weights_label()
-            if self.holds != held or said == make_label(*held):
+            label = self._control.weights_label()
+            if self.holds != held or label == make_label(*held):
                 return None
             self.holds = None
-            return f"the engine holds {said!r} instead of version {held[1]}: it was restarted or changed"
+            return f"the engine holds {label!r} instead of version {held[1]}: it was restarted or changed"
         finally:
             self._lock.release()
 
@@ -281,15 +282,15 @@ class Applier:
     def _apply(self, staged: StagedVersion, label: str) -> dict[str, float]:
         try:
             if self._base is not None:
-                staged = self._base.whole(staged)
+                staged = self._base.merged(staged)
             self._loader.prepare(staged, label)
         except Exception as error:
             raise WeightsRefused(f"could not be prepared for the engine: {error!r}") from error
         ordered, ordered_at = time.monotonic(), time.time()
         drained_by = self._stop_for_update()
-        begun, begun_at = time.monotonic(), time.time()
+        started, started_at = time.monotonic(), time.time()
         if drained_by:
-            self._activity.updated("drain", ordered_at, begun_at, staged.version)
+            self._activity.updated("drain", ordered_at, started_at, staged.version)
         try:
             self._loader.load(staged, label)
         except WeightsRefused:
@@ -300,8 +301,8 @@ class Applier:
             raise
         try:
             self._control.reset_prefix_cache()
-            if (said := self._control.weights_label()) != label:
-                raise EngineError(f"the engine says that it holds {said!r}, not {label!r}")
+            if (held_label := self._control.weights_label()) != label:
+                raise EngineError(f"the engine says that it holds {held_label!r}, not {label!r}")
             self.poisoned = None
             if self._cache_follows:
                 self._wake("kv_cache")
@@ -311,9 +312,9 @@ class Applier:
             self._poison(f"the engine did not resume with version {staged.version}: {error}")
             raise
         self.holds = (staged.epoch, staged.version)
-        self._activity.updated("apply", begun_at, time.time(), staged.version)
+        self._activity.updated("apply", started_at, time.time(), staged.version)
         # Without a drain, the seconds until the engine stopped count as its pause.
-        drain_s = begun - ordered if drained_by else 0.0
+        drain_s = started - ordered if drained_by else 0.0
         return {"pause_s": time.monotonic() - ordered - drain_s, "drain_s": drain_s}
 
     def _stop_for_update(self) -> bool:

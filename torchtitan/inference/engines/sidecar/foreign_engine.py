@@ -462,8 +462,8 @@ class ForeignEngine:
     def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         """Return the command line that starts the server, and the environment variables that it needs in addition to
         ours."""
-        theirs, environment = self.server(options)
-        ours = [
+        engine_arguments, environment = self.server(options)
+        own_arguments = [
             options.python, "-m", f"torchtitan.inference.engines.{self.name}.serve",
             "--host", options.host,
             "--port-file", str(options.port_file),
@@ -472,7 +472,7 @@ class ForeignEngine:
         ]  # fmt: skip
         # Programs that its kernels are compiled with (ninja) lie beside its Python.
         path = f"{Path(options.python).absolute().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        return [*ours, "--", *theirs, *self.passed(options)], {"PATH": path, **environment}
+        return [*own_arguments, "--", *engine_arguments, *self.passed(options)], {"PATH": path, **environment}
 
     def find_route(self, asked: str) -> Route:
         """Return the requested route. Raises UserError if the engine does not have it."""

@@ -117,24 +117,24 @@ class EngineWatch:
 
     def _run(self) -> None:
         while not self._ended.wait(INTERVAL_S):
-            begun = time.monotonic()
+            asked_at = time.monotonic()
             try:
                 self._control.check_health(PROBE_S)
                 self._silent_since = self._closed_since = self.trouble = None
-                self._answered_at = begun
+                self._answered_at = asked_at
                 self._applier.undo_lost_pause()
                 if (reason := self._applier.find_lost_weights()) is not None:
                     logger.error("%s", reason)
                     self._lost(reason)
             except EngineError as error:
                 closed = isinstance(error, EngineNotListening)
-                self._closed_since = (self._closed_since or begun) if closed else None
+                self._closed_since = (self._closed_since or asked_at) if closed else None
                 if self._is_excused():
                     self._silent_since = None
                     continue
                 if self._silent_since is None:
                     logger.warning("the engine does not answer: %s", error)
-                    self._silent_since = begun
+                    self._silent_since = asked_at
                 self.trouble = str(error)
 
 
@@ -245,8 +245,8 @@ class RunningAgent:
         else:
             command, extra = self._engine.command(options)
             print(f"engine: {shlex.join(command)}", flush=True)
-            own = {**extra, options.token_env: self._token}
-            environment = child_environment(options.threads, secrets=True, **own)
+            variables = {**extra, options.token_env: self._token}
+            environment = child_environment(options.threads, secrets=True, **variables)
             self._process = ChildProcess("the engine", arguments.log_file)
             await self._process.launch(command, environment)
             port = await self._unless_it_ends(self._process.read_port(options.port_file, deadline))

@@ -94,7 +94,7 @@ def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     size, drain_s = applied_bytes(config, args), drain_seconds(config)
     route = engine.find_route(inference.engine.route)
     # The pool may add our own options after these, so the engine's options travel as one value.
-    theirs = dict(inference.engine.args) | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
+    engine_args = dict(inference.engine.args) | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
     return [
         "--route", route,
         "--tensor-parallel-size", str(inference.engine.tensor_parallel_size),
@@ -105,7 +105,7 @@ def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
         *(["--stage-on-device"] if TRANSPORTS[sync.transport].on_device else []),
         *(["--verify-every", "1"] if verification(config) == "digest" else []),
         *(["--disk-path", sync.table.path] if sync.table.path and "://" not in sync.table.path else []),
-        "--engine-arguments", json.dumps(engine_words(theirs)),
+        "--engine-arguments", json.dumps(engine_words(engine_args)),
     ]  # fmt: skip
 
 
@@ -147,11 +147,11 @@ def find_python(engine: str, configured: str, key: str = "") -> str:
 def reachable_url(engine: str, agent: str) -> str:
     """Return the engine's address for a caller that reached the agent at `agent`. A loopback address is only valid on
     the agent's machine. Raises ValueError if `engine` is not an address."""
-    theirs, ours = urlsplit(engine), urlsplit(agent)
-    if not is_loopback(theirs.hostname or "") or ours.hostname is None or is_loopback(ours.hostname):
+    engine_url, sidecar_url = urlsplit(engine), urlsplit(agent)
+    if not is_loopback(engine_url.hostname or "") or sidecar_url.hostname is None or is_loopback(sidecar_url.hostname):
         return engine
-    host = f"[{ours.hostname}]" if ":" in ours.hostname else ours.hostname
-    return theirs._replace(netloc=host if theirs.port is None else f"{host}:{theirs.port}").geturl()
+    host = f"[{sidecar_url.hostname}]" if ":" in sidecar_url.hostname else sidecar_url.hostname
+    return engine_url._replace(netloc=host if engine_url.port is None else f"{host}:{engine_url.port}").geturl()
 
 
 class AgentClient(ActorClient):

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from torchtitan.inference.engines.vllm.direct import Mailbox
 from torchtitan.inference.engines.vllm.loading import METHODS, PACKED, LoadRecord, LoadRecorder, load_weights
 from torchtitan.inference.serving.weight_digest import CheckStopped, differing_parameters
-from torchtitan.inference.serving.weight_verification import MAX_TORN, BaseWeights, Torn, Verification
+from torchtitan.inference.serving.weight_verification import MAX_MISMATCHED, BaseWeights, OnMismatch, Verification
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor.actor import Worker
 from torchtitan.weight_sync.actor.puller import Served
@@ -42,7 +42,7 @@ from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, 
 logger = logging.getLogger(__name__)
 
 # Of a step; the next one goes on.
-LOOK_SECONDS = 5e-3
+CHECK_SECONDS = 5e-3
 # Of the identity matrix at a time.
 ROWS = 64
 # The agent orders both sides at about the same time.
@@ -55,11 +55,11 @@ class LiveWeightChecker(Verification):
     recorder: how the model's parameters are loaded.
     """
 
-    def __init__(self, model: nn.Module, recorder: LoadRecorder, every: int, torn: Torn):
-        super().__init__(every, torn)
+    def __init__(self, model: nn.Module, recorder: LoadRecorder, every: int, on_mismatch: OnMismatch):
+        super().__init__(every, on_mismatch)
         self._model, self._recorder = model, recorder
-        self._look: tuple[StagedVersion, Iterator[str]] | None = None
-        self._hook = model.register_forward_pre_hook(lambda *_: self.look())
+        self._unfinished_check: tuple[StagedVersion, Iterator[str]] | None = None
+        self._hook = model.register_forward_pre_hook(lambda *_: self.check_some())
 
     def close(self) -> None:
         """Look no more."""
@@ -67,18 +67,21 @@ class LiveWeightChecker(Verification):
 
     def applied(self, staged: StagedVersion) -> None:
         """The model holds this version, as far as is known."""
-        self.status.unfinished += self._look is not None
-        self._look = None
+        self.status.unfinished += self._unfinished_check is not None
+        self._unfinished_check = None
         if self.due(staged) and self._recorder.loads and isinstance(staged.tensors, StagedTensors):
-            self._look = staged, differences(self._model, list(self._recorder.loads.values()), staged.tensors)
+            self._unfinished_check = (
+                staged,
+                differences(self._model, list(self._recorder.loads.values()), staged.tensors),
+            )
 
-    def look(self) -> None:
+    def check_some(self) -> None:
         """Go on for a moment."""
-        end = time.monotonic() + LOOK_SECONDS
-        while self._look is not None and time.monotonic() < end:
-            staged, found = self._look
+        end = time.monotonic() + CHECK_SECONDS
+        while self._unfinished_check is not None and time.monotonic() < end:
+            staged, found = self._unfinished_check
             if self.judge(staged, functools.partial(_go_on, staged, found)):
-                self._look = None
+                self._unfinished_check = None
 
 
 def _go_on(staged: StagedVersion, found: Iterator[str]) -> str | None:
@@ -104,16 +107,17 @@ def differences(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTe
         for name, arguments in load.calls:
             load.loader(wanted, tensors.to_copy(name), **arguments)
             yield ""
-        said = ", ".join(name for name, _ in load.calls)
+        parameter_names = ", ".join(name for name, _ in load.calls)
         if live.shape == wanted.shape:
-            yield "" if _same(live, wanted) else said
+            yield "" if _same(live, wanted) else parameter_names
         # A tied head has the embedding's parameter, and perhaps a packed copy of its own.
         for layer in model.modules():
             looked_up = type(layer) is VocabParallelEmbedding and PACKED not in layer.__dict__
             # The weight of a convolution [channels, 1, tokens] is in a linear layer that nobody calls.
             multiplies = type(getattr(layer, "quant_method", None)) in METHODS and not looked_up and wanted.dim() < 3
             if multiplies and layer._parameters.get(load.parameter) is live:
-                yield from ("" if same else said for same in _answers(layer, wanted))
+                for same in _answers(layer, wanted):
+                    yield "" if same else parameter_names
 
 
 def _answers(layer: Any, wanted: torch.Tensor) -> Iterator[bool]:
@@ -195,15 +199,15 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         def apply(staged: StagedVersion) -> None:
             try:
-                whole = self._base.whole(staged)
+                merged = self._base.merged(staged)
             except WeightsRefused as refusal:
                 mailbox.refuse(staged, str(refusal))
                 raise
-            mailbox.offer(whole, MEETING_SECONDS, init_info.load_timeout_s)
+            mailbox.offer(merged, MEETING_SECONDS, init_info.load_timeout_s)
 
         holds = self._holds if self._holds is not None and self._holds.epoch == init_info.epoch else None
         group = get_tp_group()
-        own = init_info.stage_on_device and group.world_size == 1
+        stages_on_device = init_info.stage_on_device and group.world_size == 1
         self._worker = Worker(
             init_info.leader,
             init_info.actor,
@@ -211,9 +215,9 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             init_info.epoch,
             init_info.key,
             apply,
-            shares=not own,
+            shares=not stages_on_device,
             served=holds,
-            where=str(self.device) if own else "cpu",
+            where=str(self.device) if stages_on_device else "cpu",
         )
         if init_info.verify_every:
             self._checker = LiveWeightChecker(self.model, self._recorder, init_info.verify_every, self._found_torn)
@@ -222,7 +226,7 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _found_torn(self, _epoch: str, version: int, reason: str, in_a_row: int) -> None:
         assert self._worker is not None
         self._worker.poison_version(version, reason)
-        if in_a_row >= MAX_TORN:
+        if in_a_row >= MAX_MISMATCHED:
             # Ends the engine; the supervisor of the agent starts a fresh one.
             raise RuntimeError(f"{in_a_row} versions in a row did not arrive whole: {reason}")
 
@@ -277,6 +281,6 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             checker.close()
 
     @property
-    def whole(self) -> int | None:
+    def verified_version(self) -> int | None:
         """The last version that was looked at, and found whole."""
         return None if self._checker is None else self._checker.status.version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import msgspec
@@ -75,8 +75,11 @@ class VLLMServer(ServedEngine):
         if not top:
             return TeacherScores([*log_probs], [])
         # The token that is there comes too, whether or not it is among the likeliest.
-        likeliest = [[(value.logprob, int(token)) for token, value in row.items()] for row in rows]
-        return TeacherScores([*log_probs], [[*row] for row in likeliest])
+        return TeacherScores([*log_probs], [_likeliest(row) for row in rows])
+
+
+def _likeliest(row: Mapping[str, Row]) -> list[tuple[float | None, int | None]]:
+    return [(value.logprob, int(token)) for token, value in row.items()]
 
 
 DESCRIPTOR = VLLMServer

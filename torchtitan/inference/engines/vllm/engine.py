@@ -126,10 +126,10 @@ class VLLMControl(EngineControl):
                 raise EngineUnfit(f"vLLM {version} has no route {route}: it needs {how}")
         world_size = int(self.ask("/get_world_size")["world_size"])
         options = self.options
-        looks = options.verify_every > 0 and options.route == "direct"
+        verifies = options.verify_every > 0 and options.route == "direct"
         # Its routes do not tell whether it frees anything.
         sleeps = (options.sleep_level > 0 or SLEEP_MODE in options.arguments) and "/sleep" in routes
-        capabilities = Capabilities("vllm", version, score=True, digest=looks, sleep=sleeps)
+        capabilities = Capabilities("vllm", version, score=True, digest=verifies, sleep=sleeps)
         reported, model = self._reported(routes)
         return EngineFacts(capabilities, world_size, reported={"version": version, **reported}, model=model)
 
@@ -239,7 +239,7 @@ class VLLM(ForeignEngine):
     least_temperature = 0.01
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
-        theirs = [
+        arguments = [
             "--model", options.model,
             "--dtype", options.dtype,
             "--tensor-parallel-size", str(options.tensor_parallel_size),
@@ -250,13 +250,13 @@ class VLLM(ForeignEngine):
             "--disable-uvicorn-access-log",
         ]  # fmt: skip
         if options.route == "direct":
-            theirs += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+            arguments += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         if has_gpu() and options.dtype != "float32":
-            theirs += [f"--{OVERRIDES}", json.dumps(EXACT_HEAD)]
+            arguments += [f"--{OVERRIDES}", json.dumps(EXACT_HEAD)]
         if options.sleep_level:
-            theirs.append(SLEEP_MODE)
+            arguments.append(SLEEP_MODE)
         if options.device_share:
-            theirs += ["--gpu-memory-utilization", f"{options.device_share:.3f}"]
+            arguments += ["--gpu-memory-utilization", f"{options.device_share:.3f}"]
         memory_gb = options.memory_gb
         environment = dict(FIXED_VARIABLES)
         if SOCKETS not in os.environ:
@@ -265,10 +265,10 @@ class VLLM(ForeignEngine):
             # vLLM would have every actor on the same cores, and take nearly all of the machine's memory for each.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             memory_gb = options.memory_gb or default_memory_gb()
-            theirs += CPU_ARGUMENTS
+            arguments += CPU_ARGUMENTS
         if memory_gb:
-            theirs += ["--kv-cache-memory-bytes", str(int(memory_gb * GIGABYTE))]
-        return theirs, environment
+            arguments += ["--kv-cache-memory-bytes", str(int(memory_gb * GIGABYTE))]
+        return arguments, environment
 
     def passed(self, options: EngineOptions) -> list[str]:
         if has_gpu() and options.dtype != "float32":
@@ -316,10 +316,10 @@ class VLLM(ForeignEngine):
         return Call(GENERATE, {"token_ids": token_ids, "sampling_params": sampling})
 
     def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
-        told = decode(_Scores, answer, len(answer))
-        (choice,) = told.choices
+        scores = decode(_Scores, answer, len(answer))
+        (choice,) = scores.choices
         span = _spans(choice, 1)[0]
-        rows = told.prompt_logprobs
+        rows = scores.prompt_logprobs
         if len(rows) != len(token_ids):
             raise Malformed(f"{len(rows)} log-probs were returned for {len(token_ids)} tokens")
         values = [(row or {})[str(token)].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]

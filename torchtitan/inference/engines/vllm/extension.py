@@ -11,10 +11,10 @@ from torchtitan.utils.child_process import end_with_parent
 class WorkerExtension:
     """Becomes a base class of vLLM's worker."""
 
-    def torchtitan_whole(self) -> int | None:
+    def torchtitan_verified_version(self) -> int | None:
         """By /collective_rpc: the last version that this worker has looked at, and found whole; see
         backend.LiveWeightChecker."""
-        return self.weight_transfer_engine.whole  # type: ignore[attr-defined]
+        return self.weight_transfer_engine.verified_version  # type: ignore[attr-defined]
 
     def torchtitan_repack(self) -> None:
         """By /collective_rpc, after weights were loaded by vLLM itself; see loading.py."""

@@ -112,15 +112,15 @@ class LoadRecorder:
             layer, live = load.layer, getattr(load.layer, load.parameter)
             pieces = [ask(name) for name, _ in load.calls]
             in_place = live.shape == load.empty.shape
-            whole = None if in_place else _joined(load, pieces)
-            if whole is None:
+            loaded = None if in_place else _joined(load, pieces)
+            if loaded is None:
                 with live.device:
-                    whole = live if in_place else materialize_meta_tensor(load.empty)
+                    loaded = live if in_place else materialize_meta_tensor(load.empty)
                 for piece, (_, arguments) in zip(pieces, load.calls, strict=True):
-                    load.loader(whole, piece, **arguments)
+                    load.loader(loaded, piece, **arguments)
             if load.parameter == "weight" and PACKED in layer.__dict__:
-                is_parameter = isinstance(whole, nn.Parameter)
-                layer._parameters["weight"] = whole if is_parameter else nn.Parameter(whole, requires_grad=False)
+                is_parameter = isinstance(loaded, nn.Parameter)
+                layer._parameters["weight"] = loaded if is_parameter else nn.Parameter(loaded, requires_grad=False)
                 try:
                     layer.quant_method.process_weights_after_loading(layer)
                 finally:
@@ -265,8 +265,8 @@ def _through_loaders(
 def _copy_sinks(model: nn.Module, sinks: list[tuple[str, torch.Tensor]]) -> None:
     parameters = dict(model.named_parameters())
     for name, tensor in sinks:
-        own = parameters[name.replace(".self_attn.", ".attn.")].data
-        own.copy_(tensor.narrow(0, get_tensor_model_parallel_rank() * len(own), len(own)))
+        sinks_of_rank = parameters[name.replace(".self_attn.", ".attn.")].data
+        sinks_of_rank.copy_(tensor.narrow(0, get_tensor_model_parallel_rank() * len(sinks_of_rank), len(sinks_of_rank)))
 
 
 def _drop_packed_weights(model: nn.Module) -> dict[str, nn.Module]:

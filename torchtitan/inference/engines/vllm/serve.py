@@ -91,7 +91,7 @@ def find_program() -> str:
 
 def main(argv: list[str]) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code."""
-    arguments, theirs = parse_arguments("vllm", __doc__, argv)
+    arguments, engine_arguments = parse_arguments("vllm", __doc__, argv)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     take_over_environment(FIXED_VARIABLES, CLEARED_VARIABLES)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     program = find_program()
     options = ["--host", arguments.host, "--port", str(port), *OWN_OPTIONS]
     # What was handed through comes last, and so counts.
-    sys.argv = [program, *options, *theirs]
+    sys.argv = [program, *options, *engine_arguments]
     print(f"starting {shlex.join(['python', '-m', *sys.argv])}", flush=True)
     write_port_file(arguments.port_file, port)
     # Not as __main__ of sys.modules: vLLM's processes import that again, and this file is the lighter one.
