@@ -88,8 +88,10 @@ function drawCards(data) {
 function drawSamples(data) {
   const steps = data.samples, names = ["first", "middle", "last"];
   byId("samples").hidden = !steps.length;
-  byId("reading").textContent = data.reading;
-  byId("reading").hidden = !data.reading;
+  const turns = steps.some(part => part.rows.some(row => row.segments));
+  const reading = [data.reading, turns && "Grey is what the policy was given, by an environment or a tool."].filter(text => text).join(" ");
+  byId("reading").textContent = reading;
+  byId("reading").hidden = !reading;
   const titles = steps.length === 3 ? names : steps.length === 2 ? ["first", "last"] : [""];
   byId("steps").replaceChildren(...steps.map((part, index) => make("div", null, { class: "step" },
     [make("h3", `step ${number(part.step)}${titles[index] && ` (${titles[index]})`}`), ...part.rows.map(sampleBox)])));

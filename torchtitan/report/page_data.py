@@ -178,7 +178,7 @@ class RunReader:
             ]
             evictions = ", ".join(f"{count:g} in {phase}" for phase, count in evicted)
             lines.append([_text(actor), _text(states.get(actor, "")), *values, evictions])
-        return {"head": ["actor", "state", *(heading for heading, _, _ in columns), "evictions"], "lines": lines}
+        return _table(["actor", "state", *(heading for heading, _, _ in columns), "evictions"], lines)
 
     def _versions(self) -> Table:
         """Return what became of the last versions, the newest first."""
@@ -195,7 +195,13 @@ class RunReader:
                 [row.get("version"), _text(row.get("actor") or ""), _text(row.get("outcome", "")), *times, why]
             )
         head = ["version", "actor", "outcome", "queue ms", "transfer ms", "apply ms", "pause ms", "reason"]
-        return {"head": head, "lines": lines}
+        return _table(head, lines)
+
+
+def _table(head: list[str], lines: list[list[Any]]) -> Table:
+    """Return the table without columns that are empty in all lines."""
+    used = [place for place in range(len(head)) if any(line[place] not in (None, "") for line in lines)]
+    return {"head": [head[place] for place in used], "lines": [[line[place] for place in used] for line in lines]}
 
 
 def _text(value: Any) -> str:
