@@ -38,7 +38,7 @@ from torchtitan.inference.engines.sglang import engine as sglang_engine
 from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.engines.sglang.engine import SGLangControl
 from torchtitan.inference.engines.sidecar.applier import FileLoader
-from torchtitan.inference.engines.sidecar.foreign_engine import EngineError, EngineOptions
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineError, EngineOptions, Malformed
 from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient
 from torchtitan.inference.engines.vllm import engine as vllm_engine
 from torchtitan.inference.engines.vllm import serve
@@ -52,6 +52,7 @@ from torchtitan.inference.types import (
     Completion,
     GenerateRequest,
     Given,
+    NoVersion,
     SamplingParameters,
     VersionSpan,
 )
@@ -583,6 +584,11 @@ def test_vllms_answers_are_understood() -> None:
     assert completion.spans == [VersionSpan("e1", 3, 0, 1)] and completion.finish_reason == "stop"
     scored = VLLM.scored([5, 6, 7], sent(VLLM_SCORED))
     assert (scored.log_probs, scored.version) == ([-2.0, -0.5], 4)
+    (choice,) = VLLM_ANSWER["choices"]
+    aborted = choice | {"finish_reason": "abort", "token_ids": [], "logprobs": None}
+    assert VLLM.completions(REQUESTS[1], sent({"choices": [aborted]}))[0].finish_reason == "abort"
+    with pytest.raises(RequestRefused, match="--return-sampling-mask"):
+        VLLM.completions(REQUESTS[1], sent({"choices": [choice | {"sampling_mask": None}]}))
 
 
 def test_sglangs_answers_are_understood() -> None:
@@ -593,6 +599,27 @@ def test_sglangs_answers_are_understood() -> None:
     aborted = {"type": "abort", "message": "Abort", "status_code": None, "err_type": None}
     answer = SGLANG_ANSWER | {"meta_info": SGLANG_ANSWER["meta_info"] | {"finish_reason": aborted}}
     assert SGLANG.completions(REQUESTS[1], sent([answer]))[0].finish_reason == "abort"
+
+
+def vllm_answer(label: str, token: int) -> Any:
+    (choice,) = VLLM_ANSWER["choices"]
+    span = {"version": label, "start": 0, "end": 1}
+    return {"choices": [choice | {"token_ids": [token], "weight_versions": [span]}]}
+
+
+def sglang_answer(label: str, token: int) -> Any:
+    span = {"version": label, "start": 0, "end": 3}
+    about = SGLANG_ANSWER["meta_info"] | {"weight_versions": [span]}
+    return [SGLANG_ANSWER | {"output_ids": [token, 8, 1], "meta_info": about}]
+
+
+@pytest.mark.parametrize(("engine", "answer"), [(VLLM, vllm_answer), (SGLANG, sglang_answer)], ids=["vllm", "sglang"])
+def test_an_answer_of_no_version_or_with_log_probs_of_other_tokens_is_not_used(engine: Any, answer: Any) -> None:
+    assert engine.completions(REQUESTS[1], sent(answer("e1/3", 9)))[0].token_ids[0] == 9
+    with pytest.raises(NoVersion, match="default"):
+        engine.completions(REQUESTS[1], sent(answer("default", 9)))
+    with pytest.raises(Malformed, match="other tokens"):
+        engine.completions(REQUESTS[1], sent(answer("e1/3", 2)))
 
 
 @pytest.fixture

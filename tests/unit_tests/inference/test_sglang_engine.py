@@ -21,9 +21,7 @@ from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, M
 from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient, reachable_url
 from torchtitan.inference.types import (
     GenerateRequest,
-    NoVersion,
     SamplingParameters,
-    VersionSpan,
     make_label,
     parse_label,
 )
@@ -86,37 +84,11 @@ def test_sglang_gets_each_sample_with_its_seed() -> None:
     assert truncated["return_sampling_mask"] and truncated["sampling_params"][0]["top_k"] == MAX_KEPT
 
 
-def test_sglang_completions_have_spans_and_log_probs() -> None:
-    (completion,) = SGLANG.completions(request(), sent([sglang_answer()]))
-    assert completion.token_ids == [9, 8, 1] and completion.log_probs == [-1.5, -0.25, -3.0]
-    assert completion.finish_reason == "stop" and completion.kept_token_ids is None
-    assert completion.spans == [VersionSpan("epoch-1", 3, 0, 2), VersionSpan("epoch-1", 4, 2, 3)]
-    length = sglang_answer(finish_reason={"type": "length", "length": 3})
-    assert SGLANG.completions(request(), sent([length]))[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, NoVersion),
-        ({"output_token_logprobs": [[-1.5, 9, None]]}, Malformed),
-        ({"output_token_logprobs": [[-1.5, 9, None], [-1.0, 7, None], [-3.0, 1, None]]}, Malformed),
-    ],
-)
-def test_sglang_answers_that_do_not_fit_are_not_used(changes: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        SGLANG.completions(request(), sent([sglang_answer(**changes)]))
-
-
-def test_sglang_scores_under_the_version_of_that_pass() -> None:
-    call = SGLANG.score([5, 6, 7])
-    assert call.body["logprob_start_len"] == 0
-    rows = [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]
+def test_sglang_may_call_the_last_token_of_a_scored_text_another_and_no_other_one() -> None:
+    assert SGLANG.score([5, 6, 7]).body["logprob_start_len"] == 0
+    rows = [[None, 5, None], [-1.0, 6, None], [-2.0, 0, None]]
     versions = [{"version": "epoch-1/3", "start": 0, "end": 1}]
     answer = sglang_answer(input_token_logprobs=rows, weight_versions=versions)
-    scored = SGLANG.scored([5, 6, 7], sent(answer))
-    assert (scored.log_probs, scored.epoch, scored.version) == ([-1.0, -2.0], "epoch-1", 3)
-    rows[2][1] = 0
     assert SGLANG.scored([5, 6, 63], sent(answer)).log_probs == [-1.0, -2.0]
     with pytest.raises(Malformed):
         SGLANG.scored([5, 8, 7], sent(answer))

@@ -17,17 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.json import encode as sent
 
 from tests.patience import PATIENCE_S
-from torchtitan.inference.actor_client import RequestRefused
-from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, Malformed
+from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions
 from torchtitan.inference.engines.vllm.direct import Mailbox
 from torchtitan.inference.engines.vllm.engine import ENGINE
 from torchtitan.inference.serving import middleware as engine_server
 from torchtitan.inference.serving.middleware import TOKEN_ENV_VARIABLE, TokenMiddleware
-from torchtitan.inference.types import GenerateRequest, NoVersion, SamplingParameters, VersionSpan
-from torchtitan.utils.typed_json import WrongForm
+from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 # ForeignEngine
@@ -37,19 +34,6 @@ def request(**sampling: Any) -> GenerateRequest:
     return GenerateRequest("r-7", [5, 6, 7], SamplingParameters(**{"max_tokens": 4, **sampling}))
 
 
-def choice(**changes: Any) -> dict[str, Any]:
-    """As vLLM 0.32 answers."""
-    rows = [
-        {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in ((9, -1.5), (1, -0.5))
-    ]
-    spans = [{"version": "e1/3", "start": 0, "end": 1}, {"version": "e1/4", "start": 1, "end": 2}]
-    answer = {
-        "index": 0, "finish_reason": "stop", "stop_reason": 1, "token_ids": [9, 1], "routed_experts": None,
-        "sampling_mask": None, "weight_versions": spans, "logprobs": {"content": rows},
-    }  # fmt: skip
-    return {**answer, **changes}
-
-
 def test_a_request_is_one_call_with_a_salt_of_its_own() -> None:
     call = ENGINE.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1], top_k=20))
     assert call.path == "/inference/v1/generate"
@@ -57,47 +41,7 @@ def test_a_request_is_one_call_with_a_salt_of_its_own() -> None:
     sampling = call.body["sampling_params"]
     assert (sampling["n"], sampling["seed"], sampling["top_k"], sampling["stop_token_ids"]) == (3, 5, 20, [1])
     assert sampling["ignore_eos"] is True and sampling["logprobs"] == 0
-
-
-def test_completions_have_log_probs_and_spans_in_the_order_of_samples() -> None:
-    other = choice(index=1, finish_reason="length", weight_versions=[{"version": "e1/4", "start": 0, "end": 2}])
-    first, second = ENGINE.completions(request(n=2), sent({"choices": [other, choice()]}))
-    assert first.token_ids == [9, 1] and first.log_probs == [-1.5, -0.5] and first.finish_reason == "stop"
-    assert first.spans == [VersionSpan("e1", 3, 0, 1), VersionSpan("e1", 4, 1, 2)]
-    assert second.finish_reason == "length" and second.spans == [VersionSpan("e1", 4, 0, 2)]
-    nothing = {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]}
-    aborted = ENGINE.completions(request(), sent(nothing))
-    assert aborted[0].finish_reason == "abort" and aborted[0].token_ids == []
-
-
-def test_answers_that_cannot_be_used() -> None:
-    def answer(**changes: Any) -> list[Any]:
-        return ENGINE.completions(request(), sent({"choices": [choice(**changes)]}))
-
-    with pytest.raises(NoVersion, match="default"):
-        answer(weight_versions=[{"version": "default", "start": 0, "end": 2}])
-    with pytest.raises(Malformed, match="2 tokens"):
-        answer(weight_versions=None)
-    with pytest.raises(Malformed, match="other tokens"):
-        answer(token_ids=[9, 2])
-    with pytest.raises(WrongForm, match="choices"):
-        ENGINE.completions(request(), sent({"error": "?"}))
-
-
-def test_truncated_samples_need_what_was_kept() -> None:
-    with pytest.raises(RequestRefused, match="--return-sampling-mask"):
-        ENGINE.completions(request(top_p=0.9), sent({"choices": [choice()]}))
-
-
-def test_scores_are_read_with_their_version() -> None:
-    rows = [None, {"6": {"logprob": -2.0, "rank": 3}}, {"7": {"logprob": -0.5, "rank": 1}, "3": {"logprob": -0.1}}]
-    one = choice(token_ids=[4], logprobs=None, weight_versions=[{"version": "e1/4", "start": 0, "end": 1}])
-    scored = ENGINE.scored([5, 6, 7], sent({"choices": [one], "prompt_logprobs": rows}))
-    assert (scored.log_probs, scored.epoch, scored.version) == ([-2.0, -0.5], "e1", 4)
     assert ENGINE.score([5, 6, 7]).body["sampling_params"]["prompt_logprobs"] == 0
-    with pytest.raises(Malformed):
-        ENGINE.scored([5, 6, 7, 8], sent({"choices": [one], "prompt_logprobs": rows}))
-    assert ENGINE.refused(400, "") and not ENGINE.refused(500, "")
 
 
 # Mailbox
