@@ -22,6 +22,7 @@ from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, free_ports, has_ended, status_of
+from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory import device_slots
 from torchtitan.weight_sync.memory.device_slots import DeviceSlots
@@ -42,6 +43,7 @@ def publish_without_skipping(job: Job, *actors: ActorProcess, times: int = 6) ->
         job.served_by(*actors)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_actors_that_stop_half_way_cost_the_others_nothing(start: Callable[..., Job], transport: str) -> None:
     job = start(transport=transport, chunk_bytes=16 * 1024)
@@ -67,6 +69,7 @@ def test_actors_that_stop_half_way_cost_the_others_nothing(start: Callable[..., 
     job.served_by(healthy, frozen, successor)
 
 
+@pytest.mark.exhaustive
 def test_actor_that_freezes_in_the_midst_of_a_chunk(start: Callable[..., Job]) -> None:
     """At any moment, that is: also with credits given, and chunks on their way."""
     job = start(transport="nccl", chunk_bytes=1024)
@@ -83,6 +86,7 @@ def test_actor_that_freezes_in_the_midst_of_a_chunk(start: Callable[..., Job]) -
         job.served_by(victim)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_trainer_that_freezes_half_way(
     start: Callable[..., Job], transport: str, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +112,7 @@ def is_free(port: int) -> bool:
     return True
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, tmp_path: Path) -> None:
     """Its actors stay at the version that they have, and another trainer of the epoch finds them."""
@@ -158,11 +163,14 @@ def thread_of(job: Job) -> ShardServerThread:
     return server
 
 
-def test_thread_that_fails_is_replaced_within_a_bound(start: Callable[..., Job]) -> None:
+def test_thread_that_fails_is_replaced_within_a_bound(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("on purpose")
 
-    job = start(transport="nccl", max_restarts=2)
+    monkeypatch.setattr(servers, "MAX_RESTARTS", 2)
+    job = start(transport="nccl")
     actor, server = job.actor("actor-0"), thread_of(job)
     for restarts in range(3):
         job.publish()

@@ -73,6 +73,8 @@ class SimWorker:
     def __init__(self, group: Group, number: int):
         self.group, self.number = group, number
         self.holds: Served | None = None
+        self.raises: Exception | None = None
+        """What its next apply raises"""
         self.start()
 
     def start(self) -> None:
@@ -105,6 +107,9 @@ class SimWorker:
         return xxhash.xxh3_128_hexdigest(self.bucket(key))
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        if self.raises is not None:
+            error, self.raises = self.raises, None
+            raise error
         random = self.group.job.machine.random
         if random.random() < self.group.failures:
             if random.random() < 0.5:
@@ -140,7 +145,10 @@ class Group:
 
     def replace_leader(self) -> None:
         """The agent connects anew: workers do, too, and the engine remembers what it serves."""
-        served = self.leader.serving
+        self.start_again(self.leader.serving)
+
+    def start_again(self, served: Served | None) -> None:
+        """A new leader, whose engine remembers that it serves this, and new connections of the workers."""
         self.leader.close()
         self.process.kill()
         self.start_leader(served)
@@ -352,4 +360,71 @@ def test_the_deadline_of_one_apply_ends_no_later_one(monkeypatch: pytest.MonkeyP
     late.process.thaw()
     group.run(0.1)
     assert not lost and group.leader.applied == 3
+    group.close()
+
+
+def test_what_not_all_workers_apply_is_applied_again_by_all() -> None:
+    job, group = serving()
+    first, second = group.workers
+    # One fails after the other has applied, or refuses: poisoned, and all get the same version once more.
+    for number, (worker, error) in enumerate(((second, MemoryError("half-way")), (first, WeightsRefused("not now")))):
+        applied, worker.raises = group.leader.applied, error
+        job.train(1)
+        group.run(5.0)
+        poisoned = [row["reason"] for _, event, row in job.journal if event == "poisoned"]
+        assert len(poisoned) == number + 1 and str(error) in poisoned[-1]
+        assert group.leader.applied == applied + 1 and group.leader.serving == first.holds == second.holds
+    # All refuse: the actor is as it was.
+    for worker in group.workers:
+        worker.raises = WeightsRefused("not now")
+    before, applied = group.leader.serving, group.leader.applied
+    job.train(1)
+    group.run(5.0)
+    assert sum(event == "poisoned" for _, event, _ in job.journal) == 2
+    assert group.leader.applied == applied + 1 and group.leader.serving == first.holds == second.holds != before
+    group.close()
+
+
+@pytest.mark.parametrize("held", [(True, True), (True, False), (False, False)])
+def test_what_workers_hold_counts_where_all_hold_what_the_engine_serves(held: tuple[bool, bool]) -> None:
+    job, group = serving()
+    served = group.leader.serving
+    for worker, holds in zip(group.workers, held, strict=True):
+        worker.holds = served if holds else None
+    applied = group.leader.applied = 0
+    group.start_again(served)
+    group.run(5.0)
+    poisoned = [row for _, event, row in job.journal if event == "poisoned"]
+    assert (group.leader.applied == applied) is all(held) is not poisoned
+    assert group.leader.serving == served == group.workers[0].holds == group.workers[1].holds
+    group.close()
+
+
+@pytest.mark.parametrize("served", [None, Served("e0-another", 0, "other bytes")], ids=["nothing", "another job"])
+def test_workers_hold_in_vain_what_the_engine_does_not_serve(served: Served | None) -> None:
+    job, group = serving()
+    group.start_again(served)
+    # Not checked meanwhile: what an engine serves of another job says nothing of its workers.
+    job.machine.run(job.machine.now + 5.0)
+    group.check()
+    assert group.leader.applied == 1 and not any(event == "poisoned" for _, event, _ in job.journal)
+    assert group.leader.serving == group.workers[0].holds == group.workers[1].holds
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "key", "epoch", "reason"),
+    [(2, KEY, SHAPE.epoch, "no worker"), (0, "another", SHAPE.epoch, "refused"), (0, KEY, "another", "epoch")],
+    ids=["number", "key", "epoch"],
+)
+def test_strangers_are_no_workers(number: int, key: str, epoch: str, reason: str) -> None:
+    job, group = serving()
+    process, before = Process(job.machine, "stranger"), dict(group.leader._workers)
+    identity = Identity(WORKER, str(number), role_key(key, WORKER, str(number)))
+    actor = Identity(ACTOR, "a", key)
+    stranger = WorkerPuller(process.runtime, group.address, identity, epoch, LeadingEngine(), puller=actor)
+    stranger.start()
+    group.run(100.0)
+    assert reason in stranger.registry.failure
+    assert group.leader._workers == before and group.leader.serving is not None
     group.close()
