@@ -91,3 +91,12 @@ def test_modules_that_a_page_runs_are_there(page: Path) -> None:
     paths = {name.replace(".", "/") for name in named}
     missing = {path for path in paths if not is_there(f"{path}.py") and not is_there(f"{path}/__main__.py")}
     assert not {f"{path}.py" for path in missing} - written_on(page)
+
+
+def test_commands_of_recipes_are_those_of_their_files() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    commands = re.findall(
+        r"^ +((?:\w+=\S+ |PYTHON=\"[^\"]+\" )*CONFIG_FILE=(\S+) \./run_grpo\.sh)$", text, re.MULTILINE
+    )
+    assert len(commands) >= 4
+    assert not {file for command, file in commands if command not in (ROOT / file).read_text(encoding="utf-8")}
