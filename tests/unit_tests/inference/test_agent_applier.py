@@ -34,8 +34,10 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
 )
 from torchtitan.inference.engines.sidecar.server import AgentServer, EngineWatch, RunningAgent
 from torchtitan.inference.pool.actor import Actor
+from torchtitan.inference.serving.actor_server import _with_weights
 from torchtitan.inference.types import TAGS, Capabilities, Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
+from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 
 
@@ -169,6 +171,20 @@ def test_who_asks_hears_that_it_drains(drained: bool) -> None:
     with pytest.raises(WeightsRefused):
         applier.apply(1, staged(2))
     assert server.engine_state() == ("ready", None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "expected"),
+    [
+        ("joining", "pulling", "pulling"), ("ready", "pulling", "pulling"), ("paused", "pulling", "paused"),
+        ("joining", "applying", "applying"), ("ready", "applying", "applying"), ("paused", "applying", "applying"),
+        ("asleep", "applying", "asleep"), ("poisoned", "pulling", "poisoned"), ("ready", "joining", "ready"),
+    ],
+)  # fmt: skip
+def test_health_says_what_keeps_an_actor_from_serving_and_else_what_it_does_with_versions(
+    engine: str, weights: str, expected: str
+) -> None:
+    assert _with_weights(ActorState(engine), ActorState(weights)) is ActorState(expected)
 
 
 @pytest.mark.parametrize("failing", ["prepare", "load"])

@@ -23,6 +23,9 @@ SHEETS = ["aa", "bb"]
 """What each rank says that its checksums hash to"""
 
 
+ENDED: Message = {"type": "ended", "version": 0, "outcome": "staged", "reason": ""}
+
+
 class World:
     """A registry for two ranks."""
 
@@ -221,6 +224,54 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     assert (shown["state"], shown["reason"], shown["serves"]) == ("poisoned", "half of it", False)
     second.say("pulling", serial=1, version=0)
     assert second.over and "a trainer does not send" in world.machine.protocol_errors[-1]
+
+
+def test_actor_that_is_poisoned_stays_so_until_it_has_applied_a_version() -> None:
+    world = World()
+    trainer, ranks, actor = world.trainer(), world.ranks(), world.actor()
+    world.publish(ranks, 1, 0)
+    actor.say("poisoned", version=-1, reason="half of it")
+    for message in ({"type": "pulling", "serial": 1, "version": 0}, ENDED | {"outcome": "gone"}, ENDED):
+        actor.send(message)
+        world.run(0.1)
+        shown = trainer.last("status")["actors"]["a"]
+        assert (shown["state"], shown["serves"]) == ("poisoned", False), message
+    actor.say("serving", version=0, digest=world.digest, figures={"apply_s": 1.0})
+    assert trainer.last("status")["actors"]["a"]["state"] == "ready"
+
+
+def test_each_pull_has_one_row_of_what_became_of_it() -> None:
+    world = World()
+    ranks, actor, other = world.ranks(), world.actor(), world.actor("other")
+    applied = {"figures": {"apply_s": 1.0}}
+    for version in range(5):
+        world.publish(ranks, version + 1, version)
+        if version == 2:
+            continue  # nobody asks for it
+        actor.say("pulling", serial=version + 1, version=version)
+        if version == 1:
+            actor.say("ended", version=1, outcome="gone", reason="superseded")
+        elif version == 3:
+            actor.say("ended", version=3, outcome="staged", reason="")
+            actor.say("ended", version=3, outcome="refused", reason="not for this model")
+        elif version == 4:
+            actor.say("ended", version=4, outcome="staged", reason="")
+            actor.say("poisoned", version=4, reason="half of it")
+        else:
+            actor.say("ended", version=version, outcome="staged", reason="")
+            actor.say("serving", version=version, digest=world.digest, **applied)
+    other.say("pulling", serial=5, version=4)
+    assert other.channel is not None
+    other.channel.close("its process ends")
+    world.run(0.1)
+    rows = [(row["actor"], row["version"], row["outcome"], row.get("state", "")) for row in world.events("delivery")]
+    assert [row for row in rows if row[0] == "a"] == [
+        ("a", 0, "applied", ""), ("a", 1, "aborted", "pulling"), ("a", 2, "superseded", ""),
+        ("a", 3, "refused", "applying"), ("a", 4, "poisoned", "applying"),
+    ]  # fmt: skip
+    never = [("other", version, "superseded", "") for version in range(4)]
+    assert [row for row in rows if row[0] == "other"] == [*never, ("other", 4, "evicted", "pulling")]
+    assert all(row["offered_at"] <= row["ended_at"] for row in world.events("delivery"))
 
 
 def test_pin_reaches_all_actors_and_those_that_come_later() -> None:
