@@ -196,7 +196,7 @@ class Source:
     epochs: float | None = None
     required: bool = True
     values: Mapping[str, Any] | None = None
-    """Any further keys of the table (docs/config.md)"""
+    """Any further keys of the table (docs/sources.md)"""
 
     def table(self, folder: Path) -> dict[str, Any]:
         """Return the table; what Python made is written to `folder`. Raises UserError as names_of does."""
@@ -210,11 +210,12 @@ class Source:
             (keys["factory"],) = names_of([keys["factory"]], folder, "environment", type)
         if "tools" in keys:
             keys["tools"] = names_of(keys["tools"], folder, "tool")
+        rewards = None if self.rewards is None else names_of(_several(self.rewards), folder, "reward function")
         own = {
-            "dataset": None if self.dataset is None else _dataset_name(self.dataset, folder),
-            "rewards": None if self.rewards is None else names_of(_several(self.rewards), folder, "reward function"),
+            "rollout.dataset": None if self.dataset is None else _dataset_name(self.dataset, folder),
+            "rewards.functions": rewards,
             "environment": keys or None,
-            "group_filter": self.group_filter and names_of([self.group_filter], folder, "group_filter")[0],
+            "grpo.group_filter": self.group_filter and names_of([self.group_filter], folder, "group_filter")[0],
             "weight": self.weight,
             "epochs": self.epochs,
         }

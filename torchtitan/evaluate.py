@@ -32,7 +32,7 @@ from typing import Any
 from torchtitan.api import FOLDER
 from torchtitan.config.derived import from_torchrun
 from torchtitan.config.engines import engine_names
-from torchtitan.config.evaluations import OF_EVAL, sets_of
+from torchtitan.config.evaluations import EVAL_KEYS, sets_of
 from torchtitan.config.job_config import Checkpoint, JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
@@ -61,10 +61,9 @@ OF_A_DIRECTORY = {
 }  # fmt: skip
 # A student is evaluated without its teacher.
 WITHOUT_TEACHER = {
-    "job.stage": "grpo", "distill.teacher": "", "distill.teacher_url": "", "distill.add_rewards": "false",
+    "job.stage": "grpo", "distill.teacher": "", "distill.server.url": "", "distill.add_rewards": "false",
     "distill.divergence": "sampled", "distill.hint_column": "",
 }  # fmt: skip
-TEACHER_KEYS = ("teacher", "teacher_url", "hint_column")
 
 
 @dataclass
@@ -138,7 +137,8 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
     if is_student:
         draft.sources = [
-            {key: value for key, value in source.items() if key not in TEACHER_KEYS} for source in draft.sources
+            {key: value for key, value in source.items() if key.partition(".")[0] != "distill"}
+            for source in draft.sources
         ]
     # A k that fewer samples leave without a meaning is left out, if it was not asked for.
     config, _ = draft.build()
@@ -147,10 +147,12 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
         ks = [k for k in evaluation.pass_at_k if k <= evaluation.samples_per_prompt]
         draft.set("eval.pass_at_k", ks or [1], evaluated.config_file)
     # What the command line says is said for all sets.
-    said = {key for key, name in OF_EVAL.items() if draft.written.get(f"eval.{name}", ("",))[0] == PLACE}
-    said |= {"k"} if "samples" in said else set()
-    inner = [{key: value for key, value in one.items() if key not in said} for one in draft.values.get("eval.set", [])]
-    draft.values["eval.set"] = inner
+    said = {key for key in EVAL_KEYS if draft.written.get(f"eval.{key}", ("",))[0] == PLACE}
+    said |= {"pass_at_k"} if "samples_per_prompt" in said else set()
+    draft.values["eval.set"] = [
+        {key: value for key, value in given.items() if key.removeprefix("eval.") not in said}
+        for given in draft.values.get("eval.set", [])
+    ]
     sys.path.append(str(folder.resolve() / FOLDER))  # functions of a run from Python
     config = ready(draft)
     known = [name for name, _ in sets_of(config) if name]

@@ -34,7 +34,8 @@ settings = {
     "training.steps": 2, "training.global_batch_size": 64, "training.threads": 1, "grpo.num_minibatches": 1,
     "eval.interval": 1, "eval.num_prompts": 24, "eval.samples_per_prompt": 3, "eval.pass_at_k": [1, 3],
     "eval.set": [
-        {"name": "digits"}, {"name": "sums", "rewards": ["arithmetic"], "prompts": 8, "k": [2], "interval": 0},
+        {"name": "digits"},
+        {"name": "sums", "reward_function": "arithmetic", "num_prompts": 8, "pass_at_k": [2], "interval": 0},
     ],
     "checkpoint.interval": 1, "checkpoint.async_mode": "async", "checkpoint.export_dtype": "float32",
     "inference.threads_per_actor": 1,

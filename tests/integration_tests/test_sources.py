@@ -24,21 +24,21 @@ max_retries = 0
 
 [[source]]
 name = "sums"
-rewards = ["{DIGITS}"]
+rewards.functions = ["{DIGITS}"]
 
 [[source]]
 name = "fragile"
-dataset = "%s"
+rollout.dataset = "%s"
 environment = {{ factory = "tests.fragile_environment:Fragile", isolate = false }}
-rewards = []
+rewards.functions = []
 required = false
 
 [[source]]
 name = "long"
 weight = 1.5
-rewards = ["{DIGITS}", "length"]
-reward_weights = [1.0, 0.01]
-max_completion_tokens = 12
+rewards.functions = ["{DIGITS}", "length"]
+rewards.weights = [1.0, 0.01]
+rollout.max_completion_tokens = 12
 """
 
 

@@ -32,7 +32,7 @@ def short(completions: list[str], **_: Any) -> list[float]:
 def test_a_source_from_python_is_a_table_of_the_configuration(tmp_path: Path) -> None:
     rows = [{"prompt": str(i), "answer": "x"} for i in range(20)]
     sources = [
-        Source("own", dataset=rows, rewards=[short, "exact_match"], weight=2, values={"reward_weights": [1.0, 0.5]}),
+        Source("own", dataset=rows, rewards=[short, "exact_match"], weight=2, values={"rewards.weights": [1.0, 0.5]}),
         Source("made", dataset=lambda: rows, rewards=short),
         Source("game", dataset="guess", environment=Guess, rewards=[], required=False),
         Source("tool", environment={"max_turns": 3}, tools=[add], rewards="arithmetic", weight=0.5),

@@ -100,8 +100,9 @@ def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_single_sets_can_be_chosen_and_options_are_for_all(run: Path, model: Path, tmp_path: Path) -> None:
     config_file = tmp_path / "sets.toml"
-    sets = '[[eval.set]]\nname = "short"\nsamples = 8\nk = [8]\n[[eval.set]]\nname = "long"\nprompts = 9\n'
-    config_file.write_text((run / "config.toml").read_text().replace("\nset = []", "") + sets)
+    sets = '[[eval.set]]\nname = "short"\nsamples_per_prompt = 8\npass_at_k = [8]\n'
+    sets += '[[eval.set]]\nname = "long"\nnum_prompts = 9\n'
+    config_file.write_text((run / "config.toml").read_text() + sets)
     directory = evaluate.Evaluated(str(config_file), model)
     found = dict(sets_of(evaluate.configure(directory, [])))
     assert list(found) == ["short", "long"] and found["long"].eval.num_prompts == 9
@@ -117,10 +118,12 @@ def test_single_sets_can_be_chosen_and_options_are_for_all(run: Path, model: Pat
 
 def test_students_are_evaluated_without_the_teachers_of_their_sources(run: Path, model: Path, tmp_path: Path) -> None:
     config_file = tmp_path / "students.toml"
-    text = (run / "config.toml").read_text().replace('stage = "grpo"', 'stage = "distill"').replace("\nsource = []", "")
-    config_file.write_text(text + '[[source]]\nname = "a"\nteacher = "gone"\n[[source]]\nname = "b"\nteacher = ""\n')
+    text = (run / "config.toml").read_text().replace('stage = "grpo"', 'stage = "distill"')
+    config_file.write_text(
+        text + '[[source]]\nname = "a"\ndistill.teacher = "gone"\n[[source]]\nname = "b"\ndistill.teacher = ""\n'
+    )
     config = evaluate.configure(evaluate.Evaluated(str(config_file), model), [])
-    assert config.job.stage == "grpo" and [source.teacher for source in config.source] == [None, None]
+    assert config.job.stage == "grpo" and [source.values for source in config.source] == [{}, {}]
 
 
 @pytest.mark.parametrize("deleted", [[2], [10], [2, 10]])

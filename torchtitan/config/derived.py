@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtitan.config.engines import engine_specs
-from torchtitan.config.job_config import JobConfig, Parallelism, WeightSync
-from torchtitan.config.sources import IN_TABLE, Source
+from torchtitan.config.job_config import JobConfig, Parallelism, WeightSync, with_values
+from torchtitan.config.sources import Source
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import ConfigError
 from torchtitan.utils.machine import count_gpus, gpus_of_driver, hides_gpus
@@ -78,21 +78,17 @@ def weights_of(config: JobConfig, rows: Sequence[int]) -> dict[str, float]:
 
 
 def for_source(config: JobConfig, source: Source) -> JobConfig:
-    own = copy.copy(config)
+    """The configuration with what this source gives in the tables."""
+    values = source.values
+    implied: dict[str, Any] = {}
+    if "rewards.functions" in values:
+        implied["rewards.weights"] = []
+    if "distill.teacher" in values:
+        implied["distill.server.url"] = ""
+    if values.get("distill.teacher") == "":
+        implied["distill.hint_column"] = ""
+    own = with_values(config, implied | values)
     own.source = [source]
-    values = {IN_TABLE[key]: value for key, value in source.given().items() if key in IN_TABLE}
-    if source.rewards is not None:
-        values.setdefault("rewards.weights", [])
-    if source.teacher is not None:
-        values.setdefault("distill.teacher_url", "")
-    if source.teacher == "":
-        values.setdefault("distill.hint_column", "")
-    values |= {f"environment.{key}": value for key, value in (source.environment or {}).items()}
-    for table in {key.partition(".")[0] for key in values}:
-        setattr(own, table, copy.copy(getattr(config, table)))
-    for key, value in values.items():
-        table, _, name = key.partition(".")
-        setattr(getattr(own, table), name, value)
     return own
 
 
@@ -192,8 +188,8 @@ def teacher_of(own: JobConfig) -> str | None:
     if own.job.stage != "distill":
         return "" if own.job.stage == "grpo" and own.grpo.kl_coefficient > 0 else None
     distill = own.distill
-    if distill.teacher_url or not distill.teacher:
-        return distill.teacher_url or ("" if distill.hint_column else None)
+    if distill.server.url or not distill.teacher:
+        return distill.server.url or ("" if distill.hint_column else None)
     return os.path.realpath(distill.teacher)
 
 
@@ -203,7 +199,7 @@ def references_of(config: JobConfig) -> dict[str, JobConfig]:
     held: dict[str, JobConfig] = {}
     for _, own in sources_of(config):
         name = teacher_of(own)
-        if name is not None and not own.distill.teacher_url and (name or own.job.stage == "grpo"):
+        if name is not None and not own.distill.server.url and (name or own.job.stage == "grpo"):
             held.setdefault(name, own)
     return held
 

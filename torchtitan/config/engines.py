@@ -42,7 +42,7 @@ class EngineSpec:
     eager_options: list[str] = field(default_factory=list)
     """Options of its own ([inference.NAME.args]) with which it captures no graphs on a GPU, for the plan's memory"""
     teaches: bool = False
-    """Whether a server of it can be a teacher (distill.teacher_backend)"""
+    """Whether a server of it can be a teacher (distill.server.backend)"""
 
 
 @cache

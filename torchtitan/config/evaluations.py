@@ -1,17 +1,25 @@
 """[[eval.set]]: what a run is evaluated on, by name. A configuration without such tables has one set for each source,
-which is what [eval] says of it; what a set does not give, it has from there."""
+which is what [eval] says of it; what a set does not give, it has from there.
+
+A set has keys of [eval] as they are, and of other tables as sources have them (sources.py)."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.derived import environment_name, for_source, source_name, sources_of
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.sources import IN_TABLE, Source, Task
-from torchtitan.config.values import TABLE, Count, CountOrZero, PathText, Positive
+from torchtitan.config.job_config import JobConfig, with_values
+from torchtitan.config.sources import OF_PROMPTS, Source, Task
+from torchtitan.config.values import TABLE
+
+EVAL_KEYS = (
+    "dataset", "dataset_split", "num_prompts", "samples_per_prompt", "pass_at_k", "interval", "temperature", "greedy",
+    "reward_function",
+)  # fmt: skip
+"""Keys of [eval] that a set may have"""
+SET_KEYS = (*OF_PROMPTS, *(f"eval.{key}" for key in EVAL_KEYS))
 
 
 @dataclass(config=TABLE)
@@ -20,50 +28,18 @@ class EvalSet(Task):
     """Name of the source whose prompts, environment and rewards it has; empty: those of [rollout], [environment] and
     [rewards]"""
 
-    dataset: PathText | None = None
-    """As eval.dataset; if nothing is given there either, the held-out share of the training rows"""
 
-    dataset_split: str | None = None
-    """As eval.dataset_split"""
-
-    rewards: list[str] | None = None
-    """As rewards.functions; the first of them decides whether a sample passes (at 1.0)"""
-
-    prompts: Count | None = None
-    """As eval.num_prompts"""
-
-    samples: Count | None = None
-    """As eval.samples_per_prompt"""
-
-    k: list[int] | None = None
-    """As eval.pass_at_k; without it, those of eval.pass_at_k for which there are enough samples"""
-
-    interval: CountOrZero | None = None
-    """As eval.interval"""
-
-    temperature: Positive | None = None
-    """As eval.temperature"""
-
-    greedy: bool | None = None
-    """As eval.greedy"""
-
-    def given(self) -> dict[str, Any]:
-        """What the set gives, as its table in TOML has it."""
-        return {name: value for name, value in vars(self).items() if value not in (None, "")}
-
-
-OF_EVAL = {
-    "dataset": "dataset", "dataset_split": "dataset_split", "prompts": "num_prompts", "samples": "samples_per_prompt",
-    "k": "pass_at_k", "interval": "interval", "temperature": "temperature", "greedy": "greedy",
-}  # fmt: skip
-"""A key of a set -> the key of [eval] whose place its value takes"""
+def built_set(given: dict[str, Any]) -> EvalSet:
+    """Return a set of eval.set, which has been checked."""
+    own = {key: value for key, value in given.items() if key in ("name", "source")}
+    return EvalSet(**own, values={key: value for key, value in given.items() if key not in own})
 
 
 def sets_of(config: JobConfig) -> list[tuple[str, JobConfig]]:
     """The name of every set, and the run's configuration as it is for that set: what it gives is in the tables. A run
     without [[eval.set]] has one set for each source, by the source's name."""
     sources = dict(sources_of(config))
-    sets = [EvalSet(**given) for given in config.eval.set]
+    sets = [built_set(given) for given in config.eval.set]
     return [(given.name, _for_set(sources.get(given.source, config), given)) for given in sets] or sources_of(config)
 
 
@@ -74,19 +50,12 @@ def tasks_of(config: JobConfig) -> dict[str, JobConfig]:
 
 
 def _for_set(base: JobConfig, eval_set: EvalSet) -> JobConfig:
-    values = eval_set.given()
-    shared = {key: value for key, value in values.items() if key in (*IN_TABLE, "environment") and key not in OF_EVAL}
-    shared.pop("rewards", None)
-    own = for_source(base, Source(eval_set.name, **shared))
+    values = eval_set.values
     # A source may have the same name.
+    own = for_source(with_values(base, {"eval.set": [], "distill.server.url": "", **values}), Source(eval_set.name))
     own.source[0].name = f"eval/{eval_set.name}"
-    own.eval, own.distill = copy.copy(base.eval), copy.copy(base.distill)
-    own.eval.set, own.distill.teacher_url = [], ""
-    for key, value in values.items():
-        if key in OF_EVAL:
-            setattr(own.eval, OF_EVAL[key], value)
-    if eval_set.k is None:
+    if "eval.pass_at_k" not in values:
         own.eval.pass_at_k = [k for k in own.eval.pass_at_k if k <= own.eval.samples_per_prompt] or [1]
-    if eval_set.rewards or eval_set.environment:
-        own.eval.reward_function = eval_set.rewards[0] if eval_set.rewards else environment_name(own)
+    if "eval.reward_function" not in values and any(key.startswith("environment.") for key in values):
+        own.eval.reward_function = environment_name(own)
     return own

@@ -7,8 +7,9 @@ The string under a field is its documentation.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from functools import cache
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
@@ -49,7 +50,7 @@ __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
     "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
     "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
-    "known_keys", "table_types", "value_at",
+    "known_keys", "table_types", "value_at", "with_values",
 ]  # fmt: skip
 
 
@@ -204,12 +205,29 @@ def value_at(config: JobConfig, name: str) -> Any:
     return value
 
 
+def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
+    """Return a configuration with these values of `table.key`, which shares all other tables with this one."""
+    changed, copied = copy.copy(config), set[str]()
+    for name, value in values.items():
+        *tables, key = name.split(".")
+        holder: Any = changed
+        for depth, table in enumerate(tables, start=1):
+            path = ".".join(tables[:depth])
+            if path not in copied:
+                copied.add(path)
+                setattr(holder, table, copy.copy(getattr(holder, table)))
+            holder = getattr(holder, table)
+        setattr(holder, key, value)
+    return changed
+
+
 def config_to_toml(config: JobConfig) -> str:
     """The whole configuration as TOML that loads to the same configuration."""
     lines: list[str] = []
     for table in table_types():
         values = {key: value_at(config, f"{table}.{key}") for key in fields_of(table_types()[table])}
         values = {key: value for key, value in values.items() if f"{table}.{key}" in known_keys()}
+        sets = values.pop("set", []) if table == "eval" else []
         lines.append(f"[{table}]")
         # What follows a table's own table would belong to that.
         inner = {name: value for name, value in values.items() if isinstance(value, dict)}
@@ -218,6 +236,12 @@ def config_to_toml(config: JobConfig) -> str:
             lines += ["", f"[{table}.{name}]"]
             lines += [f"{show_key(key)} = {show(item)}" for key, item in value.items()]
         lines.append("")
+        for given in sets:
+            lines += [
+                "[[eval.set]]",
+                *(f"{name.removeprefix('eval.')} = {show(value)}" for name, value in given.items()),
+                "",
+            ]
     for source in config.source:
         lines += ["[[source]]", *(f"{name} = {show(value)}" for name, value in source.given().items()), ""]
     return "\n".join(lines)

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.derived import device_defaults
-from torchtitan.config.evaluations import EvalSet
+from torchtitan.config.evaluations import EVAL_KEYS, SET_KEYS, EvalSet
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types, value_at
 from torchtitan.config.kinds import chooser_of
 from torchtitan.config.other_names import name_here
 from torchtitan.config.reference import help_text
-from torchtitan.config.sources import Source, fields_of
+from torchtitan.config.sources import SOURCE_KEYS, Source, fields_of, flat, is_among
 from torchtitan.config.values import (
     OPTIONS,
     RULE,
@@ -164,13 +164,12 @@ class Draft:
             (contents[above] if above else tables)[name] = content
         config = JobConfig(**tables)
         problems += self._without_effect(config)
-        for number, given in enumerate(self.sources, start=1):
-            called = show(given["name"]) if given.get("name") else f"number {number}"
-            config.source += self._build_inner(Source, SOURCES, f"[[source]] {called}", given, config, problems)
+        for called, given in _named("[[source]]", self.sources):
+            config.source += self._build_inner(Source, SOURCES, called, given, problems)
         sets, config.eval.set = config.eval.set, []
-        for number, given in enumerate(sets, start=1):
-            called = show(given["name"]) if given.get("name") else f"number {number}"
-            built = self._build_inner(EvalSet, SETS, f"[[eval.set]] {called}", given, config, problems)
+        for called, given in _named("[[eval.set]]", sets):
+            given = {f"eval.{key}" if key in EVAL_KEYS else key: value for key, value in given.items()}
+            built = self._build_inner(EvalSet, SETS, called, given, problems)
             config.eval.set += [eval_set.given() for eval_set in built]
         return config, problems
 
@@ -184,36 +183,42 @@ class Draft:
                 yield Problem(name, text)
 
     def _build_inner(
-        self, kind: type[Inner], table_key: str, called: str, given: dict[str, Any], config: JobConfig,
-        problems: list[Problem],
-    ) -> list[Inner]:  # fmt: skip
+        self, kind: type[Inner], table_key: str, called: str, given: dict[str, Any], problems: list[Problem]
+    ) -> list[Inner]:
         """What one table of [[source]] or [[eval.set]] says, or nothing and its problems."""
-        place, keys = self.written[table_key][0], fields_of(kind)
-        given = {str(key): list(value) if isinstance(value, tuple) else value for key, value in given.items()}
-        table, inner = given, ""
+        place = f"{self.written[table_key][0]}: {called}"
+        allowed: tuple[str, ...] = SOURCE_KEYS if kind is Source else SET_KEYS
+        found: list[Problem] = []
+        own, parts = {}, Draft()
+        for key, value in flat(given, table_types()):
+            short = key.removeprefix("eval.") if kind is EvalSet else key
+            if key in fields_of(kind):
+                own[key] = value
+            elif is_among(key, allowed):
+                parts.set(key, value, place)
+            elif key in known_keys():
+                text = f"{place}: {short} = {show(value)} is not allowed: it stands in its table, for all of them"
+                found.append(Problem(key, text))
+            else:
+                others: list[str] = [name.removeprefix("eval.") for name in known_keys() if is_among(name, allowed)]
+                hint = name_here(key) or nearest(short, [*fields_of(kind), *others])
+                found.append(Problem(key, f"{place}: unknown key {short} = {show(value)}{hint}"))
+        config, wrong_values = parts.build()
+        found += wrong_values
+        values = {key: value_at(config, key) for key in parts.values}
         try:
-            source = kind(**given)
-            table, inner = source.environment or {}, "environment."
-            # Checked, and a number as its key has it.
-            whole = type(config.environment)(**{**vars(config.environment), **table})
-            if source.environment is not None:
-                source.environment = {key: getattr(whole, key) for key in table}
-            return [source]
+            built = kind(**own, values=values)
         except ValidationError as error:
             for mistake in error.errors():
                 key = str(mistake["loc"][0])
-                name = inner + key
-                if mistake["type"] == "unexpected_keyword_argument":
-                    known = known_keys() if inner else keys
-                    said = f"unknown key {name} = {show(table[key])}{name_here(name) or nearest(name, known)}"
-                elif key not in table:
-                    said = f"{name} is missing"
-                else:
-                    takes = (known_keys()[name] if inner else keys[key]).annotation
-                    why = mistake["msg"] if mistake["type"] == RULE else f"{name} takes {describe_type(takes)}"
-                    said = f"{name} = {show(table[key])} is not allowed: {why}"
-                problems.append(Problem(f"{table_key}.{name}", f"{place}: {called}: {said}"))
-        return []
+                if key not in own:
+                    found.append(Problem(key, f"{place}: {key} is missing"))
+                    continue
+                type_text = f"{key} takes {describe_type(fields_of(kind)[key].annotation)}"
+                why = mistake["msg"] if mistake["type"] == RULE else type_text
+                found.append(Problem(key, f"{place}: {key} = {show(own[key])} is not allowed: {why}"))
+        problems += [Problem(f"{table_key}.{problem.key}", problem.text) for problem in found]
+        return [] if found else [built]
 
     def _wrong_value(self, name: str, error: ErrorDetails) -> Problem:
         place, written = self.written[name]
@@ -223,6 +228,12 @@ class Draft:
         choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
         text = f"{place}: {name} = {written} is not allowed: {name} takes {describe_type(kind)}"
         return Problem(name, text + nearest(written.strip('"'), choices))
+
+
+def _named(title: str, tables: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What messages call each of these tables, and the table."""
+    for number, given in enumerate(tables, start=1):
+        yield f"{title} {show(given['name']) if given.get('name') else f'number {number}'}", given
 
 
 def nearest_key(name: str) -> str:

@@ -37,7 +37,8 @@ A table whose name ends in a kind, such as `[inference.vllm]`, is used where tha
 option switches. On the command line, a key of a kind that is not chosen is refused.
 
 `[[source]]` and `[[eval.set]]`, at the end, stand once for every task and every evaluation of a run that has several;
-only files and Python have them.
+only files and Python have them. Besides their own keys they have keys of other tables, as those are written there
+(`rollout.dataset = "guess"`; [sources.md](sources.md), [quick_start.md](quick_start.md)).
 """
 
 

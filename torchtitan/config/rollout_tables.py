@@ -177,7 +177,7 @@ class Eval:
     """Reward that decides whether a sample passes (at 1.0); empty uses the first of rewards.functions"""
 
     set: list[dict[str, Any]] = field(default_factory=list)
-    """Evaluations by name, [[eval.set]] in TOML, in place of the one that this table describes; their keys are below"""
+    """Evaluations by name, [[eval.set]] in TOML, in place of the one that this table describes"""
 
     stop_at: Share = 0.0
     """The run ends, as after its last step, at the first evaluation whose pass@1 is at least this; 0: never"""

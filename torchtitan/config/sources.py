@@ -1,21 +1,29 @@
 """[[source]]: the tasks of a run, each with prompts, environment and rewards of its own, and a share of every batch.
 
-A configuration without such tables has one source, which is what [rollout], [rewards] and [environment] say; what a
-source does not give, it has from there.
+A source is a part of a configuration: besides its name and its share it has keys of other tables, written as they are
+there (`rollout.dataset = "guess"`), and everything else from the tables. A configuration without such tables has one
+source, which is what the tables say. Evaluation sets are made alike (evaluations.py).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.values import TABLE, Column, Count, Must, Options, PathText, Positive, ShareBelowOne, Weights
+from torchtitan.config.values import TABLE, Must, Positive
 
 SourceName = Annotated[
     str, Must(re.compile(r"[\w.+-]+").fullmatch, "must be made of letters, digits, `_`, `.`, `+` and `-`")
 ]
+OF_PROMPTS = (
+    "rollout.prompt_column", "rollout.chat_template", "rollout.system_prompt", "rollout.max_completion_tokens",
+    "rollout.stop_token_ids", "rewards.answer_column", "environment",
+)  # fmt: skip
+"""Keys, and tables with all of their keys, that sources and evaluation sets may have"""
 
 
 @dataclass(config=TABLE)
@@ -25,29 +33,12 @@ class Task:
     name: SourceName
     """Its name in metrics (of a set eval/NAME/pass@1), completions and messages"""
 
-    prompt_column: Column | None = None
-    """As rollout.prompt_column"""
+    values: dict[str, Any] = field(default_factory=dict)
 
-    chat_template: bool | None = None
-    """As rollout.chat_template"""
-
-    system_prompt: str | None = None
-    """As rollout.system_prompt"""
-
-    max_completion_tokens: Count | None = None
-    """As rollout.max_completion_tokens"""
-
-    stop_token_ids: list[int] | None = None
-    """As rollout.stop_token_ids"""
-
-    answer_column: Column | None = None
-    """As rewards.answer_column"""
-
-    environment: Options | None = None
-    """Keys of [environment], such as {factory = "package.module:Class", max_turns = 6}"""
-
-    rewards: list[str] | None = None
-    """As rewards.functions"""
+    def given(self) -> dict[str, Any]:
+        """Return what the table sets: its own keys, and `table.key` of others."""
+        own = {key: value for key, value in vars(self).items() if key != "values" and value not in (None, "")}
+        return own | self.values
 
 
 @dataclass(config=TABLE)
@@ -63,67 +54,31 @@ class Source(Task):
     """Whether the run ends if the source gives no groups any more, because its environment or its rewards have failed
     for good; false: the run goes on, and the share goes to the other sources"""
 
-    dataset: PathText | None = None
-    """As rollout.dataset"""
 
-    dataset_split: str | None = None
-    """As rollout.dataset_split"""
-
-    held_out_fraction: ShareBelowOne | None = None
-    """As rollout.held_out_fraction"""
-
-    eval_dataset: PathText | None = None
-    """As eval.dataset"""
-
-    eval_dataset_split: str | None = None
-    """As eval.dataset_split"""
-
-    reward_weights: Weights | None = None
-    """As rewards.weights; where only rewards are given, each counts 1"""
-
-    teacher: PathText | None = None
-    """As distill.teacher; sources with the same one share it, and with add_rewards a source may have none (empty)"""
-
-    teacher_url: str | None = None
-    """As distill.teacher_url; without one, a source that has a teacher of its own has it in the trainer's ranks"""
-
-    hint_column: str | None = None
-    """As distill.hint_column"""
-
-    hint_template: str | None = None
-    """As distill.hint_template"""
-
-    group_filter: str | None = None
-    """As grpo.group_filter"""
-
-    def given(self) -> dict[str, Any]:
-        """What the source sets, as its table in TOML has it."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+SOURCE_KEYS = (
+    *OF_PROMPTS, "rollout.dataset", "rollout.dataset_split", "rollout.held_out_fraction", "rewards.functions",
+    "rewards.weights", "eval.dataset", "eval.dataset_split", "distill.teacher", "distill.server",
+    "distill.hint_column", "distill.hint_template", "grpo.group_filter",
+)  # fmt: skip
+"""Keys of other tables, and whole tables, that a source may have"""
 
 
-IN_TABLE = {
-    "rewards": "rewards.functions",
-    "reward_weights": "rewards.weights",
-    "answer_column": "rewards.answer_column",
-    "teacher": "distill.teacher",
-    "teacher_url": "distill.teacher_url",
-    "hint_column": "distill.hint_column",
-    "hint_template": "distill.hint_template",
-    "group_filter": "grpo.group_filter",
-    "eval_dataset": "eval.dataset",
-    "eval_dataset_split": "eval.dataset_split",
-    **{
-        key: f"rollout.{key}"
-        for key in (
-            "dataset", "dataset_split", "prompt_column", "chat_template", "system_prompt", "held_out_fraction",
-            "max_completion_tokens", "stop_token_ids",
-        )
-    },
-}  # fmt: skip
-"""A key of a source -> the key whose place its value takes"""
+def is_among(name: str, keys: tuple[str, ...]) -> bool:
+    """Return whether `table.key` is one of these keys, or of one of these tables."""
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def flat(content: Mapping[str, Any], tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a table with tables inside of it, each by its whole name. tables: the names that are tables."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and (name in tables):
+            yield from flat(value, tables, f"{name}.")
+        else:
+            yield name, list(value) if isinstance(value, tuple) else value
 
 
 def fields_of(kind: type) -> dict[str, Any]:
-    """Key of a table, [[source]] or [[eval.set]], as its class has them -> its type, rules and default."""
+    """Key of a table, as its class has them -> its type, rules and default."""
     fields: dict[str, Any] = getattr(kind, "__pydantic_fields__")  # noqa: B009
-    return fields
+    return {key: info for key, info in fields.items() if not (issubclass(kind, Task) and key == "values")}

@@ -256,17 +256,22 @@ class Sft:
 
 
 @dataclass(config=TABLE)
-class Distill:
-    teacher: PathText = ""
-    """Hugging Face checkpoint directory of the teacher (or the folder of a run, whose last export is used), which the
-    trainer's ranks hold beside the policy; with teacher_url, only its tokenizer is read"""
-
-    teacher_url: str = ""
+class TeacherServer:
+    url: str = ""
     """A server that holds the teacher's weights and returns its log-probs, such as http://127.0.0.1:8000; empty: the
     ranks compute them"""
 
-    teacher_backend: Annotated[str, Names(engine_names(teaching=True))] = "vllm"
+    backend: Annotated[str, Names(engine_names(teaching=True))] = "vllm"
     """Engine of that server"""
+
+
+@dataclass(config=TABLE)
+class Distill:
+    teacher: PathText = ""
+    """Hugging Face checkpoint directory of the teacher (or the folder of a run, whose last export is used), which the
+    trainer's ranks hold beside the policy; with a server, only its tokenizer is read"""
+
+    server: TeacherServer = field(default_factory=TeacherServer)
 
     divergence: Annotated[str, Names(("sampled", *TEACHER_DIVERGENCES))] = "sampled"
     """What brings the policy closer to the teacher: sampled (reverse KL, estimated from the sampled token alone), or
@@ -276,12 +281,12 @@ class Distill:
     """The teacher's share of the mixture of jsd: towards 0 it acts like forward_kl, towards 1 like reverse_kl"""
 
     top_k: Count = 20
-    """With teacher_url and a divergence over the vocabulary: how many of the teacher's likeliest tokens are requested
+    """With a server and a divergence over the vocabulary: how many of the teacher's likeliest tokens are requested
     for every position; all others count as one. vLLM allows 20 unless it is started with --max-logprobs"""
 
     hint_column: str = ""
-    """Column of rollout.dataset with a text that only the teacher reads, such as a worked answer. Without teacher and
-    teacher_url, the policy itself is the teacher, as it is at every step (self-distillation)"""
+    """Column of rollout.dataset with a text that only the teacher reads, such as a worked answer. Without a teacher,
+    the policy itself is the teacher, as it is at every step (self-distillation)"""
 
     hint_template: str = "{prompt}\n\n{hint}\n\n"
     """The prompt that the teacher reads instead; of a chat, its last message"""

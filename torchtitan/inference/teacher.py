@@ -74,7 +74,7 @@ async def ask_teacher(
     vocabulary: int | None = None,
 ) -> tuple[list[float], list[Top]]:
     """Return the log-probs of all tokens but the first, and the `top` likeliest tokens in their places. backend:
-    distill.teacher_backend. vocabulary: of the run's model, if that is known.
+    distill.server.backend. vocabulary: of the run's model, if that is known.
 
     Raises ActorError: see JsonClient.fetch; WrongForm: the answer has another form.
     """
@@ -86,7 +86,7 @@ async def ask_teacher(
     about = {"backend": backend, "token_ids": token_ids, "top": top, "vocabulary": vocabulary}
     outcome = await exchange(f"{__name__}:read_taught", about, pieces)
     if outcome.refused:
-        raise WrongForm(f"{call.path} did not answer as distill.teacher_backend does: {outcome.reason}")
+        raise WrongForm(f"{call.path} did not answer as distill.server.backend does: {outcome.reason}")
     likeliest: list[Top] = []
     if top and outcome.top is not None:
         ids, log_probs = values(outcome.top[0], "<i8"), values(outcome.top[1], "<f8")

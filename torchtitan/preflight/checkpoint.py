@@ -29,7 +29,7 @@ def check_checkpoint(check: Check) -> None:
     """Check the directories of model.hf_assets_path, of teachers and of adapters, as far as they exist."""
     config = check.config
     given = [(KEY, config.model.hf_assets_path), ("lora.adapter_path", config.lora.adapter_path)]
-    teachers = {config.distill.teacher, *(one.teacher or "" for one in config.source)}
+    teachers = {own.distill.teacher for _, own in sources_of(config)}
     given += [("distill.teacher", path) for path in sorted(teachers)]
     for key, path in given:
         if path and (problem := _broken(Path(path))):

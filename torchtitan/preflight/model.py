@@ -271,7 +271,7 @@ def check_stage(check: Check) -> None:
     else:
         text = "needs job.stage = distill"
         check.refuse(TEACHER, config.distill.teacher, text)
-        check.refuse("distill.teacher_url", config.distill.teacher_url, text)
+        check.refuse("distill.server.url", config.distill.server.url, text)
         check.refuse("distill.add_rewards", config.distill.add_rewards, text)
         check.refuse("distill.divergence", config.distill.divergence != "sampled", text)
         check.refuse("distill.hint_column", config.distill.hint_column, text)
@@ -304,10 +304,10 @@ def _check_distill(check: Check) -> None:
     text = "must be 0 in job.stage = distill, where the teacher takes the place of the reference"
     refuse("grpo.kl_coefficient", grpo.kl_coefficient > 0, text)
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0, or nothing is distilled")
-    text = "must be the teacher's checkpoint directory, also with distill.teacher_url; without both, "
+    text = "must be the teacher's checkpoint directory, also with distill.server.url; without both, "
     text += "distill.hint_column makes the policy its own teacher"
     untaught = teacher_of(config) is None and not (distill.add_rewards and config.source)
-    refuse(TEACHER, untaught or (distill.teacher_url and not distill.teacher), text)
+    refuse(TEACHER, untaught or (distill.server.url and not distill.teacher), text)
     if compares_vocabulary(config):
         text = "over the vocabulary needs parallelism.context_parallel_degree = 1"
         refuse("distill.divergence", config.parallelism.context_parallel_degree > 1, text)
@@ -316,13 +316,13 @@ def _check_distill(check: Check) -> None:
         refuse("distill.hint_column", distill.hint_column, text)
     text = "needs single-turn prompts: no [environment]"
     refuse("distill.hint_column", distill.hint_column and has_environment(config), text)
-    if distill.teacher_url:
-        url = re.fullmatch(r"https?://[^/\s]+/?", distill.teacher_url)
-        refuse("distill.teacher_url", url is None, "must be a URL such as http://127.0.0.1:8000")
-        text = "must be 1 with distill.teacher_url: a server returns log-probs at temperature 1"
+    if distill.server.url:
+        url = re.fullmatch(r"https?://[^/\s]+/?", distill.server.url)
+        refuse("distill.server.url", url is None, "must be a URL such as http://127.0.0.1:8000")
+        text = "must be 1 with distill.server.url: a server returns log-probs at temperature 1"
         refuse("rollout.temperature", rollout.temperature != 1, text)
         cut = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-        text = "must be 1, with top_k = 0 and min_p = 0, with distill.teacher_url: a server ignores truncation"
+        text = "must be 1, with top_k = 0 and min_p = 0, with distill.server.url: a server ignores truncation"
         refuse("rollout.top_p", cut, text)
     functions = config.rewards.functions or config.eval.reward_function or has_environment(config)
     refuse("eval.enable", config.eval.enable and not functions, "must be false without [rewards] functions to judge")
@@ -333,7 +333,7 @@ def _check_distill(check: Check) -> None:
 def _check_teacher(check: Check, config: JobConfig) -> None:
     """The teacher must be a checkpoint that fits the parallel layout and has the policy's vocabulary."""
     directory = Path(config.distill.teacher)
-    served = bool(config.distill.teacher_url)
+    served = bool(config.distill.server.url)
     for name in ("tokenizer.json",) if served else ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             check.refuse(TEACHER, True, f"there is no {name} in it (looked in {Path.cwd()})")

@@ -71,7 +71,9 @@ def _problems(config: JobConfig) -> list[str]:
     if 0 < sum(one.epochs is not None for one in sources) < len(sources):
         texts.append("either all sources have epochs, or none: their shares are compared with each other")
     if config.eval.enable and config.eval.dataset and len(sources) > 1 and not config.eval.set:
-        texts.append("eval.dataset must be empty: every source has its own eval_dataset, or its held-out share")
+        texts.append(
+            "eval.dataset must be empty beside several sources: each has its own eval.dataset, or its held-out share"
+        )
     teachers = {teacher_of(own) for own in owns}
     rewarded = all(own.distill.add_rewards for own in owns)
     if config.job.stage == "distill" and sources and teachers == {None} and rewarded:

@@ -55,6 +55,7 @@ Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
 # A cap on the importance ratio above this value does not count as a bound.
 NO_BOUND = 10.0
+TEACHER = "distill.teacher"
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
@@ -101,8 +102,9 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     config.inference.servers = expand_servers(config.inference.servers)
     config.model.hf_assets_path = newest_export(config.model.hf_assets_path)
     config.distill.teacher = newest_export(config.distill.teacher)
-    for one in config.source:
-        one.teacher = one.teacher and newest_export(one.teacher)
+    for source in config.source:
+        if TEACHER in source.values:
+            source.values[TEACHER] = newest_export(source.values[TEACHER])
     config.rollout.replay = without_links(config.rollout.replay)
     config.lora.adapter_path = without_links(config.lora.adapter_path)
     draft.chosen = choose_types(config)

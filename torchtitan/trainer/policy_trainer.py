@@ -273,7 +273,7 @@ class PolicyTrainer:
             return self._teachers[source]
         # A recorded batch may be of sources that this run does not have.
         name = teacher_of(self.config)
-        if name and name not in self.references and not self.config.distill.teacher_url:
+        if name and name not in self.references and not self.config.distill.server.url:
             raise UserError(
                 f"the recorded batch is of the source {source!r}, which the configuration does not have, and all "
                 "sources that it has name a teacher of their own: name the sources as in the recorded run"

@@ -24,7 +24,8 @@ from typing import Any
 
 import xxhash
 
-from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.job_config import JobConfig, config_to_toml, table_types
+from torchtitan.config.sources import flat
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.exports import EXPORT_FOLDERS, clean_exports, set_aside, steps_in
@@ -194,9 +195,8 @@ def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
 
 def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]:
     """The keys of tables that have other values in `config` -> both values; how a launch begins is none of them."""
-    now = {**asdict(config), "": {"source": [source.given() for source in config.source]}}
-    sources = [_given(source) for source in before.get("source", [])]
-    before = {**{table: values for table, values in before.items() if table != "source"}, "": {"source": sources}}
+    now = _comparable({**asdict(config), "source": [source.given() for source in config.source]})
+    before = _comparable(before)
     return {
         f"{table}.{key}".lstrip("."): f"{show(value)} -> {show(now[table][key])}"
         for table, values in before.items()
@@ -205,8 +205,13 @@ def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]
     }
 
 
-def _given(source: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in source.items() if value is not None}
+def _comparable(tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tables with sources and evaluation sets by the whole names of their keys, however a file has them."""
+    sources = [dict(flat(source, table_types())) for source in tables.get("source", [])]
+    sets = [dict(flat(given, table_types())) for given in tables.get("eval", {}).get("set", [])]
+    short = [{key.removeprefix("eval."): value for key, value in given.items()} for given in sets]
+    others = {table: values for table, values in tables.items() if table != "source"}
+    return {**others, "eval": {**tables.get("eval", {}), "set": short}, "": {"source": sources}}
 
 
 def _link(link: Path, run_dir: Path) -> None:

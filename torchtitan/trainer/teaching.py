@@ -42,7 +42,7 @@ class _Operands:
 
 
 class Teaching:
-    """The teacher of each source: one of `teachers` if the trainer holds it, a server's answers with teacher_url, or
+    """The teacher of each source: one of `teachers` if the trainer holds it, the answers of distill.server, or
     else the policy itself as it is now, with another prompt (OPSD, Zhao et al. 2026; SDFT, Shenfeld et al. 2026).
 
     merged: what sequences begin with together is computed once, with the teacher's prompts, too.

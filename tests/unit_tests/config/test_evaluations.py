@@ -31,31 +31,31 @@ pass_at_k = [2, 8]
 
 [[source]]
 name = "sums"
-held_out_fraction = 0.25
+rollout.held_out_fraction = 0.25
 
 [[source]]
 name = "guess"
-dataset = "guess"
+rollout.dataset = "guess"
 environment = {{ factory = "{GUESS}", step_timeout_s = 3 }}
-rewards = []
+rewards.functions = []
 
 [[eval.set]]
 name = "sums"
 source = "sums"
-rewards = ["exact_match"]
-samples = 4
+reward_function = "exact_match"
+samples_per_prompt = 4
 interval = 0
 
 [[eval.set]]
 name = "games"
 source = "guess"
-prompts = 32
+num_prompts = 32
 environment = {{ max_turns = 4 }}
 
 [[eval.set]]
 name = "products"
 dataset = "products.jsonl"
-max_completion_tokens = 16
+rollout.max_completion_tokens = 16
 """
 
 
@@ -99,12 +99,18 @@ def test_without_sets_there_is_one_for_each_source() -> None:
     [
         ('name = "sums"', r"name = 'sums' stands more than once"),
         ('name = "x"\nsource = "sum"', r"x: source = 'sum': there is no such source \(nearest: sums\)"),
-        ("prompts = 3", r"\[\[eval.set\]\] number 4: name is missing"),
-        ('name = "x"\npromts = 3', r'\[\[eval.set\]\] "x": unknown key promts = 3 \(nearest: prompts\)'),
-        ('name = "x"\nsamples = 0', r'\[\[eval.set\]\] "x": samples = 0 is not allowed: must be at least 1'),
-        ('name = "x"\nk = [9]', r"\[\[eval.set\]\] x: eval.pass_at_k = \[9\] is not allowed: every k must be 1 to"),
+        ("num_prompts = 3", r"\[\[eval.set\]\] number 4: name is missing"),
+        ('name = "x"\nnum_promts = 3', r'\[\[eval.set\]\] "x": unknown key num_promts = 3 \(nearest: num_prompts\)'),
+        (
+            'name = "x"\nsamples_per_prompt = 0',
+            r'\[\[eval.set\]\] "x": eval.samples_per_prompt = 0 is not allowed: must be at least 1',
+        ),
+        (
+            'name = "x"\npass_at_k = [9]',
+            r"\[\[eval.set\]\] x: eval.pass_at_k = \[9\] is not allowed: every k must be 1 to",
+        ),
         ('name = "x"\ndataset = "arithmetic"', r"x: eval.dataset = .* must not be the prompts of training"),
-        ('name = "x"\nrewards = ["nothing"]', r"x: eval.reward_function: unknown reward function"),
+        ('name = "x"\nreward_function = "nothing"', r"x: eval.reward_function: unknown reward function"),
         ('name = "x"\nenvironment = { turns = 2 }', r'"x": unknown key environment.turns = 2'),
     ],
 )

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from torchtitan.config.derived import sources_of, teacher_of, weights_of
-from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.job_config import JobConfig, config_to_toml, known_keys, value_at
 from torchtitan.config.reading import Draft
 from torchtitan.config.reference import documentation
-from torchtitan.config.sources import IN_TABLE, Source, fields_of
+from torchtitan.config.sources import SOURCE_KEYS, Source, fields_of, is_among
+from torchtitan.config.values import read_toml
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import draft_of, validated
@@ -45,10 +46,10 @@ weight = 2.5
 
 [[source]]
 name = "guess"
-dataset = "guess"
+rollout.dataset = "guess"
 environment = {{ factory = "{GUESS}", step_timeout_s = 3 }}
-rewards = []
-max_completion_tokens = 64
+rewards.functions = []
+rollout.max_completion_tokens = 64
 required = false
 """
 
@@ -91,21 +92,23 @@ def test_sources_read_back_the_same_and_changes_are_told(tmp_path: Path) -> None
     (tmp_path / "again.toml").write_text(config_to_toml(config))
     again = draft_of(str(tmp_path / "again.toml"), {"job.config_file": str(path)}).build()[0]
     assert asdict(again) == asdict(config) == asdict(draft_of(config, {}).build()[0])
-    assert changed_keys(asdict(again), config) == {}
+    written = read_toml(str(tmp_path / "again.toml"))[0]
+    assert changed_keys(written, config) == {}
     again.source[0].weight = 1.0
-    (change,) = changed_keys(asdict(config), again).values()
+    (change,) = changed_keys(written, again).values()
     assert "weight = 2.5" in change and "weight = 1.0" in change
 
 
-def test_every_key_of_a_table_that_a_source_has_is_checked_as_there() -> None:
-    tables = JobConfig()
-    for key, name in IN_TABLE.items():
-        table, _, own = name.partition(".")
-        values = {"name": "s", key: getattr(getattr(tables, table), own)}
-        config, problems = draft({"source": [values]}).build()
-        assert not problems and getattr(config.source[0], key) == values[key]
-        _, problems = draft({"source": [values | {key: {1, 2}}]}).build()
-        assert problems and key in problems[0].text
+def test_every_key_that_a_source_may_have_is_checked_as_in_its_table() -> None:
+    keys = [key for key in known_keys() if is_among(key, SOURCE_KEYS)]
+    assert len(keys) > 40 and not is_among("rollout.temperature", SOURCE_KEYS)
+    for key in keys:
+        value = value_at(JobConfig(), key)
+        config, problems = draft({"source": [{"name": "s", key: value}]}).build()
+        assert not problems and config.source[0].values == {key: value}
+        assert value_at(sources_of(config)[0][1], key) == value
+        _, problems = draft({"source": [{"name": "s", key: {1, 2}}]}).build()
+        assert problems and key in problems[0].text and '[[source]] "s"' in problems[0].text
     assert all(documentation()[f"source.{key}"] for key in fields_of(Source))
 
 
@@ -115,21 +118,22 @@ def test_every_key_of_a_table_that_a_source_has_is_checked_as_there() -> None:
         ([{"name": "a", "weight": 0}], r'\[\[source\]\] "a": weight = 0 is not allowed: must be greater than 0'),
         ([{"name": "a", "weight": -1.0}], "must be greater than 0"),
         ([{"name": "a", "epochs": 0}], "must be greater than 0"),
-        ([{"name": "a", "datset": "x"}], r"unknown key datset = \"x\" \(nearest: dataset\)"),
+        ([{"name": "a", "rollout": {"datset": "x"}}], r"unknown key rollout.datset .*nearest: rollout.dataset"),
+        ([{"name": "a", "rollout.top_p": 0.5}], r'"a": rollout.top_p = 0.5 is not allowed: it stands in its table'),
         ([{"weight": 1}], "number 1: name is missing"),
         ([{"name": "a/b"}], "must be made of letters"),
-        ([{"name": "a", "rewards": "x"}], "rewards takes a list, each element a string"),
+        ([{"name": "a", "rewards.functions": "x"}], "rewards.functions takes a list, each element a string"),
         ([{"name": "a", "environment": {"max_turn": 0}}], r"unknown key environment.max_turn .*environment.max_turns"),
         ([{"name": "a", "environment": {"max_turns": 0}}], "environment.max_turns = 0 is not allowed: must be"),
-        ([{"name": "a", "max_completion_tokens": 0}], "must be at least 1"),
+        ([{"name": "a", "rollout.max_completion_tokens": 0}], "must be at least 1"),
         ({"name": "a"}, r"must be an array of tables: \[\[source\]\]"),
         ([{"name": "a"}, {"name": "a"}], "'a' stands more than once"),
         ([{"name": "arithmetic"}], "is the name of a reward"),
         ([{"name": "a", "weight": 1, "epochs": 1}], "'a' has weight and epochs"),
         ([{"name": "a", "epochs": 1}, {"name": "b"}], "either all sources have epochs"),
-        ([{"name": "a", "dataset": "nowhere.jsonl"}, {"name": "b"}], "source a: rollout.dataset = .* no such file"),
-        ([{"name": "a", "max_completion_tokens": 4096}, {"name": "b"}], "source a: rollout.max_completion_tokens"),
-        ([{"name": "a", "reward_weights": [1.0, 2.0]}], "rewards.weights = .* must be empty, or have one weight"),
+        ([{"name": "a", "rollout.dataset": "nowhere.jsonl"}, {"name": "b"}], "a: rollout.dataset = .* no such file"),
+        ([{"name": "a", "rollout": {"max_completion_tokens": 4096}}, {"name": "b"}], "source a: rollout.max_com"),
+        ([{"name": "a", "rewards.weights": [1.0, 2.0]}], "rewards.weights = .* must be empty, or have one weight"),
         ([{"name": "a", "environment": {"factory": "x:Y"}}], "environment.factory: .* module x"),
         ([{"name": name, "environment": {"agent": agent, "gateway_port": 8123}}
           for name, agent in (("a", "true"), ("b", "false"))], "gateway_port = 8123 is that of 2 gateways"),
@@ -167,6 +171,7 @@ def test_a_dry_run_prints_the_mix(tmp_path: Path) -> None:
 def test_a_source_without_a_teacher_has_none_of_the_runs_either() -> None:
     config = JobConfig()
     config.job.stage, config.distill.teacher, config.distill.hint_column = "distill", "checkpoint", "answer"
-    config.source = [Source("own"), Source("none", teacher=""), Source("itself", teacher="", hint_column="answer")]
+    itself = Source("itself", {"distill.teacher": "", "distill.hint_column": "answer"})
+    config.source = [Source("own"), Source("none", {"distill.teacher": ""}), itself]
     teachers = {name: teacher_of(own) for name, own in sources_of(config)}
     assert teachers == {"own": os.path.realpath("checkpoint"), "none": None, "itself": ""}

@@ -64,7 +64,11 @@ def test_stop_tokens_are_those_of_all_sources() -> None:
     config = JobConfig()
     config.rollout.stop_token_ids = [3]
     assert stop_tokens(config) == [3]
-    config.source = [Source(name="a"), Source(name="b", stop_token_ids=[5, 3]), Source(name="c", stop_token_ids=[])]
+    config.source = [
+        Source(name="a"),
+        Source("b", {"rollout.stop_token_ids": [5, 3]}),
+        Source("c", {"rollout.stop_token_ids": []}),
+    ]
     assert stop_tokens(config) == [3, 5]
 
 

@@ -148,7 +148,7 @@ oops | 'oops' does not belong to any
 --distill.teacher checkpoint | distill.teacher | needs job.stage = distill
 --job.stage distill | distill.teacher = "" | checkpoint directory
 --job.stage distill --distill.add_rewards | distill.teacher = "" | checkpoint directory
---job.stage distill --distill.teacher checkpoint --distill.teacher_url a:1 | "a:1" | must be a URL
+--job.stage distill --distill.teacher checkpoint --distill.server.url a:1 | "a:1" | must be a URL
 --distill.divergence jsd | distill.divergence = "jsd" | needs job.stage = distill
 --distill.divergence l2 | distill.divergence = "l2" | forward_kl
 --job.stage distill --distill.hint_column answer | distill.hint_column = "answer" | needs distill.divergence

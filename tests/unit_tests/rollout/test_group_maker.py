@@ -15,7 +15,7 @@ from tests.patience import asynchronous
 from tests.unit_tests.inference.json_server import serving
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.training_tables import Distill
+from torchtitan.config.training_tables import Distill, TeacherServer
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.embedded.engine import Engine
@@ -34,7 +34,7 @@ async def taught(teacher_path: Path) -> Batch:
     server = EngineServer(Engine(load_policy(teacher_path), 4, 128), "its token")
     port = await server.start("127.0.0.1", 0)
     with mock.patch.dict(os.environ, TORCHTITAN_TEACHER_TOKEN="its token"):
-        teacher = Teacher(Distill(teacher_url=f"http://127.0.0.1:{port}", teacher_backend="embedded"))
+        teacher = Teacher(Distill(server=TeacherServer(f"http://127.0.0.1:{port}", "embedded")))
     batch = make_batch(0)
     try:
         await teacher.teach([Trajectory(one.branches, one.finish_reason, "") for one in batch.samples])
@@ -57,9 +57,9 @@ async def test_a_server_teaches_what_ranks_do(tiny_checkpoint: Callable[..., Pat
     config.job.stage = "distill"
     config.model.hf_assets_path = str(tiny_checkpoint("qwen3", tied=True))
     config.rollout.max_completion_tokens = LONGEST
-    config.distill.teacher_url = "http://localhost"
+    config.distill.server.url = "http://localhost"
     by_server = train(config, await taught(teacher))
-    config.distill.teacher, config.distill.teacher_url = str(teacher), ""
+    config.distill.teacher, config.distill.server.url = str(teacher), ""
     assert by_server == pytest.approx(train(config, make_batch(0)), rel=1e-4)
     assert min(by_server) > 1e-3
 
@@ -84,11 +84,11 @@ async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any)
         return 200, answer if len(asked) == 1 else {"other": 1}
 
     with serving(post) as url:
-        teacher = Teacher(Distill(teacher_url=url, teacher_backend=backend))
+        teacher = Teacher(Distill(server=TeacherServer(url, backend)))
         assert await teacher.score([3, 5, 7]) == [-0.5, -1.5]
         assert asked[0][0] == path and [3, 5, 7] in asked[0][1].values()
         with pytest.raises(
-            UserError, match=f"distill.teacher_url = '{url}' returns no log-probs: {path} did not answer as"
+            UserError, match=f"distill.server.url = '{url}' returns no log-probs: {path} did not answer as"
         ):
             await teacher.score([3, 5, 7])
         await teacher.close()
@@ -107,7 +107,7 @@ async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any)
 async def test_a_teachers_answer_that_cannot_be_is_refused(row: Any, reason: str) -> None:
     rows = [None, {"5": {"logprob": -0.5}, "9": {"logprob": -1.0}}, {"1": {"logprob": -2.0}, **row}]
     with serving(lambda path, body: (200, {"choices": [{"prompt_logprobs": rows}]})) as url:
-        config = Distill(teacher_url=url, teacher_backend="vllm", divergence="forward_kl", top_k=2)
+        config = Distill(server=TeacherServer(url, "vllm"), divergence="forward_kl", top_k=2)
         teacher = Teacher(config, vocabulary=12)
         with pytest.raises(UserError, match=reason):
             await teacher.ask([3, 5, 7])
@@ -124,7 +124,7 @@ async def test_a_server_that_fails_is_asked_three_times(monkeypatch: pytest.Monk
         return 500, {"error": "out of memory"}
 
     with serving(post) as url:
-        teacher = Teacher(Distill(teacher_url=url))
+        teacher = Teacher(Distill(server=TeacherServer(url)))
         with pytest.raises(UserError, match="500: .*out of memory"):
             await teacher.score([3, 5])
         await teacher.close()

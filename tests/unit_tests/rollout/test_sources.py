@@ -41,11 +41,11 @@ from torchtitan.utils.json_lines import EventLog, read_json_lines
 WEIGHTS = {"sums": 2.0, "more": 1.0, "rare": 0.2}
 
 
-def mixed(max_staleness: int = 1, **of_rare: Any) -> JobConfig:
+def mixed(max_staleness: int = 1, required: bool = True, **of_rare: Any) -> JobConfig:
     config = make_config(max_staleness)
     config.source = [Source(name=name, weight=weight) for name, weight in WEIGHTS.items()]
-    for key, value in of_rare.items():
-        setattr(config.source[2], key, value)
+    config.source[2].required = required
+    config.source[2].values = {key.replace("__", "."): value for key, value in of_rare.items()}
     return config
 
 
@@ -235,7 +235,7 @@ def test_a_lone_source_ends_the_run_even_if_it_is_not_required() -> None:
 
 
 def test_prompts_too_long_for_one_source_end_only_it(tmp_path: Path) -> None:
-    config = mixed(max_completion_tokens=15, required=False)
+    config = mixed(required=False, rollout__max_completion_tokens=15)
     events = EventLog(tmp_path / "events.jsonl")
     actors = FakeActors()
     with running(config, actors, events=events) as rollouts:
@@ -247,9 +247,9 @@ def test_prompts_too_long_for_one_source_end_only_it(tmp_path: Path) -> None:
 def test_sources_that_run_the_same_share_its_processes(tmp_path: Path) -> None:
     config, guess = make_config(), "torchtitan.rollout.environments.builtin_environments:Guess"
     config.source = [
-        Source(name="a", environment={"factory": guess}, max_completion_tokens=8),
-        Source(name="b", environment={"factory": guess}, max_completion_tokens=10),
-        Source(name="c", environment={"factory": guess, "max_turns": 3}),
+        Source("a", {"environment.factory": guess, "rollout.max_completion_tokens": 8}),
+        Source("b", {"environment.factory": guess, "rollout.max_completion_tokens": 10}),
+        Source("c", {"environment.factory": guess, "environment.max_turns": 3}),
         Source(name="d"),
     ]
     backends = make_backends(config, FakeActors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
@@ -259,7 +259,10 @@ def test_sources_that_run_the_same_share_its_processes(tmp_path: Path) -> None:
 
 
 def test_groups_of_a_source_have_its_rewards_lengths_and_ends(tmp_path: Path) -> None:
-    config = mixed(rewards=["length", "format"], reward_weights=[0.5, 2.0], max_completion_tokens=2, stop_token_ids=[7])
+    config = mixed(
+        rewards__functions=["length", "format"], rewards__weights=[0.5, 2.0], rollout__max_completion_tokens=2,
+        rollout__stop_token_ids=[7],
+    )  # fmt: skip
     with running(config, FakeActors()) as rollouts:
         requests = [
             task.groups.request(Prompt(9 + number, "", [1], {})).sampling for number, task in enumerate(rollouts.tasks)

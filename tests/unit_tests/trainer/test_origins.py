@@ -76,7 +76,7 @@ CLOSE = {"grpo.kl_coefficient": 0.1}
 ADAPTERS = {"lora.rank": 4}
 TAUGHT = {"job.stage": "distill", "distill.teacher": "ROOT/teacher"}
 SOURCES = {"job.stage": "distill", "distill.teacher": "ROOT/teacher",
-           "source": [{"name": "a"}, {"name": "b", "teacher": "ROOT/tutor"}]}  # fmt: skip
+           "source": [{"name": "a"}, {"name": "b", "values": {"distill.teacher": "ROOT/tutor"}}]}  # fmt: skip
 WEIGHTS = "the weights in {} = .* are not those .* resume with {} as it stands"
 CASES: list[tuple[str, dict[str, Any], str, Callable[[Path], None], str]] = [
     ("reference", CLOSE, "model", last_value, WEIGHTS.format("model.hf_assets_path", "model.hf_assets_path")),

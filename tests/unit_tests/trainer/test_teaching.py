@@ -116,7 +116,7 @@ def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], d
     config = configured(checkpoints, divergence, "")
     config.rollout.temperature, config.distill.hint_column = 1.0, ""
     named = {"a": checkpoints[1], "b": checkpoints[0] + "/../checkpoint", "c": "", "d": checkpoints[1]}
-    config.source = [Source(name, teacher=path) for name, path in named.items()]
+    config.source = [Source(name, {"distill.teacher": path}) for name, path in named.items()]
     batch = sampled(config)
     for group, name in zip(batch.groups, itertools.cycle(named), strict=False):
         group.source = name
@@ -212,7 +212,7 @@ async def test_a_server_that_is_asked_for_all_tokens_teaches_what_ranks_do(check
     policy = load_policy(checkpoints[1])
     server = EngineServer(Engine(policy, 4, 128), "its token")
     port = await server.start("127.0.0.1", 0)
-    config.distill.teacher_url, config.distill.teacher_backend = f"http://127.0.0.1:{port}", "embedded"
+    config.distill.server.url, config.distill.server.backend = f"http://127.0.0.1:{port}", "embedded"
     config.distill.top_k = policy.args.vocab_size - 1
     with mock.patch.dict(os.environ, TORCHTITAN_TEACHER_TOKEN="its token"):
         teacher = Teacher(config.distill)

@@ -151,7 +151,7 @@ class EngineDescriptor:
         """Return the log-probs in the answer about these tokens; raises the same errors as `completions`."""
         raise NotImplementedError
 
-    # Asking a server of it that is a teacher (distill.teacher_backend) and no actor of the run
+    # Asking a server of it that is a teacher (distill.server.backend) and no actor of the run
 
     def ask_teacher(self, token_ids: list[int], top: int) -> Call:
         """Return the call for the log-probs of these tokens, and of the `top` likeliest in each place."""

@@ -57,7 +57,7 @@ class GroupMaker:
         self.single_turn = episodes is None
         self._environment = environment_name(config)
         self._groups = 0
-        self.teacher = Teacher(config.distill, vocabulary_of(config)) if config.distill.teacher_url else None
+        self.teacher = Teacher(config.distill, vocabulary_of(config)) if config.distill.server.url else None
         self.stop_token_ids = list(dict.fromkeys([*config.rollout.stop_token_ids, *tokenizer.eos_token_ids]))
 
     @property
@@ -201,7 +201,7 @@ class Teacher:
     def __init__(self, config: Distill, vocabulary: int | None = None):
         """vocabulary: of the run's model, if that is known."""
         self._config, self._vocabulary = config, vocabulary
-        self._client = JsonClient(config.teacher_url, os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
+        self._client = JsonClient(config.server.url, os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
         self._free = asyncio.Semaphore(CONCURRENT)
 
     async def teach(self, trajectories: Sequence[Trajectory]) -> None:
@@ -237,14 +237,14 @@ class Teacher:
             await asyncio.sleep(attempt * PAUSE_S)
             try:
                 async with self._free:
-                    backend, limit_s = self._config.teacher_backend, ATTEMPT_TIMEOUT_S
+                    backend, limit_s = self._config.server.backend, ATTEMPT_TIMEOUT_S
                     return await ask_teacher(self._client, backend, token_ids, top, limit_s, self._vocabulary)
             except (RequestRefused, TokenRefused, WrongForm) as error:
                 problem = str(error)
                 break
             except ActorError as error:
                 problem = str(error)
-        raise UserError(f"distill.teacher_url = {self._config.teacher_url!r} returns no log-probs: {problem}")
+        raise UserError(f"distill.server.url = {self._config.server.url!r} returns no log-probs: {problem}")
 
     async def close(self) -> None:
         await self._client.close()

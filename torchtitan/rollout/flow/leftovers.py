@@ -22,7 +22,7 @@ KEYS = {
         "factory", "tools", "agent", "verifiers", "verifiers_harness", "tool_parser", "max_turns", "on_failure",
     ),
     "distill": (
-        "teacher", "teacher_url", "divergence", "top_k", "hint_column", "hint_template", "add_rewards",
+        "teacher", "server", "divergence", "top_k", "hint_column", "hint_template", "add_rewards",
     ),
 }  # fmt: skip
 
