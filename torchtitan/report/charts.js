@@ -201,7 +201,7 @@ function drawTimeline(timeline) {
   let labelled = -Infinity;
   for (const [end, step] of timeline.steps) {
     svg.append(make("line", null, { x1: x(end), x2: x(end), y1: 14, y2: bottom, stroke: "#c5cbd3" }));
-    if (x(end) - labelled > 46) { svg.append(make("text", `step ${step}`, { x: x(end) - 3, y: 10, "text-anchor": "end" })); labelled = x(end); }
+    if (x(end) - labelled > 64) { svg.append(make("text", `step ${step}`, { x: x(end) - 3, y: 10, "text-anchor": "end" })); labelled = x(end); }
   }
   timeline.lanes.forEach((lane, index) => {
     const top = 18 + index * LANE;

@@ -290,6 +290,9 @@ def test_a_browser_draws_a_report_from_its_file_within_the_width_of_a_phone(tmp_
             await browser.wait("document.querySelectorAll('#plots svg[role]').length === 6")
             await browser.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
             assert await browser.evaluate("document.querySelectorAll('.step').length") == 3
+            # Its rows are old, and no event tells of an end.
+            assert "the run waits, or it was killed" in await browser.evaluate("byId('outcome').innerText")
+            assert "left" not in await browser.evaluate("byId('cards').innerText")
             assert await browser.evaluate("innerWidth <= 500 && document.documentElement.scrollWidth <= innerWidth")
             assert await browser.evaluate("document.title") == "run"
 
