@@ -38,6 +38,7 @@ COPY torchtitan ./torchtitan
 COPY train_configs ./train_configs
 COPY scripts ./scripts
 COPY benchmarks ./benchmarks
+COPY examples ./examples
 COPY tests ./tests
 COPY run_grpo.sh ./
 RUN LOCKED=1 TORCH_BACKEND="$TORCH_BACKEND" scripts/setup_env.sh data,test \

@@ -16,33 +16,7 @@ import torch
 import transformers
 
 ASSETS = Path("outputs/assets")
-TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {{- '# Tools\\n<tools>' }}
-    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-    {{- '\\n</tools>\\nA call is JSON within <tool_call></tool_call>:\\n<tool_call>\\n' }}
-    {{- '{"name": <name>, "arguments": <arguments>}\\n</tool_call><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' + (message.content or '') }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
 
 def copy_tokenizer(source, target):
@@ -53,7 +27,7 @@ def copy_tokenizer(source, target):
     settings = json.loads((target / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    (target / "chat_template.jinja").write_text(TEMPLATE)
+    shutil.copy(TEMPLATE, target / TEMPLATE.name)
 
 
 def main():
