@@ -138,7 +138,7 @@ def test_every_step_has_its_row(story: Story) -> None:
 def test_killed_actor_is_logged_and_comes_back(story: Story) -> None:
     events = read_json_lines(story.run_dir / "events.jsonl")
     (lost,) = [event for event in events if event["kind"] == "actor_evicted"]
-    assert lost["actor"] in ("actor-0", "actor-1") and lost["phase"]
+    assert lost["actor"] in ("actor-0", "actor-1") and lost["state"]
     after = events[events.index(lost) :]
     assert any(event["kind"] == "actor_restarting" and event["actor"] == lost["actor"] for event in after)
     assert any(event["kind"] == "actor_ready" and event["actor"] == lost["actor"] for event in after)

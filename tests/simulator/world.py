@@ -307,7 +307,7 @@ class World(Machine):
         if event == "publish":
             self.published.append(fields["version"])
         elif event == "evicted":
-            self.lost[fields["phase"]] += 1
+            self.lost[fields["state"]] += 1
         elif event == "applied":
             self.transfers.append(fields["figures"]["transfer_s"])
             self._applied(fields["actor"], fields["version"])

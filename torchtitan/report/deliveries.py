@@ -76,7 +76,8 @@ class Incident:
     kind: str
     actor: str
     text: str
-    phase: str = ""
+    state: str = ""
+    """What the actor did before, where it was evicted"""
 
 
 Entry = Delivery | Publication | Incident
@@ -124,7 +125,7 @@ class JournalReader:
             return self._start(record)
         if event in _INCIDENTS:
             text = record.get("reason", "") if "actor" in record else f"rank {record.get('rank')}"
-            return Incident(time, _INCIDENTS[event], record.get("actor", ""), text, record.get("phase", ""))
+            return Incident(time, _INCIDENTS[event], record.get("actor", ""), text, record.get("state", ""))
         return None
 
     def _start(self, record: Record) -> Incident | None:

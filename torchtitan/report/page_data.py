@@ -176,7 +176,7 @@ class RunReader:
             evicted = [
                 (name.removeprefix("evicted_in/"), count) for name, count in figures.items() if "evicted_in/" in name
             ]
-            evictions = ", ".join(f"{count:g} in {phase}" for phase, count in evicted)
+            evictions = ", ".join(f"{count:g} in {state}" for state, count in evicted)
             lines.append([_text(actor), _text(states.get(actor, "")), *values, evictions])
         return _table(["actor", "state", *(heading for heading, _, _ in columns), "evictions"], lines)
 

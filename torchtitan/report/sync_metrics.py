@@ -43,9 +43,9 @@ class Sums:
         self._evicted_in: Counter[str] = Counter()
 
     def add(self, entry: Entry) -> None:
-        """Count a delivery (with times and rates if it was applied) or an eviction by its phase."""
+        """Count a delivery (with times and rates if it was applied) or an eviction by the state before."""
         if isinstance(entry, Incident) and entry.kind == "evicted":
-            self._evicted_in[f"evicted_in/{entry.phase}"] += 1
+            self._evicted_in[f"evicted_in/{entry.state}"] += 1
         if not isinstance(entry, Delivery):
             return
         if entry.begun_at is not None:

@@ -184,7 +184,7 @@ def _activity(rows: list[dict[str, Any]]) -> Iterator[Span]:
 
 def _incidents(incidents: Iterable[Incident]) -> Iterator[Moment]:
     for incident in incidents:
-        details = {"phase": incident.phase, "reason": incident.text} if incident.phase else {"reason": incident.text}
+        details = {"state": incident.state, "reason": incident.text} if incident.state else {"reason": incident.text}
         yield Moment(incident.time, incident.kind, incident.actor or SYNC, details)
 
 

@@ -75,8 +75,8 @@ class Journal:
         self.write("ended", actor=actor, version=version, outcome="gone", reason=reason)
         self.deliveries.end(actor, outcome, reason)
 
-    def evict(self, actor: str, phase: str) -> None:
-        self.write("evicted", actor=actor, phase=phase, version=0, reason="late")
+    def evict(self, actor: str, state: str) -> None:
+        self.write("evicted", actor=actor, state=state, version=0, reason="late")
         self.live.discard(actor)
         self.deliveries.evict(actor, "late")
 
@@ -364,9 +364,9 @@ def test_sums_of_steps_are_those_of_the_run_whatever_happens(seed: int, actors: 
                     expected[version, name, "aborted"] += 1
                 journal.pull(version, name)
                 if dice.random() < 0.2:
-                    phase = dice.choice(["pulling", "applying"])
-                    journal.evict(name, phase)
-                    evictions[phase] += 1
+                    state = dice.choice(["pulling", "applying"])
+                    journal.evict(name, state)
+                    evictions[state] += 1
                     expected[version, name, "evicted"] += 1
                 else:
                     journal.apply(version, name, bytes_full=version + 1, pause_s=1.0)
@@ -424,7 +424,7 @@ def test_records_of_no_interest_and_damaged_ones_are_passed_over(
         ("delivery", {"actor": "a", "version": 1, "outcome": "applied", "figures": {"transfer_s": float("nan")}}),
         ("delivery", {"actor": "a", "version": 1, "outcome": "applied", "epoch": "e1", "ended_at": "now"}),
         ("publish", {"version": ["a"]}),
-        ("evicted", {"actor": "a", "version": 1, "phase": {}}),
+        ("evicted", {"actor": "a", "version": 1, "state": {}}),
     ],
 )
 def test_a_line_that_makes_no_sense_ends_no_run_and_keeps_none_from_being_resumed(

@@ -446,9 +446,7 @@ class Actor:
         if self.leaves and not unfinished:
             self._set_state(ActorState.EVICTED)
             return
-        phase = "idle" if self._ready_at else str(self.state)
-        if unfinished:
-            phase = "generate"
+        before = self.state
         self.evictions += 1
         self._evicted_at = time.monotonic()
         self.version, self._announced, self._not_serving_since = None, False, 0.0
@@ -457,7 +455,7 @@ class Actor:
         self._set_state(ActorState.EVICTED)
         # Last: its requests go to others also where the event cannot be written.
         self._write(
-            "actor_evicted", level=logging.WARNING, phase=phase, noticed_by=noticed_by, reason=reason,
+            "actor_evicted", level=logging.WARNING, state=before, noticed_by=noticed_by, reason=reason,
             unfinished_requests=unfinished,
         )  # fmt: skip
 

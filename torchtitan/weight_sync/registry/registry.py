@@ -365,12 +365,12 @@ class Registry:
             self._deliveries.forget(name)
             self._changed(name)
             return
-        phase = actor.state
-        if phase is not ActorState.GIVEN_UP:
-            actor.state, actor.reason = ActorState.EVICTED, f"{reason} (it was {phase})"
+        before = actor.state
+        if before is not ActorState.GIVEN_UP:
+            actor.state, actor.reason = ActorState.EVICTED, f"{reason} (it was {before})"
         actor.evictions, actor.eviction = actor.evictions + 1, actor.reason
         self._evictions += 1
-        self._write("evicted", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
+        self._write("evicted", {"actor": name, "version": actor.version, "state": before, "reason": actor.reason})
         self._deliveries.evict(name, actor.reason)
         self.snapshots.leave(name)
         self._changed(name)

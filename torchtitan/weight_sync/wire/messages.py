@@ -216,9 +216,9 @@ SCHEMA: dict[str, Fields] = {
 # A line of the registry's journal, as far as others read it.
 _RECORD: Fields = {
     "time": number, "term?": integer, "event": name, "epoch?": name, "actor?": name, "rank?": integer,
-    "version?": integer, "reason?": prose, "phase?": name, "figures?": figures,
+    "version?": integer, "reason?": prose, "state?": name, "figures?": figures,
     # Of a delivery (registry/deliveries.py)
-    "outcome?": name, "state?": name, "attempt?": integer, "offered_at?": maybe(number), "begun_at?": maybe(number),
+    "outcome?": name, "attempt?": integer, "offered_at?": maybe(number), "begun_at?": maybe(number),
     "staged_at?": maybe(number), "ended_at?": number,
 }  # fmt: skip
 
