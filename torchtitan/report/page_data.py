@@ -241,6 +241,6 @@ def _moment(event: Row) -> str:
 
 def _reading(configuration: Row) -> str:
     """Return how the answers of the run's built-in data sets are to be read; empty where that needs no word."""
-    tables: Iterable[Row] = [configuration.get("rollout", {}), *configuration.get("source", [])]
-    names = {str(table.get("dataset")) for table in tables}
+    tables: Iterable[Row] = [configuration, *configuration.get("source", [])]
+    names = {str(table.get("rollout", {}).get("dataset")) for table in tables}
     return " ".join(text for name, text in READING.items() if name in names)

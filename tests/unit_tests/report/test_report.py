@@ -220,6 +220,8 @@ def test_page_says_how_answers_of_a_built_in_task_are_read(tmp_path: Path) -> No
     config = (run_dir / "config.toml").read_text()
     (run_dir / "config.toml").write_text(config.replace('dataset = "arithmetic"', 'dataset = "guess"'))
     assert data_in(write_report(run_dir))["reading"] == ""
+    (run_dir / "config.toml").write_text('[[source]]\nname = "sums"\nshare = 1\nrollout.dataset = "arithmetic"\n')
+    assert "right to left" in data_in(write_report(run_dir))["reading"]
 
 
 def test_page_says_how_the_run_ended(tmp_path: Path) -> None:
