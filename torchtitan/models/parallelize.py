@@ -43,7 +43,7 @@ from torchtitan.models.layers.elementwise import RotaryTables
 from torchtitan.models.layers.gated_delta import GatedDeltaNet, HeadShard
 from torchtitan.models.layers.mixture import MoE, Routing
 from torchtitan.models.lora import add_adapters, copy_start_, initialize_adapters, quantize_projections
-from torchtitan.models.shape.checkpoint_shape import ForeignArgs, find_flavor, read_args
+from torchtitan.models.shape.checkpoint_shape import ForeignArgs, read_args, read_flavor
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.utils.dtypes import DTYPES
 
@@ -196,7 +196,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     """
     directory = config.model.hf_assets_path
     if config.model.flavor:
-        args = find_flavor(config.model.name, config.model.flavor)
+        args = read_flavor(config)
     else:
         args = read_args(directory, config.model.implementation)
     policy = _make(args).to(DTYPES[config.training.dtype])

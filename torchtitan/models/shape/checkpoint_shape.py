@@ -333,6 +333,18 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     return saved_modules, lora.rank * adapter_rows
 
 
+def read_flavor(config: JobConfig) -> ModelArgs:
+    """Return the shape of model.flavor. If model.hf_assets_path holds a composite checkpoint, the result says where the
+    text model is in its files. Raises UserError."""
+    model, directory = config.model, Path(config.model.hf_assets_path)
+    args = find_flavor(model.name, model.flavor)
+    if not model.hf_assets_path or not any(directory.glob("*.safetensors")):
+        return args
+    path = directory / "config.json"
+    composite = read_text(directory, read_json(path))[1] if path.is_file() else None
+    return replace(args, composite=composite)
+
+
 def read_teacher_shape(config: JobConfig) -> ModelArgs:
     """Like read_shape, for distill.teacher."""
     return read_shape(teacher_config(config), "distill.teacher")
@@ -346,7 +358,7 @@ def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArg
     """
     model = config.model
     if model.flavor:
-        return find_flavor(model.name, model.flavor)
+        return read_flavor(config)
     path, given = Path(model.hf_assets_path) / "config.json", f"{key} = {show(model.hf_assets_path)}"
     if not path.exists():
         gone = aside_text(path.parent)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.models.shape.checkpoint_files import tensor_files
+from torchtitan.models.shape.checkpoint_files import read_json, tensor_files
 from torchtitan.models.shape.stacked_experts import StackedExperts, find_stacked_experts
 
 _QWEN2 = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0}
@@ -125,6 +125,15 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         return text
     name, defaults = TEXT_FAMILIES[kind]
     return {**defaults, **text, "model_type": name}
+
+
+def is_composite(directory: str | Path) -> bool:
+    """Whether a checkpoint directory holds other parts beside the text model. Raises UserError."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        return False
+    config = read_json(path)
+    return text_config(config) is not config
 
 
 def _is_of_another_part(key: str) -> bool:

@@ -76,7 +76,8 @@ def _read_content(content: Any) -> tuple[str, str]:
         elif isinstance(text, str):
             texts.append(text)
         else:
-            raise ValueError("a message's content must be text" + (f", but a part is of type {kind!r}" if kind else ""))
+            found = f", but a part is of type {kind!r}" if kind else ""
+            raise ValueError(f"text only: a message's content must be text{found}")
     return "".join(texts), "".join(thoughts)
 
 

@@ -33,6 +33,7 @@ from torchtitan.inference.engines.vllm.serve import CLEARED_VARIABLES
 from torchtitan.inference.placement import GIB, STEP_TOKENS, EngineMemory, check_fits, colocated_memory
 from torchtitan.inference.serving.middleware import engine_folder, take_over_environment
 from torchtitan.inference.types import Completion, SamplingParameters, Tag
+from torchtitan.models.shape.composite import is_composite
 
 logger = logging.getLogger(__name__)
 
@@ -329,6 +330,9 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if is_composite(config.model.hf_assets_path):
+        # The text model is all that the trainer's versions hold.
+        arguments["language_model_only"] = True
     if device_bytes is None or inference.engine.memory_gb > 0:
         arguments["kv_cache_memory_bytes"] = memory.kv_cache
     if device_bytes is None:

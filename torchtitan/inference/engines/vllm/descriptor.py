@@ -52,10 +52,11 @@ class VLLMServer(ServedEngine):
         except UserError:  # preflight reports it
             return
         python = self.python(config)
-        if args is None or python is None or not args.family.startswith(NEEDS_TORCHVISION):
+        if python is None or (args.composite is None and not args.family.startswith(NEEDS_TORCHVISION)):
             return
         if wheel_version(python, "torchvision") is None:
-            text = f"imports torchvision for {args.family}, which {python} lacks"
+            family = args.family if args.composite is None else args.composite.family
+            text = f"imports torchvision for {family}, which {python} lacks"
             yield "inference.backend", f"{text}: install the one that fits its torch there"
 
     def digest_problem(self, config: JobConfig) -> str:

@@ -40,6 +40,7 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
 from torchtitan.inference.engines.vllm.serve import BACKEND, FIXED_VARIABLES
 from torchtitan.inference.serving.joining import PROCESSED, overridden_facts
 from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
+from torchtitan.models.shape.composite import is_composite
 from torchtitan.utils.machine import has_gpu, host_memory
 from torchtitan.utils.typed_json import Natural, decode
 
@@ -64,6 +65,8 @@ GIGABYTE = 2**30
 # Where its sockets lie, unless the environment says so already.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 SLEEP_MODE = "--enable-sleep-mode"
+# Of a composite checkpoint only the text model is loaded, which is all that new versions hold.
+TEXT_ONLY = "--language-model-only"
 # Of its Hugging Face configuration: products of the head are summed to fp32 logits, as the trainer's are. Rounding them
 # to bfloat16 alone moves a sampled token's log-prob by some 0.03 nats. On a CPU it has packed the head's weight away.
 EXACT_HEAD = {"head_dtype": "float32"}
@@ -249,6 +252,8 @@ class VLLM(ForeignEngine):
             "--generation-config", "vllm",
             "--disable-uvicorn-access-log",
         ]  # fmt: skip
+        if is_composite(options.model):
+            theirs.append(TEXT_ONLY)
         if options.route == "direct":
             arguments += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         if has_gpu() and options.dtype != "float32":

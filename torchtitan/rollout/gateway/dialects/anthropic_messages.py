@@ -140,7 +140,7 @@ def _pieces(role: str, content: str | list[_Block] | None) -> list[Piece]:
             result = json.dumps({"error": text}, ensure_ascii=False) if block.is_error else text
             pieces.append(ToolResult(block.tool_use_id, result))
         else:
-            raise WrongCall(f"content of type {block.type} is not supported here: the policy reads text")
+            raise WrongCall(f"text only: content of type {block.type} is not supported here")
     return pieces
 
 
