@@ -30,6 +30,8 @@ from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 TOKEN = "a-token-for-tests"
+# What the process prints if its interpreter is torn down.
+TEARDOWN = "the interpreter is torn down"
 MAX_LENGTH = 4000
 
 
@@ -119,9 +121,12 @@ def start(directory: Path, *arguments: str, **environment: str) -> subprocess.Po
 def process(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    port_file = tmp_path_factory.mktemp("server") / "port"
+    folder = tmp_path_factory.mktemp("server")
+    port_file = folder / "port"
+    (folder / "sitecustomize.py").write_text(f"import atexit\natexit.register(print, {TEARDOWN!r}, flush=True)\n")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = ("--token-env", "ENGINE_TOKEN", "--port-file", str(port_file), "--max-sequences", "8")
-    server = start(tiny_checkpoint(), *arguments, "--max-length", str(MAX_LENGTH), ENGINE_TOKEN=TOKEN)
+    server = start(tiny_checkpoint(), *arguments, "--max-length", str(MAX_LENGTH), ENGINE_TOKEN=TOKEN, PYTHONPATH=path)
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
@@ -223,7 +228,9 @@ async def test_pause_disconnect_and_queue(process: tuple[subprocess.Popen[str], 
 
 
 @asynchronous
-async def test_sigterm_ends_it_with_requests_running(process: tuple[subprocess.Popen[str], str]) -> None:
+async def test_sigterm_ends_it_with_requests_running_and_without_the_teardown_of_torch(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
     server, url = process
     async with Client(url) as client:
         running = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
@@ -232,6 +239,8 @@ async def test_sigterm_ends_it_with_requests_running(process: tuple[subprocess.P
         status, answer = await running
         assert status == 503 and "shutting down" in answer["error"]
     assert server.wait(PATIENCE_S) == 0
+    # It takes half a second of processor time: more than a busy machine has within the grace that a run gives.
+    assert server.stdout is not None and TEARDOWN not in server.stdout.read()
 
 
 def test_ends_with_its_parent_and_asks_for_sense(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
