@@ -142,6 +142,15 @@ def test_options_of_one_engine_are_allowed() -> None:
     assert "num_actors" in SGLang().wrong_options(["--dp-size", "2"])[0]
 
 
+def test_vllm_loads_of_a_composite_only_the_text_model(tmp_path: Path) -> None:
+    for name, config in {"text": {}, "composite": {"text_config": {}}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "gemma3", **config}))
+        options = EngineOptions("actor", str(tmp_path / name), "", "agent", Path("port"), "TOKEN", 0)
+        arguments, _ = VLLM().server(options)
+        assert ("--language-model-only" in arguments) == (name == "composite")
+
+
 @pytest.mark.parametrize(
     ("words", "merged"),
     [

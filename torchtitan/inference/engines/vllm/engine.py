@@ -253,7 +253,7 @@ class VLLM(ForeignEngine):
             "--disable-uvicorn-access-log",
         ]  # fmt: skip
         if is_composite(options.model):
-            theirs.append(TEXT_ONLY)
+            arguments.append(TEXT_ONLY)
         if options.route == "direct":
             arguments += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         if has_gpu() and options.dtype != "float32":
