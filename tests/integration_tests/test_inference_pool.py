@@ -47,7 +47,7 @@ def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(actor_process, "actor_command", command)
-    monkeypatch.setattr("torchtitan.inference.pool.actor.BACKOFF_S", 0.05)
+    monkeypatch.setattr("torchtitan.inference.pool.actor_process.BACKOFF_S", 0.05)
 
 
 def make_config(**inference: Any) -> JobConfig:

@@ -15,7 +15,7 @@ from tests.unit_tests.inference.test_parity import make_config as parity_config
 from tests.unit_tests.inference.test_parity import run as run_pool
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorError, ActorHealth, ActorNotReady
-from torchtitan.inference.pool import actor
+from torchtitan.inference.pool import actor, actor_process
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import (
     TAGS,
@@ -317,6 +317,11 @@ class Process:
 
     def __init__(self) -> None:
         self.alive, self.starts, self._ended = False, 0, asyncio.Event()
+        self.restarts = 0
+
+    async def may_restart(self, _served_s: float) -> bool:
+        self.restarts += 1
+        return True
 
     async def start(self) -> str:
         self.alive, self.starts = True, self.starts + 1
@@ -354,7 +359,7 @@ def test_a_process_whose_order_to_sleep_takes_too_long_has_no_successor_before_t
         await eventually(lambda: one.state.value == READY)
         await one.sleep(1, 0.3)
         await eventually(lambda: not process.alive)
-        await asyncio.sleep(2 * actor.BACKOFF_S)
+        await asyncio.sleep(2 * actor_process.BACKOFF_S)
         assert process.starts == 1 and one.state.value == "evicted"
         await one.wake(["kv_cache"], 0.3)
         await eventually(lambda: process.starts == 2)

@@ -240,7 +240,7 @@ async def test_an_actor_whose_options_cannot_work_is_started_once(
     """2: as the agent ends where the engine has said why it cannot run; 1: anything else."""
     program = f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); exit({code})"
     monkeypatch.setattr(actor_process, "actor_command", lambda *_arguments: [sys.executable, "-c", program])
-    monkeypatch.setattr("torchtitan.inference.pool.actor.BACKOFF_S", 0.01)
+    monkeypatch.setattr("torchtitan.inference.pool.actor_process.BACKOFF_S", 0.01)
     config = JobConfig()
     config.inference.num_actors, config.inference.max_restarts = 1, 2
     pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events.jsonl"))

@@ -37,13 +37,8 @@ from torchtitan.weight_sync.actor_state import OUT, SERVING, UPDATING, ActorStat
 FAST_PROBE_S = 0.02
 JOINING_PROBE_S = 0.1
 PROBE_S = 1.0
-# The first restart is at once, the second after this time, and each further one after twice the time of the one before.
-BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
 # The probe has 64 tokens; a later version's answer is worth more than one that takes longer.
 MAX_SCORE_S = 60.0
-# An actor that has served for this long has its restarts forgiven.
-STABLE_S = 600.0
 # The events mention an actor that does not serve for longer than this.
 BRIEFLY_S = 2.0
 # A process whose connections broke is recognised as dead if it ends within this time.
@@ -84,7 +79,6 @@ class Actor:
         """Newest version that the actor is known to serve"""
         self.load = 0
         """Sequences that the actor is generating for this run"""
-        self.restarts = 0
         self.evictions = 0
         self.starved = False
         """Requests wait for a newer version than this actor is known to serve, so it is probed often"""
@@ -117,6 +111,10 @@ class Actor:
     @property
     def given_up(self) -> bool:
         return self.state is ActorState.GIVEN_UP
+
+    @property
+    def restarts(self) -> int:
+        return 0 if self._process is None else self._process.restarts
 
     @property
     def absent(self) -> bool:
@@ -301,14 +299,9 @@ class Actor:
                 self._evict("exit", process.describe_end())
             if self._memory.without_weights:
                 return  # a new process would take memory that the trainer uses now
-            if self._ready_at and time.monotonic() - self._ready_at > STABLE_S:
-                self.restarts = 0
-            if self.restarts >= self._config.max_restarts:
+            if not await process.may_restart(time.monotonic() - self._ready_at if self._ready_at else 0.0):
                 self._give_up(f"restarted {self.restarts} times (inference.max_restarts); last: {self.last_reason}")
                 return
-            if self.restarts:
-                await asyncio.sleep(min(BACKOFF_S * 2 ** (self.restarts - 1), MAX_BACKOFF_S))
-            self.restarts += 1
         self.state = ActorState.STARTING
         if self.restarts:
             self._write("actor_restarting", restart=self.restarts)

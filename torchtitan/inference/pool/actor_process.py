@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from pathlib import Path
@@ -14,6 +15,12 @@ from torchtitan.inference.placement import threads_per_actor
 from torchtitan.inference.serving.command_line import HOST
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import actor_file
+
+# The first restart is at once, the second after this time, and each further one after twice the time of the one before.
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+# An actor that has served for this long has its restarts forgiven.
+STABLE_S = 600.0
 
 
 def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
@@ -35,6 +42,21 @@ class ActorProcess(ChildProcess):
         self._name, self._config, self._number = name, config, number
         self._variables = {TOKEN_VARIABLE: token}
         self._activity_file = actor_file(run_dir, name)
+        self.restarts = 0
+
+    async def may_restart(self, served_s: float) -> bool:
+        """Wait until the process may be started again, and count that. Returns False if it was started too often.
+
+        served_s: how long the one before has served.
+        """
+        if served_s > STABLE_S:
+            self.restarts = 0
+        if self.restarts >= self._config.inference.max_restarts:
+            return False
+        if self.restarts:
+            await asyncio.sleep(min(BACKOFF_S * 2 ** (self.restarts - 1), MAX_BACKOFF_S))
+        self.restarts += 1
+        return True
 
     async def start(self) -> str:
         """Start the process and return its URL once it listens.
