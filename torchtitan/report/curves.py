@@ -87,12 +87,15 @@ class Curve:
         self._points.append((step, list(values), 1))
         if len(self._points) > 2 * POINTS:
             self._rows_per_point *= 2
-            merged = []
-            for first, second in zip(self._points[::2], self._points[1::2], strict=False):
-                sums = [one + other for one, other in zip(first[1], second[1], strict=True)]
-                merged.append((second[0], sums, first[2] + second[2]))
-            left_over = self._points[len(merged) * 2 :]
-            self._points = merged + left_over
+            self._merge_neighbours()
+
+    def _merge_neighbours(self) -> None:
+        """Make one point of every two; a last point without a neighbour stays."""
+        merged = []
+        for (_, sums, count), (step, more_sums, more) in zip(self._points[::2], self._points[1::2], strict=False):
+            both = [total + other for total, other in zip(sums, more_sums, strict=True)]
+            merged.append((step, both, count + more))
+        self._points = merged + self._points[2 * len(merged) :]
 
     def points(self) -> list[list[float]]:
         """Return [step, mean, …] of each point, with five significant digits."""
@@ -186,8 +189,11 @@ class Curves:
         return self.curves.setdefault(name, Curve())
 
     def plots(self) -> list[dict[str, Any]]:
-        """Return the plots that have data: title, unit, kind (lines, band or stack), labels, one list of points per
-        line (of a stack and a band one for all), and how to draw them."""
+        """Return the plots that have data, as charts.js draws them.
+
+        `points` has a list for each label, of [step, value]. A band has a single list, of [step, mean, low, high], and
+        so has a stack, of [step, value of each label].
+        """
         found = (self._stack(plot) if plot.parts else self._lines(plot) for plot in PLOTS)
         return [plot for plot in found if plot is not None]
 

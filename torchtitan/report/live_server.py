@@ -197,8 +197,8 @@ def _newest(run_dir: Path) -> list[Figure]:
     for row in JsonTail(run_dir / METRICS_FILE, CHUNK_BYTES).read():
         newest |= {name: value for name, value in row.items() if value is not None}
     figures, file = numbers_in(newest, "torchtitan_"), run_dir / ACTORS_FILE
-    for actor, told in (json.loads(file.read_text())["actors"] if file.is_file() else {}).items():
-        state, _, version = told.partition(" v")
+    for actor, description in (json.loads(file.read_text())["actors"] if file.is_file() else {}).items():
+        state, _, version = description.partition(" v")
         known = float(version) if version.isdigit() else -1.0
         figures.append(Figure("torchtitan_actor_version", known, {"actor": actor, "state": state}))
     return figures

@@ -229,7 +229,7 @@ def test_page_says_how_the_run_ended(tmp_path: Path) -> None:
     started = {"time": 1e9, "kind": "run_started", "program": "torchtitan-grpo 0.1.0", "commit": "c0ffee" * 7,
                "torch": "2.13.0", "host": "node-7"}  # fmt: skip
     ended = {"time": 1e9 + 90, "kind": "run_ended", "code": 1, "reason": "no data came.", "version": 3}
-    for events, kind, said in (
+    for events, kind, ending in (
         ([], "open", ""),
         ([started], "open", ""),
         ([started, ended], "bad", "after version 3 with exit code 1: no data came."),
@@ -239,7 +239,7 @@ def test_page_says_how_the_run_ended(tmp_path: Path) -> None:
     ):
         (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
         outcome = data_in(write_report(run_dir))["outcome"]
-        assert outcome["kind"] == kind and outcome["text"].endswith(said) and bool(outcome["text"]) == bool(said)
+        assert outcome["kind"] == kind and outcome["text"].endswith(ending) and bool(outcome["text"]) == bool(ending)
         if any("host" in event for event in events):
             assert "on node-7 (torchtitan-grpo 0.1.0, c0ffeec0ffee, torch 2.13.0)" in outcome["made"]
 
