@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.report.curves import Curves, evaluation_table
 from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE
 from torchtitan.report.samples import read_samples
-from torchtitan.report.sync_metrics import FOLDER, VERSIONS_FILE, read_journal, sums_by_actor
+from torchtitan.report.sync_metrics import FOLDER, OUTCOMES, VERSIONS_FILE, read_journal, sums_by_actor
 from torchtitan.report.timeline import read_timeline
 from torchtitan.report.timeline_view import last_steps
 from torchtitan.utils.json_lines import JsonTail
@@ -38,7 +38,7 @@ VERSIONS_BYTES = 64 * 1024
 EVENT_BYTES = 256 * 1024
 # Of an actor's weight synchronisation: heading, metric, factor that converts it to the unit in the heading.
 SYNC_COLUMNS = (
-    *((name, name, 1) for name in ("pulls", "applied", "superseded", "aborted", "refused")),
+    *((name, name, 1) for name in ("pulls", *OUTCOMES)),
     ("queue ms", "queue_wait_s", 1e3), ("transfer ms", "transfer_s", 1e3), ("GB/s", "gigabytes_per_s", 1),
     ("apply ms", "apply_s", 1e3), ("drain ms", "drain_s", 1e3),
     ("pause ms", "pause_s", 1e3), ("longest pause ms", "pause_s/max", 1e3),

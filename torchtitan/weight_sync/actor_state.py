@@ -1,16 +1,13 @@
 """What an actor is doing: one word for it, in the registry, the pool, /health, events, metrics and the report.
 
-                 +------------------------- a version that is newer ------------------------+
-                 v                                                                          |
-    STARTING -> JOINING -> PULLING -> APPLYING -> READY <-> PAUSED, ASLEEP                   |
-                 ^                       |          |                                       |
-                 |                       v          +---------------------------------------+
-                 |                    POISONED -> PULLING
-                 |
-              EVICTED <- SUSPECT <- any state           LATE -> READY     LEAVING: its end
-                 |
-                 v
-             GIVEN_UP: its end
+    STARTING -> JOINING -> PULLING -> APPLYING -> READY -> PULLING -> …   each version
+                              ^          |
+                              +-- POISONED                                half of one was applied
+    JOINING, READY <-> PAUSED, ASLEEP                                     on request
+    any but the last three -> LATE -> READY                               a deadline was missed, a version taken
+    any but the last three -> SUSPECT -> as before, or EVICTED            a request has failed
+    any but the last three -> EVICTED -> STARTING, JOINING                gone, silent or wrong, and back
+    any -> GIVEN_UP        any -> LEAVING                                 its end
 
 Whoever knows something tells it in these words. An actor tells what it does with versions (to the registry) and whether
 it is paused, asleep or leaving (in /health). The registry adds LATE, EVICTED and GIVEN_UP where a deadline has passed

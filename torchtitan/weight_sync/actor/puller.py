@@ -246,7 +246,7 @@ class Puller:
         """React to a change: end a pull whose snapshot is gone, and begin what is due."""
         pull, newest = self.transfer, self._newest
         if pull is not None and newest is not None and pull.serial != newest[0] and pull.serial not in self._retained:
-            self._end_pull("gone", "superseded")
+            self._end_pull("gone", "a newer version was published")
         if self._staged is not None:
             self._apply_staged()
         elif newest is not None and self._may_begin(newest[1]):
