@@ -210,17 +210,20 @@ class Source:
             (keys["factory"],) = names_of([keys["factory"]], folder, "environment", type)
         if "tools" in keys:
             keys["tools"] = names_of(keys["tools"], folder, "tool")
-        rewards = None if self.rewards is None else names_of(_several(self.rewards), folder, "reward function")
-        own = {
-            "rollout.dataset": None if self.dataset is None else _dataset_name(self.dataset, folder),
-            "rewards.functions": rewards,
-            "environment": keys or None,
-            "grpo.group_filter": self.group_filter and names_of([self.group_filter], folder, "group_filter")[0],
-            "weight": self.weight,
-            "epochs": self.epochs,
-        }
-        given = {key: value for key, value in own.items() if value is not None}
-        return {"name": self.name, "required": self.required, **given, **(self.values or {})}
+        table: dict[str, Any] = {"name": self.name, "required": self.required}
+        if self.dataset is not None:
+            table["rollout.dataset"] = _dataset_name(self.dataset, folder)
+        if self.rewards is not None:
+            table["rewards.functions"] = names_of(_several(self.rewards), folder, "reward function")
+        if keys:
+            table["environment"] = keys
+        if self.group_filter is not None:
+            table["grpo.group_filter"] = self.group_filter and names_of([self.group_filter], folder, "group_filter")[0]
+        if self.weight is not None:
+            table["weight"] = self.weight
+        if self.epochs is not None:
+            table["epochs"] = self.epochs
+        return table | dict(self.values or {})
 
 
 def _several(rewards: Reward | Iterable[Reward]) -> Iterable[Reward]:
@@ -288,8 +291,14 @@ def train(
         draft.set("environment.factory", name, "environment")
     if tools is not None:
         draft.set("environment.tools", names_of(tools, folder, "tool"), "tools")
-    own = {"loss_type": loss, "advantage": advantage, "off_policy_correction": correction, "group_filter": group_filter}
-    for key, function in {**{f"grpo.{key}": one for key, one in own.items()}, "curriculum.sampler": sampler}.items():
+    functions = {
+        "grpo.loss_type": loss,
+        "grpo.advantage": advantage,
+        "grpo.off_policy_correction": correction,
+        "grpo.group_filter": group_filter,
+        "curriculum.sampler": sampler,
+    }
+    for key, function in functions.items():
         if function is not None:
             called = key.partition(".")[2]
             (name,) = names_of([function], folder, called)
@@ -304,8 +313,8 @@ def train(
         run = run_job(ready(draft))
     if run.exit_code:
         interrupted = run.exit_code == 128 + signal.SIGINT
-        said = f"stopped after {run.version} steps; run folder {run.folder}"
-        stopped = KeyboardInterrupt(said) if interrupted else SystemExit(run.exit_code)
+        reason = f"stopped after {run.version} steps; run folder {run.folder}"
+        stopped = KeyboardInterrupt(reason) if interrupted else SystemExit(run.exit_code)
         stopped.run = run  # type: ignore[union-attr]
         raise stopped
     return run

@@ -18,13 +18,13 @@ import sys
 
 from torchtitan.errors import another_package
 
-if said := another_package():
-    sys.exit(said)
+if problem := another_package():
+    sys.exit(problem)
 
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def find(path: str, config_file: str = "") -> Evaluated:
     Raises UserError if there is nothing to evaluate, or no configuration that says on what.
     """
     place = Path(with_shipped(path)).expanduser().resolve()
-    run = next((one for one in (place, *place.parents[:2]) if (one / CONFIG_FILE).is_file()), None)
+    run = next((folder for folder in (place, *place.parents[:2]) if (folder / CONFIG_FILE).is_file()), None)
     config_file = config_file or ("" if run is None else str(run / CONFIG_FILE))
     if not place.is_dir():
         raise UserError(f"{path}: there is no such folder (looked in {Path.cwd()})")
@@ -136,10 +136,7 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     words = [word for key, value in values.items() for word in (f"--{key}", value)]
     draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
     if is_student:
-        draft.sources = [
-            {key: value for key, value in source.items() if key.partition(".")[0] != "distill"}
-            for source in draft.sources
-        ]
+        draft.sources = [_without(source, _is_of_teacher) for source in draft.sources]
     # A k that fewer samples leave without a meaning is left out, if it was not asked for.
     config, _ = draft.build()
     evaluation, folder = config.eval, Path(config.job.dump_folder)
@@ -147,23 +144,33 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
         ks = [k for k in evaluation.pass_at_k if k <= evaluation.samples_per_prompt]
         draft.set("eval.pass_at_k", ks or [1], evaluated.config_file)
     # What the command line says is said for all sets.
-    said = {key for key in EVAL_KEYS if draft.written.get(f"eval.{key}", ("",))[0] == PLACE}
-    said |= {"pass_at_k"} if "samples_per_prompt" in said else set()
-    draft.values["eval.set"] = [
-        {key: value for key, value in given.items() if key.removeprefix("eval.") not in said}
-        for given in draft.values.get("eval.set", [])
-    ]
+    given = {key for key in EVAL_KEYS if draft.written.get(f"eval.{key}", ("",))[0] == PLACE}
+    if "samples_per_prompt" in given:
+        given.add("pass_at_k")
+
+    def is_given(key: str) -> bool:
+        return key.removeprefix("eval.") in given
+
+    draft.values["eval.set"] = [_without(table, is_given) for table in draft.values.get("eval.set", [])]
     sys.path.append(str(folder.resolve() / FOLDER))  # functions of a run from Python
     config = ready(draft)
     known = [name for name, _ in sets_of(config) if name]
     if unknown := [name for name in sets if name not in known]:
         has = f"has the sets {', '.join(known)}" if known else "names none ([[eval.set]], [[source]])"
         raise UserError(f"--set {' '.join(unknown)}: {evaluated.config_file} {has}")
-    tables_of_sets = {one["name"]: one for one in config.eval.set}
+    tables_of_sets = {table["name"]: table for table in config.eval.set}
     config.eval.set = [tables_of_sets.get(name, {"name": name, "source": name}) for name in sets or tables_of_sets]
     config.job.dump_folder = str(folder / "evaluations")
     config.training.steps = 0  # which no file can ask for
     return config
+
+
+def _without(table: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if not is_left_out(key)}
+
+
+def _is_of_teacher(key: str) -> bool:
+    return key.partition(".")[0] == "distill"
 
 
 def evaluate(evaluated: Evaluated, config: JobConfig) -> tuple[Path, list[dict[str, Any]], list[str], int]:
@@ -262,12 +269,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders: list[Path] = []
     try:
         jobs: dict[tuple[str, Path, bool], Evaluated] = {}
-        for one in [find(path, arguments.config) for path in arguments.paths]:
-            same = jobs.setdefault((one.config_file, one.place, bool(one.steps)), one)
-            same.steps = sorted({*same.steps, *one.steps})
+        for evaluated in [find(path, arguments.config) for path in arguments.paths]:
+            same = jobs.setdefault((evaluated.config_file, evaluated.place, bool(evaluated.steps)), evaluated)
+            same.steps = sorted({*same.steps, *evaluated.steps})
         # All of them before the first one starts: a mistake must not cost an evaluation.
-        for one, config in [(one, configure(one, options, arguments.set)) for one in jobs.values()]:
-            folder, figures, missed, code = evaluate(one, config)
+        configs = [configure(evaluated, options, arguments.set) for evaluated in jobs.values()]
+        for evaluated, config in zip(jobs.values(), configs, strict=True):
+            folder, figures, missed, code = evaluate(evaluated, config)
             rows += figures
             gone += missed
             folders.append(folder)

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 
 from torchtitan.errors import another_package
 
-if said := another_package():
-    sys.exit(said)
+if problem := another_package():
+    sys.exit(problem)
 
 import os
 from collections.abc import Sequence

@@ -151,6 +151,8 @@ def _attend(
         raise UserError(f"{type(module).__name__} of transformers: its attention is not that of packed sequences")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     missing = q.shape[-1] - v.shape[-1]
+    if scaling is None:
+        scaling = q.shape[-1] ** -0.5
     out = packed_attention(
         q,
         k,
@@ -158,7 +160,7 @@ def _attend(
         packed.cumulative,
         packed.bounds,
         window=sliding_window or 0,
-        scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scaling,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )

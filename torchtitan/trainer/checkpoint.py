@@ -407,11 +407,12 @@ class Checkpointer:
     def _describe(self, temporary: Path) -> dict[str, Any]:
         """Describe the files that this rank has written: its shards, and on rank 0 all that are no shards."""
         rank_prefix = f"__{self.rank}_"  # as Distributed Checkpoint names them
-        return {
-            file.name: describe_file(file)
-            for file in temporary.iterdir()
-            if file.name.startswith(rank_prefix) or (self.rank == 0 and not file.name.startswith("__"))
-        }
+        files: dict[str, Any] = {}
+        for file in temporary.iterdir():
+            is_shared = not file.name.startswith("__")
+            if file.name.startswith(rank_prefix) or (is_shared and self.rank == 0):
+                files[file.name] = describe_file(file)
+        return files
 
     def _finish(self, step: int, files: dict[str, Any]) -> None:
         finish_checkpoint(self.folder, step, files, ranks=self._world_size)

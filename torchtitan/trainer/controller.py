@@ -229,10 +229,10 @@ class Controller:
             if version >= self.config.training.steps:
                 logger.warning("training.steps = %d: nothing is left to train", self.config.training.steps)
             return
-        decided, kept = self.journal.set_aside(version)
-        fields = {"reason": lost, "steps_again": decided - version, "batches_kept": len(kept.versions)}
+        decided, recorded = self.journal.set_aside(version)
+        fields = {"reason": lost, "steps_again": decided - version, "batches_kept": len(recorded.versions)}
         if self.rollouts is not None:
-            fields["groups_lost"] = self._call(self.rollouts.flow.train_again, kept)
+            fields["groups_lost"] = self._call(self.rollouts.flow.train_again, recorded)
         self.journal.append_restart(version, fields)
         self.events.write("ranks_started_again", level=logging.WARNING, version=version, **fields)
 
@@ -434,7 +434,9 @@ class Controller:
         elif self.demonstrations is None:
             return
         self._due = {
-            name: own for name, own in self._evaluators.items() if self._is_due(version, own.config.eval.interval)
+            name: evaluator
+            for name, evaluator in self._evaluators.items()
+            if self._is_due(version, evaluator.config.eval.interval)
         }
         regular = bool(self._due) if self._evaluators else self._is_due(version, self.config.eval.interval)
         self._evaluation_due = self.config.eval.enable and regular and version not in self._evaluated
@@ -487,13 +489,15 @@ class Controller:
             self._evictions[name] = status.evictions
         late = {name for name, status in actors.items() if status.state is ActorState.LATE}
         for name in sorted(late - self._late):
-            said = actors[name]
-            self.events.write("actor_late", level=logging.WARNING, actor=name, version=said.version, reason=said.reason)
+            late_actor = actors[name]
+            self.events.write(
+                "actor_late", level=logging.WARNING, actor=name, version=late_actor.version, reason=late_actor.reason
+            )
         self._late = late
 
-    def evaluated(self, version: int, figures: Mapping[str, Figure], begun: float) -> None:
+    def evaluated(self, version: int, figures: Mapping[str, Figure], started_at: float) -> None:
         """Take the loss of held-out demonstrations; figures from sampling are added to it if there are any."""
-        self._evaluations.append((begun, time.time()))
+        self._evaluations.append((started_at, time.time()))
         self._loss = {"eval/version": version, "policy_version": version, **figures}
         if self.rollouts is None:
             self._evaluation_due = False

@@ -75,7 +75,9 @@ def alarm(config: JobConfig, figures: Figures) -> dict[str, float | None] | None
     if not (same_version or _above(figures.get("mismatch_kl"), bound)):
         return None
     names = ("mismatch_kl", "mismatch_kl/same_version", "mismatch_kl/drift", "staleness/mean")
-    return {name: figures.get(name) for name in names} | {"limit": ALARM if same_version else bound}
+    fields = {name: figures.get(name) for name in names}
+    fields["limit"] = ALARM if same_version else bound
+    return fields
 
 
 def limit_with_staleness(limit: float, staleness: float, drift: float | None) -> float:

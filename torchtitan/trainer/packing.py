@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -94,7 +95,8 @@ def balanced_bins(sizes: Sequence[int], budget: int, ranks: int) -> list[list[in
             heapq.heapreplace(filled, (tokens + sizes[index], place))
             bins[place].append(index)
         if max(filled)[0] <= budget:
-            return [sorted(bins[place]) for _, place in sorted(filled, key=lambda entry: (-entry[0], entry[1]))]
+            fullest_first = sorted(filled, key=lambda entry: (-entry[0], entry[1]))
+            return [sorted(bins[place]) for _, place in fullest_first]
         count += ranks
 
 
@@ -278,25 +280,28 @@ def pack(
         routed = (int((routes[:, 0, 0] != MISSING).sum()), sum(inputs))
         of_rows = routes.split(inputs or [1])
         routes = torch.cat([of_rows[number][first:end] for number, first, end in runs.sources or [(0, 0, 1)]])
+        routes = routes.to(device)
+    integers = functools.partial(torch.tensor, dtype=torch.int64, device=device)
+    floats = functools.partial(torch.tensor, dtype=torch.float32, device=device)
     return MicroBatch(
-        routes=None if routes is None else routes.to(device),
+        routes=routes,
         routed=routed,
         occurrences=torch.from_numpy(occurrences).to(device),
         num_sequences=max(len(rows), 1),
         inputs=sum(inputs),
-        teacher_log_probs=torch.tensor(taught, dtype=torch.float32, device=device) if taught else None,
-        token_ids=torch.tensor(tokens or [0], device=device),
-        targets=torch.tensor(targets, dtype=torch.int64, device=device),
+        teacher_log_probs=floats(taught) if taught else None,
+        token_ids=integers(tokens or [0]),
+        targets=integers(targets),
         layout=PackedLayout(runs.lengths or [1], device, runs.parents or [-1]),
-        active=torch.tensor(active, dtype=torch.int64, device=device),
-        sequence=torch.tensor(sequence, dtype=torch.int64, device=device),
-        advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
-        behaviour_log_probs=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        weights=torch.tensor(token_weights, dtype=torch.float32, device=device),
+        active=integers(active),
+        sequence=integers(sequence),
+        advantages=floats(advantages),
+        behaviour_log_probs=floats(behaviour),
+        weights=floats(token_weights),
         same_version=torch.tensor(same, dtype=torch.bool, device=device),
-        actors=torch.tensor(sampled_by, dtype=torch.int64, device=device),
-        observed=torch.tensor(observed, dtype=torch.int64, device=device),
-        observed_targets=torch.tensor(observed_targets, dtype=torch.int64, device=device),
+        actors=integers(sampled_by),
+        observed=integers(observed),
+        observed_targets=integers(observed_targets),
         observation_weight=observation_weight,
         kept=KeptTokens.from_rows([*kept_ids, *([] for _ in observed)], device),
         trained=trained,
@@ -359,7 +364,9 @@ def micro_batches(
         indices = [i for i, name in enumerate(taught) if name == teacher]
         if merged:
             identified = [identities(rows[i][1], replayed) for i in indices]
-            with_hints = None if hints is None else [hints[i] for i in indices]
+            with_hints = None
+            if hints is not None:
+                with_hints = [hints[i] for i in indices]
             found = balanced_clusters(identified, [headed[i] for i in indices], budget, ranks, with_hints)
         else:
             sizes = [len(rows[i][1]) - 1 for i in indices]

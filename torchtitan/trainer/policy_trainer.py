@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -92,8 +93,11 @@ class PolicyTrainer:
         if config.training.enable_cpu_offload == "optimizer":
             OptimizerOffload(self.optimizer).between_steps()
         self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
-        self.references = {name: build_reference(own, dims, policy) for name, own in references_of(config).items()}
-        self._teachers = {name: teacher_of(own) for name, own in sources_of(config)}
+        self.references = {
+            name: build_reference(reference_config, dims, policy)
+            for name, reference_config in references_of(config).items()
+        }
+        self._teachers = {name: teacher_of(source_config) for name, source_config in sources_of(config)}
         teachers = {name: reference.policy for name, reference in self.references.items()}
         reasons = [decoder.computes_apart() for decoder in (policy, *teachers.values())]
         reason_against_merging = next(filter(None, reasons), None)
@@ -124,9 +128,7 @@ class PolicyTrainer:
         # AdamW would step on its momentum alone. Every rank sees all samples, and so leaves out the same minibatches.
         masked = self.config.grpo.mask_truncated
         divided = minibatches(batch, self.config.grpo.num_minibatches)
-        divided = [
-            part for part in divided if any(trained_tokens(own, masked) for group in part for own in group.samples)
-        ]
+        divided = [part for part in divided if _has_trained_tokens(part, masked)]
         actors = self._judged_actors(batch)
         parts = [self._pack(groups, batch.version, actors) for groups in divided or [[]]]
         totals = _Totals(self.device, actors)
@@ -143,8 +145,8 @@ class PolicyTrainer:
             against = 1.0 if last and slots is not None and not slots.reserve() else 0.0
             of_pass = position < len(parts), position == 0, last
             loss = self._forward_backward(parts[part], fixed[part], totals, *of_pass)
-            own = torch.tensor([against, float(self.is_told_to_stop())], device=self.device)
-            votes = torch.cat((own, (~loss.isfinite()).float().reshape(1)))
+            rank_votes = torch.tensor([against, float(self.is_told_to_stop())], device=self.device)
+            votes = torch.cat((rank_votes, (~loss.isfinite()).float().reshape(1)))
             norm, votes = gradient_norm_and_votes(self.parameters, votes)
             votes_against, asked_to_leave, not_finite = votes.tolist()
             result.votes_against, result.asked_to_leave = int(votes_against), int(asked_to_leave)
@@ -207,9 +209,11 @@ class PolicyTrainer:
         for micro_batch in self._pack(batch.groups, batch.version):
             with without_dropout(self.policy):
                 log_probs.append(self._forward(self.policy, micro_batch, entropy=False)[0])
-        mine = torch.cat(log_probs)
+        all_log_probs = torch.cat(log_probs)
         # Ranks that hold the same sums count them as often as the tokens.
-        total, tokens = all_reduce_sum(torch.stack((mine.double().sum(), mine.new_tensor(len(mine)).double()))).tolist()
+        total, tokens = all_reduce_sum(
+            torch.stack((all_log_probs.double().sum(), all_log_probs.new_tensor(len(all_log_probs)).double()))
+        ).tolist()
         loss = -total / max(tokens, 1.0)
         return {"eval/loss": loss, "eval/tokens": tokens / ranks_per_pack(self.config.parallelism)}
 
@@ -417,6 +421,11 @@ class PolicyTrainer:
             )
 
 
+def _has_trained_tokens(groups: Sequence[Group], mask_truncated: bool) -> bool:
+    samples = itertools.chain.from_iterable(group.samples for group in groups)
+    return any(trained_tokens(sample, mask_truncated) for sample in samples)
+
+
 def assign_by_turn(batch: Batch, scale_rewards: str, estimator: str) -> None:
     """Turn t of a trajectory is compared with turns t of its group, by what was still to come of the reward there
     (rewards to go, Sutton & Barto 2018, section 13.4, with the group's mean as the baseline)."""
@@ -509,19 +518,21 @@ class _Totals:
 
     def _mean_difference(self) -> float | None:
         """Over the tokens of all actors; None where none can be judged."""
-        figures = self.actor_figures.values()
-        tokens = sum(actor.tokens for actor in figures)
-        return sum(actor.difference * actor.tokens for actor in figures) / tokens if tokens else None
+        difference = tokens = 0.0
+        for actor in self.actor_figures.values():
+            difference += actor.difference * actor.tokens
+            tokens += actor.tokens
+        return difference / tokens if tokens else None
 
     def reduce(self, dims: ParallelDims, optimizer_steps: int) -> dict[str, float | None]:
         # Each rank has a place of its own for its largest values, so that one sum carries them, too.
         places = torch.zeros(dims.world_size, len(LARGEST), device=self.largest[LARGEST[0]].device, dtype=torch.float64)
         places[dims.rank] = torch.stack(list(self.largest.values()))
-        own = torch.stack(list(self.sums.values())), places.flatten(), self._of_actors.flatten()
-        packed = all_reduce_sum(torch.cat(own))
+        rank_figures = torch.stack(list(self.sums.values())), places.flatten(), self._of_actors.flatten()
+        packed = all_reduce_sum(torch.cat(rank_figures))
         # Tensor-parallel ranks hold the same sums: each counts its share. So do context-parallel ones of what they
         # have gathered.
-        copies = {name: dims.tp * (1 if name in SUMS else dims.cp) for name in self.sums}
+        copies = {name: dims.tp if name in SUMS else dims.tp * dims.cp for name in self.sums}
         sums = {name: value / copies[name] for name, value in zip(self.sums, packed.tolist(), strict=False)}
         by_rank = packed[len(self.sums) : len(self.sums) + places.numel()].unflatten(0, places.shape)
         self._judge(packed[len(self.sums) + places.numel() :], dims.tp * dims.cp)

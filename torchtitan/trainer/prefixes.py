@@ -125,7 +125,11 @@ def merge(sequences: Sequence[np.ndarray]) -> MergedRuns:
         first, end, depth, parent = waiting.pop()
         alone = end - first == 1
         shared = len(sequences[order[first]]) if alone else min(common[first + 1 : end])
-        if shared > depth if alone else (end - first - 1) * (shared - depth) >= LEAST_SAVED:
+        if alone:
+            makes_run = shared > depth
+        else:
+            makes_run = (end - first - 1) * (shared - depth) >= LEAST_SAVED
+        if makes_run:
             merged.lengths.append(shared - depth)
             merged.parents.append(parent)
             merged.sources.append((order[first], depth, shared))

@@ -110,11 +110,11 @@ class Tokenizer:
         self._without_added.no_truncation()
         settings = _read_json(self.directory / "tokenizer_config.json")
         named = _read_json(self.directory / "special_tokens_map.json")
-        self.special_tokens = {
-            name: text
-            for name in SPECIAL_TOKEN_NAMES
-            if (text := _token_text(settings.get(name)) or _token_text(named.get(name)))
-        }
+        self.special_tokens: dict[str, str] = {}
+        for name in SPECIAL_TOKEN_NAMES:
+            text = _token_text(settings.get(name)) or _token_text(named.get(name))
+            if text:
+                self.special_tokens[name] = text
         self.eos_token_ids = self._find_eos_token_ids()
         self._text_start = self._find_text_start()
         self.templates = ChatTemplates(self.directory, settings)

@@ -168,7 +168,10 @@ def _has_history(body: Mapping[str, Any]) -> bool:
     messages = body.get("messages", body.get("input"))
     if not isinstance(messages, list):
         return "token_ids" in body
-    return any(
-        isinstance(message, dict) and (message.get("role") == "assistant" or message.get("type") in ITEMS_OF_ANSWERS)
-        for message in messages
-    )
+    return any(map(_is_of_policy, messages))
+
+
+def _is_of_policy(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return message.get("role") == "assistant" or message.get("type") in ITEMS_OF_ANSWERS

@@ -273,8 +273,8 @@ class Engine:
         tokens. Returns whether more can follow at once: what was computed now is what the next one begins with."""
         rows = self._rows
         first = len(rows)
-        whole: list[tuple[Running, Part]] = []
-        extended: list[tuple[Running, Part]] = []
+        full_prompts: list[tuple[Running, Part]] = []
+        prompt_ends: list[tuple[Running, Part]] = []
         copies: list[tuple[int, int, int, int]] = []
         origins: list[tuple[Running, int]] = []
         new_prefixes: list[Prefix] = []
@@ -303,7 +303,7 @@ class Engine:
                 tokens += len(prompt) - shared
                 if again or (origins and tokens > FORWARD_TOKENS):
                     break
-                (extended if shared else whole).append((running, Part(prompt, used, shared)))
+                (prompt_ends if shared else full_prompts).append((running, Part(prompt, used, shared)))
                 if count > 1:
                     copies.append((used, used + 1, count - 1, len(prompt)))
             else:
@@ -323,7 +323,7 @@ class Engine:
                 self._waiting.popleft()
         if not origins:
             return False
-        for prefills in (whole, extended):
+        for prefills in (full_prompts, prompt_ends):
             if prefills:
                 logits = self._forward_prompts([part for _, part in prefills])
                 if self._recorder is not None:

@@ -53,9 +53,9 @@ class PrefixStore:
         """Those of sequences that have ended, the least recently used first"""
         self._bytes = 0
 
-    def find(self, token_ids: np.ndarray, whole: Callable[[Prefix], bool] | None = None) -> tuple[Prefix | None, int]:
-        """(what begins with the most of these tokens, how many it has of them). whole: only what has none but these,
-        and is so."""
+    def find(self, token_ids: np.ndarray, accepts: Callable[[Prefix], bool] | None = None) -> tuple[Prefix | None, int]:
+        """(what begins with the most of these tokens, how many it has of them). accepts: only what has no other tokens,
+        and for which this is true."""
         alike: dict[Prefix, None] = {}
         for value in _hashes(token_ids):
             if value not in self._index:
@@ -64,7 +64,7 @@ class PrefixStore:
         found, most = None, 0
         for prefix in itertools.islice(reversed(alike), MAX_COMPARED):
             common = _common(prefix.token_ids, token_ids)
-            fits = whole is None or (common == len(prefix.token_ids) and whole(prefix))
+            fits = accepts is None or (common == len(prefix.token_ids) and accepts(prefix))
             if common > most and fits:
                 found, most = prefix, common
         if found in self._copies:
