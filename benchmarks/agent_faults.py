@@ -25,7 +25,7 @@ from torchtitan.inference.engines.sidecar.sidecar_process import AgentClient
 from torchtitan.inference.pool import actor_process
 from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.pool.actor_pool import InferencePool
-from torchtitan.inference.types import Call, Completion, GenerateRequest, Given, SamplingParameters
+from torchtitan.inference.types import Completion, EngineCall, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.prompts import PromptMaker
@@ -71,7 +71,7 @@ def _note_answers(record: Path, backend: str) -> None:
     """The JSON of a foreign engine, before any code of ours has made a completion of it."""
     real = AgentClient._ask
 
-    async def ask(client: AgentClient, phase: str, call: Call, timeout_s: float, most_bytes: int) -> Any:
+    async def ask(client: AgentClient, phase: str, call: EngineCall, timeout_s: float, most_bytes: int) -> Any:
         pieces = await real(client, phase, call, timeout_s, most_bytes)
         if phase == "generate":
             answer = json.loads(b"".join(pieces))

@@ -182,9 +182,9 @@ def evaluate(evaluated: Evaluated, config: JobConfig) -> tuple[Path, list[dict[s
     """
     sleep_between_regions()  # before torch is imported
     from torchtitan.trainer.controller import Kind
-    from torchtitan.trainer.job import Job
+    from torchtitan.trainer.job import TrainingJob
 
-    with Job(config) as job:
+    with TrainingJob(config) as job:
         names, gone = list[str](), list[str]()
         steps: list[int | None] = [*evaluated.steps]
         for step in steps or [None]:

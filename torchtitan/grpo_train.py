@@ -39,7 +39,7 @@ from torchtitan.utils.machine import leave, sleep_between_regions, without_colle
 
 if TYPE_CHECKING:
     from torchtitan.trainer.controller import Command
-    from torchtitan.trainer.job import Job
+    from torchtitan.trainer.job import TrainingJob
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def _run(config: JobConfig) -> Run:
         with without_collector():
             import torch._dynamo  # noqa: F401 — every optimizer of torch imports it when it is made
 
-            from torchtitan.trainer.job import Job
+            from torchtitan.trainer.job import TrainingJob
 
-        with Job(config) as job:
+        with TrainingJob(config) as job:
             job.start()
             follow_commands(job)
             job.finish()
@@ -92,7 +92,7 @@ def _run(config: JobConfig) -> Run:
         engine.release()
 
 
-def follow_commands(job: Job) -> Command:
+def follow_commands(job: TrainingJob) -> Command:
     """Do what the controller says until it says STOP or DONE, and return that command (collective)."""
     from torchtitan.trainer.controller import Kind
 

@@ -44,7 +44,7 @@ from torchtitan.inference.engines.documentation import TITLES, engines_table
 from torchtitan.inference.engines.embedded.__main__ import parse_arguments as parse_embedded
 from torchtitan.inference.engines.registry import engine_of, load_engine
 from torchtitan.inference.engines.replicas import replica_pool
-from torchtitan.inference.engines.replicas.replica_pool import Answer
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaAnswer
 from torchtitan.inference.engines.sidecar.__main__ import parse_arguments as parse_agent
 from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineNotListening, EngineOptions
@@ -456,7 +456,7 @@ def test_an_answer_in_the_ranks_that_cannot_be_trained_on_names_the_replica(
         asked = asyncio.ensure_future(pool.generate(REQUEST, 3))
         await asyncio.sleep(0)
         ((request,),) = pool.begin_round(3).requests
-        pool.finish_round([Answer(request.request_id, [broken(SAMPLES[0], how), SAMPLES[1]])])
+        pool.finish_round([ReplicaAnswer(request.request_id, [broken(SAMPLES[0], how), SAMPLES[1]])])
         with pytest.raises(UserError, match="replica-0: "):
             await asked
         await pool.close()
@@ -511,12 +511,12 @@ def test_an_engine_in_the_ranks_answers_through_its_pool(name: str, tmp_path: Pa
         round_ = pool.begin_round(3)
         ((request,),) = round_.requests
         assert (round_.label, request.prompt_ids) == (make_label("e1", 3), PROMPT)
-        pool.finish_round([Answer(request.request_id, SAMPLES)])
+        pool.finish_round([ReplicaAnswer(request.request_id, SAMPLES)])
         assert await asked == SAMPLES
         refused = asyncio.ensure_future(pool.generate(REQUEST, 3))
         await asyncio.sleep(0)
         ((request,),) = pool.begin_round(3).requests
-        pool.finish_round([Answer(request.request_id, refused="too long")])
+        pool.finish_round([ReplicaAnswer(request.request_id, refused="too long")])
         with pytest.raises(UserError, match="too long"):
             await refused
         await pool.close()

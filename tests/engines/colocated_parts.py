@@ -16,7 +16,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.engines.colocated.vllm_engine import _import_vllm, open_replica, own_sockets
 from torchtitan.inference.engines.replicas.replica import Replica
-from torchtitan.inference.engines.replicas.replica_pool import Answer, Round
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaAnswer, Round
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
@@ -78,13 +78,13 @@ class Colocated:
         """As if the optimizer's steps had ended at the weights of another checkpoint."""
         load_into(self.policy, model)
 
-    def round(self, *requests: GenerateRequest, steps: int = 4, cancelled: tuple[str, ...] = ()) -> list[Answer]:
+    def round(self, *requests: GenerateRequest, steps: int = 4, cancelled: tuple[str, ...] = ()) -> list[ReplicaAnswer]:
         """One GENERATE order; requests go to the replicas in turn. Answers on rank 0, nothing elsewhere."""
         shares = [list(requests[number :: self.replicas]) for number in range(self.replicas)]
         order = Round(f"{EPOCH}/{self.version}", steps, shares, list(cancelled))
         return self.replica.run(Round.decode(order.encode())) or []
 
-    def rounds(self, *requests: GenerateRequest) -> list[Answer]:
+    def rounds(self, *requests: GenerateRequest) -> list[ReplicaAnswer]:
         """Until all that is under way is finished; the ranks agree on when that is."""
         answers = self.round(*requests)
         deadline = time.monotonic() + ROUND_SECONDS
@@ -126,7 +126,7 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("*cpushm*")}
 
 
-def as_json(answers: list[Answer]) -> dict[str, Any]:
+def as_json(answers: list[ReplicaAnswer]) -> dict[str, Any]:
     return {
         answer.request_id: {"refused": answer.refused, "completions": [one.to_json() for one in answer.completions]}
         for answer in answers

@@ -21,12 +21,12 @@ from tests.chat_models import END
 from tests.integration_tests import recording_actor
 from torchtitan.inference.engines.embedded.__main__ import main
 from torchtitan.inference.engines.embedded.engine import Engine
-from torchtitan.inference.engines.embedded.forwards import Choice
+from torchtitan.inference.engines.embedded.forwards import SampledTokens
 from torchtitan.inference.engines.embedded.server import EngineServer
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 
 SCRIPT = "TORCHTITAN_TEST_SCRIPT"
-Sample = Callable[[torch.Tensor, np.ndarray], Choice]
+Sample = Callable[[torch.Tensor, np.ndarray], SampledTokens]
 _make_sampler = Engine._make_sampler
 
 
@@ -53,11 +53,11 @@ def scripted(script: Script) -> Callable[[Engine, int], Sample]:
         sampler = _make_sampler(engine, first)
         turns = [script.turn(tuple(one.owner.request.prompt_ids)) for one in engine._rows.sequences[first:]]
 
-        def sample(logits: torch.Tensor, places: np.ndarray) -> Choice:
+        def sample(logits: torch.Tensor, places: np.ndarray) -> SampledTokens:
             sampler(logits, places)
             tokens = torch.tensor([turn[place] for turn, place in zip(turns, places.tolist(), strict=True)])
             log_probs = logits.log_softmax(-1).gather(-1, tokens[:, None])
-            return Choice(tokens.numpy(), log_probs.squeeze(-1).numpy(), None)
+            return SampledTokens(tokens.numpy(), log_probs.squeeze(-1).numpy(), None)
 
         return sample
 

@@ -20,7 +20,7 @@ from tests.simulator.scenario import Scenario, slowest_of
 from torchtitan.weight_sync.memory.manifest import Manifest
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.registry.registry import Registry
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.registry.trainer_view import STATUS_SECONDS
 from torchtitan.weight_sync.wire.runtime import Message, Timer
 
@@ -205,7 +205,7 @@ class SimulatedActor(Actor):
         self.machine.at(self._scenario.prepare_s, self.process, pause)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         self.engine.account()
         self.engine.version = manifest.version
         self.engine.halt("apply", False)
@@ -241,7 +241,7 @@ class World(Machine):
         self._served: dict[str, int] = {}
         buckets = BUCKETS if sync.table.relay or scenario.corruption_probability else 1
         self._bucket_bytes = scenario.gigabytes * 1e9 / buckets
-        settings = Settings.of(sync, 1, round(scenario.gigabytes * 1e9))
+        settings = RegistrySettings.of(sync, 1, round(scenario.gigabytes * 1e9))
         # The savings of deltas are modelled here, so none are made. A bucket arrives in only two pieces, so a pull that
         # seems to stall may still be moving.
         settings = replace(settings, delta=False, progress_timeout_s=settings.lease_s)

@@ -189,7 +189,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """One POST to an engine's server."""
 
     path: str

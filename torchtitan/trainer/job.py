@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 PER_MACHINE_KEYS = ("comm.interface", "training.threads")
 
 
-class Job:
+class TrainingJob:
     """Context manager around a run. The same on every rank, but for `controller`, which only rank 0 has."""
 
     controller: Controller | None = None
@@ -83,7 +83,7 @@ class Job:
         self._mismatch: UserError | None = None
         """Why the run must not go on, known on every rank"""
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> TrainingJob:
         try:
             self._build()
         except BaseException as error:

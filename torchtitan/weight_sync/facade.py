@@ -33,7 +33,7 @@ from torchtitan.weight_sync.memory.device_slots import DeviceSlots
 from torchtitan.weight_sync.memory.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import Boundary
-from torchtitan.weight_sync.registry.state import MAX_FAILURES, MAX_NAMED, NOT_AWAITED, Settings, tally
+from torchtitan.weight_sync.registry.state import MAX_FAILURES, MAX_NAMED, NOT_AWAITED, RegistrySettings, tally
 from torchtitan.weight_sync.trainer.plan import bucket_bytes_of
 from torchtitan.weight_sync.trainer.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.transports.transport import load_transport
@@ -206,7 +206,7 @@ class WeightSync:
         self.boundary = Boundary(self.publisher)
         self.registry: servers.RegistryServer | None = None
         self.watcher: Watcher | None = None
-        settings = Settings.of(config, world_size, version_bytes, drain_s, guests, applied_bytes)
+        settings = RegistrySettings.of(config, world_size, version_bytes, drain_s, guests, applied_bytes)
         if registry is None:
             where = host, config.port, servers.MAX_RESTARTS
             self.registry = servers.RegistryServer(epoch, token, settings, folder, where, transport)

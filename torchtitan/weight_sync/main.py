@@ -22,7 +22,7 @@ from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.registry.registry import Registry
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.transport import Transport, load_transport
 from torchtitan.weight_sync.wire import runtime as wire
@@ -44,7 +44,7 @@ GATHER_SECONDS = 0.02
 JOURNAL_SECONDS = 1.0
 
 
-class Journal:
+class SyncJournal:
     """Appends to `path`, and to a new file there when that is full (see older_file). write() never waits: a full disk,
     or an actor that causes too many lines, costs lines, but does not stop the synchronisation."""
 
@@ -112,9 +112,9 @@ class Journal:
 
 def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
     """Run the registry until the parent ends."""
-    journal = Journal(runtime, Path(arguments["journal"]), arguments["term"])
+    journal = SyncJournal(runtime, Path(arguments["journal"]), arguments["term"])
     words = SlotWords(arguments["words_fd"], 0, 0)
-    settings = Settings(**arguments["settings"])
+    settings = RegistrySettings(**arguments["settings"])
     epoch, term = arguments["epoch"], arguments["term"]
     catalogue = _transport(arguments).catalogue(runtime, epoch)
     guests = os.environ.get(wire.ACTOR_TOKEN_VARIABLE, "")

@@ -28,7 +28,7 @@ from torchtitan.utils.child_process import child_environment, end_process, start
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SharedSlots, SlotWords
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.trainer.publisher import Publisher
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.transport import Transport
@@ -215,7 +215,7 @@ class RegistryServer(ServerProcess):
     """The registry beside rank 0. where: host, port and max_restarts."""
 
     def __init__(
-        self, epoch: str, token: str, settings: Settings, folder: Path, where: ListenSpec, transport: Transport
+        self, epoch: str, token: str, settings: RegistrySettings, folder: Path, where: ListenSpec, transport: Transport
     ):
         self._words = SlotWords(SlotWords.new_file(0), 0, 0)
         self.published = PublishedVersions(descriptor := PublishedVersions.new_file())

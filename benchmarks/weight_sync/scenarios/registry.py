@@ -47,7 +47,7 @@ from torchtitan.weight_sync.facade import Watcher, WeightSync
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.transports.bucket_server import BucketServer, Reader
 from torchtitan.weight_sync.transports.transport import load_transport
 from torchtitan.weight_sync.wire import runtime as wire
@@ -340,7 +340,7 @@ def measure(run: Run) -> dict[str, float]:
     token, notes = secrets.token_urlsafe(16), folder / "publications"
     sync_folder = folder / "weight_sync"
     sync_folder.mkdir()
-    settings = Settings(RANKS, lease_s=600.0, snapshot_timeout_s=600.0)
+    settings = RegistrySettings(RANKS, lease_s=600.0, snapshot_timeout_s=600.0)
     servers.MODULE = timed_registry.__name__
     os.environ[timed_registry.VARIABLE] = str(notes)
     transport = load_transport("tcp")({})

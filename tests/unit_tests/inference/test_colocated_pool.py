@@ -13,7 +13,7 @@ from tests.patience import asynchronous
 from tests.unit_tests.inference.test_colocated_replica import completion, request
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.engines.replicas.replica_pool import Answer, ReplicaPool, Round
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaAnswer, ReplicaPool, Round
 
 
 def pool(replicas: int = 1, max_sequences: int = 4) -> ReplicaPool:
@@ -38,7 +38,7 @@ async def test_requests_wait_for_their_version() -> None:
     command = waiting.begin_round(4)
     assert command.label == "e1-x/4"
     name = command.requests[0][0].request_id
-    waiting.finish_round([Answer(name, [completion("a.0"), completion("a.1")])])
+    waiting.finish_round([ReplicaAnswer(name, [completion("a.0"), completion("a.1")])])
     assert [one.token_ids for one in await task] == [[0], [1]]
     assert not waiting.wanted(4)
 
@@ -75,7 +75,7 @@ async def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
     command = shared.begin_round(0)
     assert command.cancelled == [mine[0].request_id]
     # Its answer was on the way: it is passed over, and the place is free for another.
-    shared.finish_round([Answer(mine[0].request_id), Answer(mine[1].request_id, [completion("b.0")])])
+    shared.finish_round([ReplicaAnswer(mine[0].request_id), ReplicaAnswer(mine[1].request_id, [completion("b.0")])])
     assert len(await other) == 1
     assert not shared.wanted(0)
 
@@ -86,7 +86,7 @@ async def test_a_refusal_ends_the_run_with_the_engines_words() -> None:
     task = asyncio.create_task(shared.generate(request("g-7")))
     await asyncio.sleep(0)
     ((sent,),) = shared.begin_round(0).requests
-    shared.finish_round([Answer(sent.request_id, refused="longer than the model")])
+    shared.finish_round([ReplicaAnswer(sent.request_id, refused="longer than the model")])
     with pytest.raises(UserError, match=r"refused request g-7: longer than the model"):
         await task
 
@@ -99,7 +99,7 @@ async def test_what_could_not_be_trained_on_is_sampled_again_a_few_times() -> No
     for _ in range(1 + JobConfig().inference.max_retries):
         await asyncio.sleep(0)
         ((sent,),) = shared.begin_round(0).requests
-        shared.finish_round([Answer(sent.request_id, [spoilt])])
+        shared.finish_round([ReplicaAnswer(sent.request_id, [spoilt])])
         await asyncio.sleep(0.01)
     with pytest.raises(UserError, match=r"g-8 failed . times .*replica-0: the log-prob of token 1 is nan"):
         await task

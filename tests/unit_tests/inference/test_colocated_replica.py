@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.inference.engines.replicas.replica import Replica, SampleRefused
-from torchtitan.inference.engines.replicas.replica_pool import Answer, Round, decode_answers, encode_answers
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaAnswer, Round, decode_answers, encode_answers
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 
 LABEL = "e1-x/3"
@@ -92,7 +92,7 @@ def replica(engine: FakeEngine | None = None, **options: Any) -> tuple[Replica, 
 def test_rounds_and_answers_survive_the_wire() -> None:
     sent = Round(LABEL, 7, [[request("a"), request("b", n=3)], []], ["c"])
     assert Round.decode(sent.encode()) == sent
-    answers = [Answer("a", [completion("a.0")]), Answer("b", refused="too long")]
+    answers = [ReplicaAnswer("a", [completion("a.0")]), ReplicaAnswer("b", refused="too long")]
     assert decode_answers(encode_answers(answers)) == answers
     assert decode_answers(encode_answers([])) == []
 
@@ -103,7 +103,7 @@ def test_rounds_and_answers_survive_the_wire() -> None:
 def test_a_group_comes_back_whole_and_in_order() -> None:
     made, _ = replica()
     assert made.run(Round(LABEL, 1, [[request("slow", steps=3, n=3), request("quick")]])) == [
-        Answer("quick", [completion("quick.0"), completion("quick.1")])
+        ReplicaAnswer("quick", [completion("quick.0"), completion("quick.1")])
     ]
     assert made.run(Round(LABEL, 1, [[]])) == []
     answers = made.run(Round(LABEL, 5, [[]]))

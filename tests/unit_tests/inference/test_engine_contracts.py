@@ -33,7 +33,7 @@ from torchtitan.inference.answer_checks import check_completions
 from torchtitan.inference.engines.embedded.engine import Engine
 from torchtitan.inference.engines.embedded.forwards import score
 from torchtitan.inference.engines.reading import completions_of, scores_of
-from torchtitan.inference.engines.replicas.replica_pool import Answer, decode_answers, encode_answers
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaAnswer, decode_answers, encode_answers
 from torchtitan.inference.engines.sglang import engine as sglang_engine
 from torchtitan.inference.engines.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.engines.sglang.engine import SGLangControl
@@ -426,7 +426,7 @@ def read_samples(engine: str, sent_samples: list[Completion], top_k: int | None 
         top_k = 40 if any(one.kept_token_ids for one in sent_samples) else 0
     asked = GenerateRequest("r", [5, 6, 7], SamplingParameters(4, len(sent_samples), top_k=top_k))
     if engine == "colocated":
-        (answer,) = decode_answers(encode_answers([Answer("r", sent_samples)]))
+        (answer,) = decode_answers(encode_answers([ReplicaAnswer("r", sent_samples)]))
         return check_completions(answer.completions, asked.sampling, VOCABULARY)
     return asyncio.run(completions_of(engine, asked, [sent(ENGINES[engine](sent_samples, 3))], VOCABULARY))
 
@@ -543,7 +543,7 @@ def sampled_with(deviation: Deviation, model: Path, folder: Path) -> list[tuple[
 def through_wire(engine: str, request: GenerateRequest, completions: list[Completion]) -> list[Completion]:
     """As a run gets them from this engine."""
     if engine == "colocated":
-        (answer,) = decode_answers(encode_answers([Answer("r", completions)]))
+        (answer,) = decode_answers(encode_answers([ReplicaAnswer("r", completions)]))
         return answer.completions
     answer = sent(ENGINES[engine](completions, len(request.prompt_ids)))
     return asyncio.run(completions_of(engine, request, [answer]))

@@ -21,7 +21,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.data.demonstrations import Demonstration, DemonstrationMaker
 from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
-from torchtitan.rollout.environments.environment_pool import Outcome, Reply
+from torchtitan.rollout.environments.environment_pool import EpisodeOutcome, Reply
 from torchtitan.rollout.flow.episodes import EpisodePlayer
 from torchtitan.rollout.flow.rollouts import EpisodeBackend, Rollouts
 from torchtitan.rollout.gateway.calls import Call, Choice
@@ -79,8 +79,8 @@ class Environments:
         message = next(self._messages)
         return Reply([message] if message else [], 0.0, message is None, [], 0)
 
-    async def finish(self) -> Outcome:
-        return Outcome(None, {})
+    async def finish(self) -> EpisodeOutcome:
+        return EpisodeOutcome(None, {})
 
 
 async def play(

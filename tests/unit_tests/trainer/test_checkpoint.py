@@ -26,7 +26,7 @@ from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.job import Job
+from torchtitan.trainer.job import TrainingJob
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.trainer.run_dir import MARKER, describe_file, encode_marker, go_back_to, whole_steps
 
@@ -178,7 +178,7 @@ def test_an_evaluation_goes_on_where_a_checkpoint_is_deleted_meanwhile(
         run.train(1)
         run.save(step)
     other = Run(tmp_path)
-    job = cast("Job", SimpleNamespace(sync=None, checkpointer=other.checkpointer, version=0))
+    job = cast("TrainingJob", SimpleNamespace(sync=None, checkpointer=other.checkpointer, version=0))
     folder = run.checkpointer.folder
     original = getattr(other.checkpointer, before)
 
@@ -188,12 +188,12 @@ def test_an_evaluation_goes_on_where_a_checkpoint_is_deleted_meanwhile(
 
     with monkeypatch.context() as patch:
         patch.setattr(other.checkpointer, before, after_deletion)
-        assert not Job.load(job, folder, 1)
-    assert Job.load(job, folder, 3) and job.version == 3
+        assert not TrainingJob.load(job, folder, 1)
+    assert TrainingJob.load(job, folder, 3) and job.version == 3
     assert torch.equal(other.policy.inner.weight, run.policy.inner.weight)
     (folder / "step-2" / "state.json").write_text("{")  # damaged, but there
     with pytest.raises(UserError, match="is damaged"):
-        Job.load(job, folder, 2)
+        TrainingJob.load(job, folder, 2)
 
 
 def test_interrupted_saves_are_ignored_and_removed(tmp_path: Path) -> None:

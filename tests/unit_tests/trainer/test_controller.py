@@ -19,7 +19,7 @@ from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.rollout.flow.rollouts import BackgroundLoop
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer.controller import Controller, DataPath, Kind
-from torchtitan.trainer.job import Job
+from torchtitan.trainer.job import TrainingJob
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
@@ -219,7 +219,7 @@ def test_actors_sleep_before_a_batch_and_wake_around_its_version(
     assert command.kind is Kind.BATCH and command.batch is parts.batch
     assert parts.calls == ["next_batch", "sleep"][: 1 + sleep_level]
 
-    job = Job(config)
+    job = TrainingJob(config)
     job.controller, job.version, job._probe = controller, 1, []
     job.weights = job._recorder = cast("Any", parts)
     job._commanded_at = 0.0

@@ -18,7 +18,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.trainer import job
-from torchtitan.trainer.job import Job, profile
+from torchtitan.trainer.job import TrainingJob, profile
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.utils.json_lines import EventLog, JsonLines, read_json_lines
 
@@ -48,7 +48,7 @@ def test_a_rank_with_other_values_than_rank_0_is_named(monkeypatch: pytest.Monke
     with pytest.raises(
         UserError, match=r"rank 1 and rank 0 have different configurations: optimizer.lr = 0.5 -> 1e-06 on rank 0"
     ):
-        Job(JobConfig())._agree_on_start()
+        TrainingJob(JobConfig())._agree_on_start()
 
 
 @pytest.mark.parametrize(("stepped", "after"), [(False, 300), (True, 120)])
@@ -63,7 +63,7 @@ def test_ranks_wait_for_rank_0s_disk_longer_than_for_a_step(
             calls.append(step)
             raise UserError("no room")
 
-    run = Job(JobConfig())
+    run = TrainingJob(JobConfig())
     run.dims, run.checkpointer, run._stepped = ParallelDims(1, 1, 1, 1, 0), Fails(), stepped  # type: ignore[assignment]
     run._end_token_ids = []
     monkeypatch.setattr(device, "set_timeouts", lambda seconds, groups: calls.append(seconds))
@@ -84,7 +84,7 @@ def test_ranks_wait_for_rank_0s_disk_longer_than_for_a_step(
 def test_why_a_run_ended_is_recorded(error: Exception | None, code: int, reason: str, tmp_path: Path) -> None:
     config = JobConfig()
     config.training.steps = 7
-    run = Job(config)
+    run = TrainingJob(config)
     run.signals, run.version = SignalFlags(1.0), 7
     run._closing.callback(lambda: order.append(read_json_lines(tmp_path / "events.jsonl")[-1]["kind"]))
     order: list[str] = []
@@ -101,7 +101,7 @@ def test_why_a_run_ended_is_recorded(error: Exception | None, code: int, reason:
 
 
 def test_a_disk_that_is_full_ends_the_run_with_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(config: JobConfig) -> Job:
+    def opened(config: JobConfig) -> TrainingJob:
         JsonLines("/dev/full").write({"step": 1})
         raise AssertionError
 

@@ -21,7 +21,7 @@ from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import SlotState, SlotView
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
 from torchtitan.weight_sync.registry.registry import Registry
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.bucket_server import IDLE_SECONDS
 from torchtitan.weight_sync.wire.runtime import Message
@@ -172,7 +172,9 @@ class Job:
         self.term += 1
         self.registry_process = Process(self.machine, REGISTRY)
         shape = self.shape
-        settings = Settings(shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s)
+        settings = RegistrySettings(
+            shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s
+        )
         settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
         settings = replace(settings, sees_bytes=not shape.by_reference)
         runtime = self.registry_process.runtime

@@ -15,7 +15,7 @@ from torchtitan.inference.serving import joining as guest
 from torchtitan.utils.rate_limiter import RateLimiters
 from torchtitan.weight_sync.registry import guests
 from torchtitan.weight_sync.registry.registry import ACTOR_SHARE, Registry
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import GUEST, HANDSHAKE_SECONDS, OWN, Dialer, Identity
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS
@@ -115,7 +115,7 @@ def test_key_of_guests_opens_nothing_else_and_no_other_key_opens_their_door() ->
     without = World()
     write = lambda *_: None  # noqa: E731
     process = Process(without.machine, "10.0.0.2:1")
-    Registry(process.runtime, Settings(2, guests=WANTED), "e1", 1, TOKEN, write, write).start("10.0.0.2:1")
+    Registry(process.runtime, RegistrySettings(2, guests=WANTED), "e1", 1, TOKEN, write, write).start("10.0.0.2:1")
     assert "no guest" in Client(without.machine, "10.0.0.2:1", GUEST, "spot", url=URL, offers=OFFERED).over
 
 

@@ -14,7 +14,7 @@ from torchtitan.weight_sync.memory import published
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.registry import registry as registry_module
 from torchtitan.weight_sync.registry.registry import MAX_LOST_SNAPSHOTS, Registry
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.registry.trainer_view import STATUS_ACTORS
 from torchtitan.weight_sync.wire.handshake import ACTOR, RANK, TRAINER
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Message
@@ -36,7 +36,7 @@ class World:
         self.beats = 0
         process = Process(self.machine, REGISTRY)
         write = lambda event, fields: self.journal.append((event, fields))  # noqa: E731
-        facts = Settings(2, **settings), "e1", 7, TOKEN
+        facts = RegistrySettings(2, **settings), "e1", 7, TOKEN
         self.registry = Registry(process.runtime, *facts, write, self._beat, None, GUEST_TOKEN, self.published)
         self.registry.start(REGISTRY)
 
@@ -555,5 +555,7 @@ def test_settings_follow_from_the_configuration(relay: bool) -> None:
     # Of 2 GB: 60 s and 4 s per GB to retain a snapshot; 10 s, 2 s per GB and the draining for an apply.
     expected = {"lease_s": 68.0, "apply_timeout_s": 15.0, "progress_timeout_s": 5.0}
     # Adapters are merged into all weights.
-    assert Settings.of(config, 4, 10**6, 1.0, None, 2 * 10**9).apply_timeout_s == expected["apply_timeout_s"]
-    assert Settings.of(config, 4, 2 * 10**9, 1.0) == Settings(4, retained=3, relay_fanout=2 * relay, **expected)
+    assert RegistrySettings.of(config, 4, 10**6, 1.0, None, 2 * 10**9).apply_timeout_s == expected["apply_timeout_s"]
+    assert RegistrySettings.of(config, 4, 2 * 10**9, 1.0) == RegistrySettings(
+        4, retained=3, relay_fanout=2 * relay, **expected
+    )

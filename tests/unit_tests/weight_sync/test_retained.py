@@ -9,12 +9,12 @@ import pytest
 
 from torchtitan.weight_sync.memory.slots import LiveSlots, SlotState, SlotView, SlotWriter
 from torchtitan.weight_sync.registry.snapshots import Snapshots
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 
 
 def snapshots_with(*pulls: str, limit: int = 1) -> Snapshots:
     """Snapshot 1 is the newest, and being pulled by these."""
-    snapshots = Snapshots(Settings(1, limit, lease_s=10.0, progress_timeout_s=3.0))
+    snapshots = Snapshots(RegistrySettings(1, limit, lease_s=10.0, progress_timeout_s=3.0))
     snapshots.publish(1, 0.0)
     for actor in pulls:
         snapshots.begin(actor, 1, 0.0)
@@ -164,7 +164,7 @@ def test_lost_counts_do_not_make_a_liar_of_who_says_that_it_has_all(count: int) 
 
 @pytest.mark.parametrize("how", ["begun at another actor", "begun before this registry"])
 def test_pull_of_which_shard_servers_do_not_send_the_whole_is_not_judged_by_bytes(how: str) -> None:
-    snapshots = Snapshots(Settings(1, 1, lease_s=10.0, progress_timeout_s=3.0), version_bytes=1000)
+    snapshots = Snapshots(RegistrySettings(1, 1, lease_s=10.0, progress_timeout_s=3.0), version_bytes=1000)
     if how == "begun at another actor":
         snapshots.publish(1, 0.0)
         snapshots.begin("slow", 1, 0.0, relayed=True)
@@ -194,7 +194,7 @@ def test_newest_has_no_deadline() -> None:
 
 
 def test_new_registry_hears_of_pulls_before_it_has_published() -> None:
-    snapshots = Snapshots(Settings(1, lease_s=10.0, progress_timeout_s=3.0))
+    snapshots = Snapshots(RegistrySettings(1, lease_s=10.0, progress_timeout_s=3.0))
     snapshots.begin("slow", 5, 0.0)
     snapshots.begin("other", 4, 0.0)
     snapshots.publish(5, 0.1)
@@ -253,7 +253,7 @@ def test_retained_snapshot_expires_where_no_registry_says_so() -> None:
 
 
 def test_base_is_what_most_actors_hold() -> None:
-    snapshots = Snapshots(Settings(1, delta=True))
+    snapshots = Snapshots(RegistrySettings(1, delta=True))
     snapshots.publish(1, 0.0)
     for actor in ("a", "b", "slow"):
         snapshots.begin(actor, 1, 0.0)

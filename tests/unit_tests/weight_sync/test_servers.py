@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.utils.json_lines import JsonTail, older_file
 from torchtitan.utils.machine import DESCRIPTORS
 from torchtitan.weight_sync import main, servers
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.servers import FROZEN_CHECKS, RegistryServer, ServerProcess, Supervised
 from torchtitan.weight_sync.transports.tcp import Tcp
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
@@ -112,7 +112,7 @@ def test_a_registry_whose_parent_was_killed_while_it_started_ends(
     # This process takes the place of init, which gets the children of the dead.
     with subprocess.Popen(["true"]) as dead:
         monkeypatch.setattr(os, "getpid", lambda: dead.pid)
-        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
+        registry = RegistryServer("e1", "token", RegistrySettings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
     try:
         until(lambda: registry.failure)
         assert "exit code 0" in registry.failure
@@ -127,7 +127,7 @@ def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) 
     # The new process begins with this limit, and this one has room for what it has open.
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted - 1, most))
     try:
-        registry = RegistryServer("e1", "token", Settings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
+        registry = RegistryServer("e1", "token", RegistrySettings(1), tmp_path, (LOOPBACK, 0, 0), Tcp())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     try:
@@ -140,7 +140,7 @@ def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) 
 def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "MAXIMUM_WAITING", 4)
     runtime = SocketRuntime()
-    journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
+    journal = main.SyncJournal(runtime, tmp_path / "journal.jsonl", term=1)
     works, hangs = threading.Event(), threading.Event()
     write = journal._file.write
 
@@ -172,7 +172,7 @@ def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch
     monkeypatch.setattr(main, "MAXIMUM_WAITING", 2)
     waiting: list[Any] = []
     runtime: Any = SimpleNamespace(work=lambda _thread, _function, done: waiting.append(done))
-    journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
+    journal = main.SyncJournal(runtime, tmp_path / "journal.jsonl", term=1)
     for _ in range(3):
         journal.write("line", {})
     waiting.pop(0)(None, None)
@@ -188,7 +188,7 @@ def test_an_actor_causes_lines_of_a_bounded_length_and_those_left_out_are_counte
     monkeypatch.setattr(main, "GATHER_SECONDS", 0.0)  # each line is written for itself here
     now = [0.0]
     runtime: Any = SimpleNamespace(now=lambda: now[0], work=lambda _thread, function, done: done(function(), None))
-    journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
+    journal = main.SyncJournal(runtime, tmp_path / "journal.jsonl", term=1)
     for _ in range(5000):
         journal.write("poisoned", {"actor": "evil", "reason": "x" * width})
     journal.write("applied", {"actor": "good"})
@@ -211,11 +211,11 @@ def test_a_full_journal_is_set_aside_and_readers_go_on(tmp_path: Path, monkeypat
         now=lambda: 0.0, work=lambda _thread, function, done: done(function(), None), finish_work=lambda *_: None
     )
     path = tmp_path / "registry.jsonl"
-    journal, tail, read = main.Journal(runtime, path, term=1), JsonTail(path), []
+    journal, tail, read = main.SyncJournal(runtime, path, term=1), JsonTail(path), []
     for number in range(100):
         if number == 50:  # it is restarted
             journal.close(time.monotonic())
-            journal = main.Journal(runtime, path, term=2)
+            journal = main.SyncJournal(runtime, path, term=2)
         journal.write("publish", {"version": number})
         if number % 7 == 0:
             read += [row["version"] for row in tail.read()]

@@ -28,7 +28,7 @@ from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.memory.manifest import ChecksumTable, Manifest
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.registry.registry import Registry
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.wire.handshake import ACTOR, HTTP, PEER, RANK, TRAINER, WORKER, Dialer, Identity, role_key
 
 # xxh3's secret begins like this, in 64-bit words.
@@ -133,7 +133,7 @@ def test_no_actor_that_the_run_starts_can_speak_as_another_part(
     told = told_to_actors(backend, tmp_path, monkeypatch)
     machine = Machine(0)
     runtime = Process(machine, REGISTRY).runtime
-    registry = Registry(runtime, Settings(2), "e1", 1, TOKEN, lambda *_: None, lambda: None)
+    registry = Registry(runtime, RegistrySettings(2), "e1", 1, TOKEN, lambda *_: None, lambda: None)
     registry.start(REGISTRY)
 
     def opens(role: str, name: str, key: str) -> bool:

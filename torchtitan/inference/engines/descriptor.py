@@ -18,7 +18,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.placement import EngineMemory, engine_devices
-from torchtitan.inference.types import Call, Completion, GenerateRequest, ScoredTokens
+from torchtitan.inference.types import Completion, EngineCall, GenerateRequest, ScoredTokens
 from torchtitan.utils.child_process import Starter
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class EngineDescriptor:
 
     # Asking a server of it that is a teacher (distill.server.backend) and no actor of the run
 
-    def ask_teacher(self, token_ids: list[int], top: int) -> Call:
+    def ask_teacher(self, token_ids: list[int], top: int) -> EngineCall:
         """Return the call for the log-probs of these tokens, and of the `top` likeliest in each place."""
         raise NotImplementedError
 

@@ -161,7 +161,7 @@ torch.library.register_fake("torchtitan::delta_scan_backward", _backward_shapes,
 torch.library.register_autograd("torchtitan::delta_scan", _derive, setup_context=_keep, lib=_library)
 
 
-class Places(NamedTuple):
+class ChunkPlaces(NamedTuple):
     """Where the tokens of a pack lie in chunks. Every sequence has one chunk more than it fills, so that the state
     after its last whole chunk is the state before another one."""
 
@@ -173,7 +173,7 @@ class Places(NamedTuple):
     """[N × tokens of a chunk], the token at each place, T if there is none"""
 
 
-def places_of(cumulative: torch.Tensor, tokens: int, chunk: int = CHUNK) -> Places:
+def places_of(cumulative: torch.Tensor, tokens: int, chunk: int = CHUNK) -> ChunkPlaces:
     """Lay out a pack of `tokens` with sequences at offsets cumulative [sequences + 1]. Its shapes depend on the number
     of tokens and sequences only, for compiled graphs."""
     starts, every = cumulative.long(), torch.arange(tokens, device=cumulative.device)
@@ -182,7 +182,7 @@ def places_of(cumulative: torch.Tensor, tokens: int, chunk: int = CHUNK) -> Plac
     position = every - starts[sequence]
     place = first[sequence] * chunk + position
     count = tokens // chunk + len(cumulative)
-    return Places(position, place, every.new_full((count * chunk,), tokens).index_copy(0, place, every))
+    return ChunkPlaces(position, place, every.new_full((count * chunk,), tokens).index_copy(0, place, every))
 
 
 class Chunked(NamedTuple):
@@ -201,7 +201,7 @@ def delta_rule(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    places: Places,
+    places: ChunkPlaces,
     bounds: torch.Tensor,
     initial: torch.Tensor | None = None,
     chunk: int = CHUNK,

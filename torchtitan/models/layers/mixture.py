@@ -89,7 +89,7 @@ class Router(nn.Module):
         return scores.topk(args.per_token, dim=-1).indices
 
 
-class Places(NamedTuple):
+class ExpertRows(NamedTuple):
     """Row indices that group items by expert.
 
     place: int64 [T, ...] like the items, the row of each; token: int64 [rows], which of the T tokens has an item there,
@@ -102,7 +102,7 @@ class Places(NamedTuple):
     ends: torch.Tensor
 
 
-def places_of(experts: torch.Tensor, count: int, step: int) -> Places:
+def places_of(experts: torch.Tensor, count: int, step: int) -> ExpertRows:
     """Group items by their expert [T, ...] in stable order; each expert's rows are rounded up to a multiple of `step`.
 
     Does not synchronise with the device, so that there may be unused rows at the end.
@@ -119,7 +119,7 @@ def places_of(experts: torch.Tensor, count: int, step: int) -> Places:
     place = torch.empty_like(order).index_copy_(0, order, sorted_place)
     token = order.new_zeros(len(expert) + min(count, len(expert)) * (step - 1))
     token.index_copy_(0, sorted_place, order // max(1, experts[:1].numel()))
-    return Places(place.view(experts.shape), token, counts, ends.to(torch.int32))
+    return ExpertRows(place.view(experts.shape), token, counts, ends.to(torch.int32))
 
 
 def _sums(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Reply:
 
 
 @dataclass
-class Outcome:
+class EpisodeOutcome:
     """The outcome of an episode, as its environment reports it."""
 
     reward: float | None
@@ -201,9 +201,9 @@ class Episode:
             self._pool.look_at_errors(self._worker, [str(message["content"]) for message in reply.messages])
         return reply
 
-    async def finish(self) -> Outcome:
+    async def finish(self) -> EpisodeOutcome:
         """End the episode."""
-        outcome = await self._call(Outcome, self._pool.step_timeout_s, ATTRIBUTE_BYTES, do="finish")
+        outcome = await self._call(EpisodeOutcome, self._pool.step_timeout_s, ATTRIBUTE_BYTES, do="finish")
         self._finished = True
         return outcome
 

@@ -171,7 +171,7 @@ class Blame:
 
 
 @dataclass
-class Conversation:
+class PlayedEpisode:
     """What an episode consists of so far."""
 
     branches: list[Branch]
@@ -216,7 +216,7 @@ class EpisodePlayer(Player):
             tokens = self._maker.extended(prompt, await episode.reset(row))
         except CallFailed as failure:
             raise EpisodeFailed(failure) from failure
-        played = Conversation([], [], [], "length")
+        played = PlayedEpisode([], [], [], "length")
         try:
             await self._take_turns(prompt, played, tokens, template, group, episode, min_version)
             outcome = await episode.finish() if played.branches else None
@@ -236,7 +236,7 @@ class EpisodePlayer(Player):
     async def _take_turns(
         self,
         prompt: Prompt,
-        played: Conversation,
+        played: PlayedEpisode,
         tokens: list[int],
         template: GenerateRequest,
         group: str,
@@ -286,7 +286,7 @@ class EpisodePlayer(Player):
                 return
             tokens = tokens + following
 
-    def _trajectory(self, prompt: Prompt, played: Conversation, begin: int) -> Trajectory:
+    def _trajectory(self, prompt: Prompt, played: PlayedEpisode, begin: int) -> Trajectory:
         """Return what was played, without an outcome. begun: the number of tokens before the first turn."""
         completion: Any = played.messages
         if isinstance(prompt.text, str):

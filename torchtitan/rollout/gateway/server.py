@@ -59,7 +59,7 @@ SESSION_ENDED = "session_ended"
 
 
 @dataclass(frozen=True)
-class Settings:
+class GatewaySettings:
     """The run's settings, which it sends when it connects."""
 
     model: str
@@ -148,7 +148,7 @@ class GatewayServer:
         return socket
 
     async def _set_up(self, **values: Any) -> None:
-        self._settings = Settings(**values)
+        self._settings = GatewaySettings(**values)
         self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer, self._settings.stop_token_ids)
         self._reader = AnswerReader(self._tokenizer, self._settings.tool_parser)

@@ -41,7 +41,7 @@ ASYNC_CALLS = 16
 BLOCKED_S = 2.0
 
 
-class Rewards(msgspec.Struct):
+class RewardReply(msgspec.Struct):
     """The reply to a call: see worker.py. One entry per sample."""
 
     late: bool = False
@@ -203,7 +203,7 @@ class RewardPool:
             logger.warning("a sample has no reward: %s%s", self.last_failure, silence)
 
     def _accept(
-        self, name: str, reply: Rewards, completions: Sequence[Trajectory], logged: dict[str, list[float]]
+        self, name: str, reply: RewardReply, completions: Sequence[Trajectory], logged: dict[str, list[float]]
     ) -> list[float | None]:
         for number, completion in enumerate(completions):
             if number in reply.invalid:
@@ -237,14 +237,14 @@ class RewardPool:
 
     async def _call(
         self, pool: WorkerPool, name: str, prompt: Prompt, completions: Sequence[Trajectory], timeout_s: float
-    ) -> Rewards:
+    ) -> RewardReply:
         samples = self._samples(prompt, completions)
         message = {"function": name, "state": self._state, "timeout_s": timeout_s, "samples": samples}
         shared = pool is self._shared
         async with pool.worker() as worker:
             try:
                 most_bytes = REPLY_BYTES + len(completions) * SAMPLE_BYTES
-                reply = await worker.call(message, Rewards, timeout_s + BLOCKED_S * shared, most_bytes)
+                reply = await worker.call(message, RewardReply, timeout_s + BLOCKED_S * shared, most_bytes)
             except CallFailed as failure:
                 self.statistics["timeouts"] += failure.kind == "timeout"
                 if worker.broken:  # the calls beside this one cannot succeed either

@@ -57,7 +57,7 @@ class StagingEngine:
         """How many bucket writes have begun. If it has not changed, neither has staging memory."""
 
     def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         # The leader says how to open the shared memory, and how many workers there are.
         shared: Message = {} if self._number is None else message["staging"]
         try:
@@ -76,7 +76,7 @@ class StagingEngine:
         return needs
 
     def bucket(self, key: BucketKey) -> memoryview:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         self._written += 1
         return self.memory(key)
 
@@ -87,14 +87,14 @@ class StagingEngine:
         return area
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         self._written += 1
         target = self._staging.bucket(key)
         self.copy(reference, target)
         return checksum_function(self._staging.layout.checksum)(target)
 
     def linked(self, channel: Channel, message: Message) -> None:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         self._transport_of(message).linked(channel, message, self._post, self._device)
 
     def _transport_of(self, message: Message) -> Transport:
@@ -110,13 +110,13 @@ class StagingEngine:
         self._transport_of(reference).fetch(reference, target)
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         target = self.bucket(key)
         decode_into(target, delta, element_bytes(self._staging.layout))
         return checksum_function(self._staging.layout.checksum)(target)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         staging, written, started = self._staging, self._written, time.monotonic()
         proof = ExpectedChecksums(staging.layout, manifest.checksum_tables, lambda: self._written == written)
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)

@@ -303,11 +303,11 @@ class LeadingEngine:
         self._apply, self._runtime = apply, runtime
 
     def prepare(self, layout: Layout, _message: Message) -> Collection[BucketKey]:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         return layout.bucket_keys()
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See transfer.Engine."""
+        """See transfer.TransferTarget."""
         started, order = time.monotonic(), Future[Mapping[str, float]]()
 
         def apply_on_workers() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.actor_state import ActorState
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, Engine, Transfer
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, Transfer, TransferTarget
 from torchtitan.weight_sync.transports.bucket_server import Relay
 from torchtitan.weight_sync.wire import hook
 from torchtitan.weight_sync.wire.clients import RegistryClient
@@ -53,7 +53,7 @@ class Puller:
         registry: str,
         identity: Identity,
         epoch: str,
-        engine: Engine,
+        engine: TransferTarget,
         *,
         served: Served | None = None,
         relay: Relay | None = None,

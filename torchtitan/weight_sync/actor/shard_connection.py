@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from torchtitan.weight_sync.memory.transfer import Engine, Transfer
+from torchtitan.weight_sync.memory.transfer import Transfer, TransferTarget
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.clients import ServerConnection
 from torchtitan.weight_sync.wire.handshake import Identity
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class Wanting(Protocol):
     """What wants buckets: a Puller."""
 
-    engine: Engine
+    engine: TransferTarget
     transfer: Transfer | None
 
     def requests(self, rank: int) -> list[Message]:

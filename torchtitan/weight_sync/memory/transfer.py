@@ -194,7 +194,7 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
     return runs
 
 
-class Engine(Protocol):
+class TransferTarget(Protocol):
     """Where versions end up. `apply`, `fetch` and `patch` run on threads, at most one call of each at a
     time, but for references that name different threads."""
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from torchtitan.weight_sync.registry.state import Peer, Settings
+from torchtitan.weight_sync.registry.state import PeerConnection, RegistrySettings
 from torchtitan.weight_sync.wire.handshake import OWN
 from torchtitan.weight_sync.wire.runtime import BroadcastMessage, Channel, Message, ProtocolError, Runtime
 
@@ -22,10 +22,14 @@ class Guests:
     leaves(name): one has finished its requests and ends."""
 
     def __init__(
-        self, runtime: Runtime, settings: Settings, note: Callable[[str, Message], None], leaves: Callable[[str], None]
+        self,
+        runtime: Runtime,
+        settings: RegistrySettings,
+        note: Callable[[str, Message], None],
+        leaves: Callable[[str], None],
     ):
         self._runtime, self._settings, self._on_change, self._leaves = runtime, settings, note, leaves
-        self.there: dict[str, Peer] = {}
+        self.there: dict[str, PeerConnection] = {}
         self._changed: dict[str, None] = {}
         """Of these the trainer has not been told the latest"""
 
@@ -42,7 +46,7 @@ class Guests:
         """Let one in that has been checked."""
         if name in self.there:
             self.there[name].channel.close("replaced by a newer connection")
-        self.there[name] = Peer(channel, url, self._runtime.now())
+        self.there[name] = PeerConnection(channel, url, self._runtime.now())
         channel.on_message, channel.on_close = partial(self._on_message, name), partial(self._on_lost, name)
         self._note("guest", {"actor": name, "url": url})
 

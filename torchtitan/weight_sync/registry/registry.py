@@ -19,7 +19,7 @@ from torchtitan.weight_sync.registry.deliveries import Deliveries, Outcome
 from torchtitan.weight_sync.registry.guests import PONG, Guests
 from torchtitan.weight_sync.registry.relays import Relays
 from torchtitan.weight_sync.registry.snapshots import Snapshots
-from torchtitan.weight_sync.registry.state import ActorRecord, IncompleteVersion, Peer, Settings
+from torchtitan.weight_sync.registry.state import ActorRecord, PeerConnection, PendingVersion, RegistrySettings
 from torchtitan.weight_sync.registry.trainer_view import TrainerView
 from torchtitan.weight_sync.transports.disk import Catalogue
 from torchtitan.weight_sync.wire import hook
@@ -59,7 +59,7 @@ class Registry:
     def __init__(
         self,
         runtime: Runtime,
-        settings: Settings,
+        settings: RegistrySettings,
         epoch: str,
         term: int,
         token: str,
@@ -79,7 +79,7 @@ class Registry:
         roles = frozenset((RANK, ACTOR, TRAINER, *([GUEST] if settings.guests and guest_token else [])))
         self._acceptor = Acceptor(runtime, roles, token, self._admit, self._enter, ACTOR_SHARE, guest_token)
         self.snapshots = Snapshots(settings)
-        self._ranks: dict[int, Peer] = {}
+        self._ranks: dict[int, PeerConnection] = {}
         self.guests = Guests(runtime, settings, self._guest_changed, self._guest_leaves)
         self.actors: dict[str, ActorRecord] = {}
         self._relays = Relays(self.actors, self.snapshots, settings.relay_fanout, token, write)
@@ -88,7 +88,7 @@ class Registry:
         self._layouts: dict[int, Message] = {}
         self._model: Message = {}
         """The message that tells actors the layout, once it is known"""
-        self._incomplete: dict[int, IncompleteVersion] = {}
+        self._incomplete: dict[int, PendingVersion] = {}
         self._dropped: dict[int, int] = {}
         """Serial -> version"""
         self.newest: Manifest | None = None
@@ -172,7 +172,7 @@ class Registry:
     def _rank_entered(self, channel: Channel, rank: int, fields: Message) -> None:
         if rank in self._ranks:
             self._ranks[rank].channel.close("replaced")
-        self._ranks[rank] = Peer(channel, fields["address"], self._runtime.now())
+        self._ranks[rank] = PeerConnection(channel, fields["address"], self._runtime.now())
         channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
         channel.send(self._live())
 
@@ -231,7 +231,7 @@ class Registry:
         serial, version = message["serial"], message["version"]
         if serial in self._dropped or (self.snapshots.newest is not None and serial <= self.snapshots.newest):
             return
-        incomplete = self._incomplete.setdefault(serial, IncompleteVersion(version, self._runtime.now()))
+        incomplete = self._incomplete.setdefault(serial, PendingVersion(version, self._runtime.now()))
         if incomplete.version != version:
             raise ProtocolError(f"rank {rank} calls snapshot {serial} version {version}, not {incomplete.version}")
         incomplete.snapped[rank] = message

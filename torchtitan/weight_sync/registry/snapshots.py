@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchtitan.weight_sync.registry.state import Settings
+from torchtitan.weight_sync.registry.state import RegistrySettings
 
 # Whoever has held a snapshot in vain retains none for so many times as long.
 REST = 10.0
@@ -54,7 +54,7 @@ class _Held:
 class Snapshots:
     """Which published snapshots live, who pulls them, and which one is the base of deltas."""
 
-    settings: Settings
+    settings: RegistrySettings
     version_bytes: int = 0
     """Of all ranks; 0: not known yet"""
     newest: int | None = None

@@ -42,7 +42,7 @@ def differing(wanted: Message, offers: Message) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RegistrySettings:
     """From [weight_sync]; times in seconds."""
 
     world_size: int
@@ -83,7 +83,7 @@ class Settings:
         drain_s: float = 0.0,
         guests: Message | None = None,
         applied_bytes: int = 0,
-    ) -> Settings:
+    ) -> RegistrySettings:
         """Derive the settings from the configuration. drain_s, applied_bytes: see WeightSync."""
         # Imported here because the registry and shard server processes run without pydantic.
         from torchtitan.config.derived import apply_timeout, lease
@@ -102,7 +102,7 @@ class Settings:
 
 
 @dataclass
-class Peer:
+class PeerConnection:
     """The connection of a shard server, or of a guest, whose address is its URL."""
 
     channel: Channel
@@ -218,7 +218,7 @@ def tally(actors: Iterable[ActorRecord]) -> Message:
 
 
 @dataclass
-class IncompleteVersion:
+class PendingVersion:
     """A version that not all ranks have reported yet."""
 
     version: int

@@ -18,7 +18,7 @@ from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_formats.registry import parse_tool_calls
 from torchtitan.rollout.conversation.turns import TurnReader
 from torchtitan.rollout.data.prompts import PromptMaker
-from torchtitan.rollout.environments.environment_pool import Outcome, Reply
+from torchtitan.rollout.environments.environment_pool import EpisodeOutcome, Reply
 from torchtitan.rollout.flow.episodes import EpisodePlayer
 from torchtitan.rollout.flow.group_maker import GroupMaker
 from torchtitan.rollout.gateway.calls import Call, make_choice
@@ -199,8 +199,8 @@ class Environment:
         self.turns.append((text, marked))
         return Reply([], 0.0, True, [], 0)
 
-    async def finish(self) -> Outcome:
-        return Outcome(None, {})
+    async def finish(self) -> EpisodeOutcome:
+        return EpisodeOutcome(None, {})
 
 
 @pytest.mark.parametrize("name", ["tags that the prompt opens", "special tags", "magistral", "gpt-oss"])

@@ -14,7 +14,7 @@ from torchtitan.inference.engines.embedded import forking
 from torchtitan.inference.engines.embedded.client import EmbeddedClient, read_samples, read_scores
 from torchtitan.inference.placement import threads_per_actor
 from torchtitan.inference.serving.command_line import shared_command
-from torchtitan.inference.types import Call, Completion, GenerateRequest, ScoredTokens
+from torchtitan.inference.types import Completion, EngineCall, GenerateRequest, ScoredTokens
 from torchtitan.utils.child_process import Starter, child_environment
 from torchtitan.utils.machine import host_memory
 
@@ -87,8 +87,8 @@ class Embedded(EngineDescriptor):
         scores = read_scores(answer)
         return ScoredTokens(scores.log_probs, scores.epoch, scores.version)
 
-    def ask_teacher(self, token_ids: list[int], top: int) -> Call:
-        return Call("/v1/score", {"token_ids": token_ids, "top": top})
+    def ask_teacher(self, token_ids: list[int], top: int) -> EngineCall:
+        return EngineCall("/v1/score", {"token_ids": token_ids, "top": top})
 
     def taught(self, token_ids: list[int], top: int, answer: bytes | memoryview) -> TeacherScores:
         scores = read_scores(answer)

@@ -23,8 +23,8 @@ from torchtitan.inference.engines.embedded.forwards import (
     FORWARD_TOKENS,
     BatchSampler,
     Forwards,
-    Part,
     RouteRecorder,
+    SequencePart,
     packs,
     rescore,
 )
@@ -273,8 +273,8 @@ class Engine:
         tokens. Returns whether more can follow at once: what was computed now is what the next one begins with."""
         rows = self._rows
         first = len(rows)
-        full_prompts: list[tuple[Running, Part]] = []
-        prompt_ends: list[tuple[Running, Part]] = []
+        full_prompts: list[tuple[Running, SequencePart]] = []
+        prompt_ends: list[tuple[Running, SequencePart]] = []
         copies: list[tuple[int, int, int, int]] = []
         origins: list[tuple[Running, int]] = []
         new_prefixes: list[Prefix] = []
@@ -303,7 +303,7 @@ class Engine:
                 tokens += len(prompt) - shared
                 if again or (origins and tokens > FORWARD_TOKENS):
                     break
-                (prompt_ends if shared else full_prompts).append((running, Part(prompt, used, shared)))
+                (prompt_ends if shared else full_prompts).append((running, SequencePart(prompt, used, shared)))
                 if count > 1:
                     copies.append((used, used + 1, count - 1, len(prompt)))
             else:
@@ -344,7 +344,7 @@ class Engine:
         self._emit(first, self._make_sampler(first), torch.cat(new_logits))
         return again
 
-    def _forward_prompts(self, parts: list[Part]) -> torch.Tensor:
+    def _forward_prompts(self, parts: list[SequencePart]) -> torch.Tensor:
         self.statistics.prefilled_tokens += sum(part.tokens for part in parts)
         with self.over_whole_sequences():
             return self._forwards.prompts(parts)
@@ -499,7 +499,7 @@ class Engine:
     def _recompute(self) -> None:
         """Keys and values of all rows anew, under the weights in use."""
         # The last token is not in the cache yet: the next step puts it there.
-        parts = [Part(self._rows.of(sequence)[:-1], sequence.row) for sequence in self._rows.sequences]
+        parts = [SequencePart(self._rows.of(sequence)[:-1], sequence.row) for sequence in self._rows.sequences]
         for pack in packs(parts, lambda part: part.tokens):
             self._forward_prompts(pack)
         for sequence in self._rows.sequences:

@@ -50,7 +50,7 @@ MAX_TOP_K = 2**31 - 1
 DRAWN_TOGETHER = 256
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """Tokens of a sequence whose keys and values a forward adds to its row, which has those before `start`."""
 
     token_ids: np.ndarray
@@ -84,7 +84,7 @@ class Forwards:
         positions = torch.arange(max_length, device=cache.device)
         self._rotary_tables = rotary_tables(policy.args, positions, cache.dtype)
 
-    def prompts(self, parts: list[Part]) -> torch.Tensor:
+    def prompts(self, parts: list[SequencePart]) -> torch.Tensor:
         """Fill the cache rows of sequences in one packed forward -> logits after each [N, V].
 
         Either all of them are whole, or their rows hold something already.
@@ -329,7 +329,7 @@ def _inverse(ends: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 @dataclass
-class Choice:
+class SampledTokens:
     """One token per row: token_ids [N] int64, log_probs [N] float32, and per row the kept ids (empty list: all)."""
 
     token_ids: np.ndarray
@@ -365,7 +365,7 @@ class BatchSampler:
             self._top_p = torch.tensor([parameters[row].top_p for row in truncated], device=device)
             self._min_p = torch.tensor([parameters[row].min_p for row in truncated], device=device)
 
-    def __call__(self, logits: torch.Tensor, positions: np.ndarray) -> Choice:
+    def __call__(self, logits: torch.Tensor, positions: np.ndarray) -> SampledTokens:
         """logits [N, V], draw number of each row [N] -> the choice."""
         scaled = scale_logits(logits, self._temperature)
         kept: list[list[int]] | None = None
@@ -387,4 +387,4 @@ class BatchSampler:
                 tokens = torch.where(self._greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
         # As the trainer's head puts it together (logit_tiles.py).
         chosen = scaled.gather(-1, tokens) - (maximum + total.log())[:, None]
-        return Choice(tokens.squeeze(-1).cpu().numpy(), chosen.squeeze(-1).cpu().numpy(), kept)
+        return SampledTokens(tokens.squeeze(-1).cpu().numpy(), chosen.squeeze(-1).cpu().numpy(), kept)

@@ -24,7 +24,7 @@ from torchtitan.distributed.collectives import gather_bytes
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.inference.engines.replicas.replica_pool import (
-    Answer,
+    ReplicaAnswer,
     Round,
     decode_answers,
     encode_answers,
@@ -114,7 +114,7 @@ class Replica:
         self._has_done: set[str] = set()
         self._groups: dict[str, list[Completion | None]] = {}
 
-    def run(self, round_: Round) -> list[Answer] | None:
+    def run(self, round_: Round) -> list[ReplicaAnswer] | None:
         """Generate as the command says (collective). Rank 0 gets the finished requests of all replicas."""
         started = time.perf_counter()
         self._wake_for_generation()
@@ -186,7 +186,7 @@ class Replica:
             faulthandler.cancel_dump_traceback_later()
         self._has_done.add(what)
 
-    def _add(self, request: GenerateRequest) -> Answer | None:
+    def _add(self, request: GenerateRequest) -> ReplicaAnswer | None:
         samples = request.sampling.n
         try:
             for sample in range(samples):
@@ -195,7 +195,7 @@ class Replica:
                 self._engine.add(_name(request.request_id, sample), request.prompt_ids, request.sampling, seed)
         except SampleRefused as error:
             self._engine.cancel([_name(request.request_id, sample) for sample in range(samples)])
-            return Answer(request.request_id, refused=str(error))
+            return ReplicaAnswer(request.request_id, refused=str(error))
         self._groups[request.request_id] = [None] * samples
         return None
 
@@ -204,7 +204,7 @@ class Replica:
             samples = self._groups.pop(request_id, [])
             self._engine.cancel([_name(request_id, sample) for sample, done in enumerate(samples) if done is None])
 
-    def _take(self, name: str, completion: Completion) -> Answer | None:
+    def _take(self, name: str, completion: Completion) -> ReplicaAnswer | None:
         request_id, _, sample = name.rpartition(".")
         samples = self._groups.get(request_id)
         if samples is None:
@@ -214,7 +214,7 @@ class Replica:
         if len(finished) < len(samples):
             return None
         del self._groups[request_id]
-        return Answer(request_id, finished)
+        return ReplicaAnswer(request_id, finished)
 
 
 def _name(request_id: str, sample: int) -> str:

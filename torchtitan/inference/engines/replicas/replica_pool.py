@@ -64,7 +64,7 @@ def _from_json(requests: list[dict[str, Any]]) -> list[GenerateRequest]:
 
 
 @dataclass
-class Answer:
+class ReplicaAnswer:
     """All completions of one request, or the engine's reason for refusing it."""
 
     request_id: str
@@ -74,7 +74,7 @@ class Answer:
     """The name of the replica that it comes from, once it has arrived"""
 
 
-def encode_answers(answers: list[Answer]) -> bytes:
+def encode_answers(answers: list[ReplicaAnswer]) -> bytes:
     if not answers:
         return b""
     rows: list[dict[str, Any]] = []
@@ -84,13 +84,13 @@ def encode_answers(answers: list[Answer]) -> bytes:
     return json.dumps(rows).encode()
 
 
-def decode_answers(data: bytes) -> list[Answer]:
+def decode_answers(data: bytes) -> list[ReplicaAnswer]:
     if not data:
         return []
-    answers: list[Answer] = []
+    answers: list[ReplicaAnswer] = []
     for row in json.loads(data):
         completions = [Completion.from_json(completion) for completion in row["completions"]]
-        answers.append(Answer(row["request_id"], completions, row["refused"]))
+        answers.append(ReplicaAnswer(row["request_id"], completions, row["refused"]))
     return answers
 
 
@@ -99,7 +99,7 @@ class _Waiting:
     request: GenerateRequest
     min_version: int
     loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[Answer] = field(repr=False)
+    answer: asyncio.Future[ReplicaAnswer] = field(repr=False)
     replica: int = 0
     version: int | None = None
     """That the replica held when it was given the request"""
@@ -164,7 +164,7 @@ class ReplicaPool:
                 raise failed_too_often(request.request_id, failures, self._max_retries)
             self._redone += 1
 
-    async def _answer(self, request: GenerateRequest, min_version: int) -> Answer:
+    async def _answer(self, request: GenerateRequest, min_version: int) -> ReplicaAnswer:
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._closed:
@@ -228,7 +228,7 @@ class ReplicaPool:
         self._round_began = time.monotonic()
         return Round(make_label(self._epoch, version), self._steps, requests, cancelled)
 
-    def finish_round(self, answers: list[Answer]) -> None:
+    def finish_round(self, answers: list[ReplicaAnswer]) -> None:
         """Hand the answers to their callers."""
         assert self._round_began is not None
         self._pace(time.monotonic() - self._round_began)
@@ -254,6 +254,6 @@ def replica_name(number: int) -> str:
     return f"replica-{number}"
 
 
-def _resolve(future: asyncio.Future[Answer], answer: Answer) -> None:
+def _resolve(future: asyncio.Future[ReplicaAnswer], answer: ReplicaAnswer) -> None:
     if not future.done():
         future.set_result(answer)

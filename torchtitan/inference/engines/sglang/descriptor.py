@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
-from torchtitan.inference.engines.sglang.engine import ENGINE, Row, Sample
+from torchtitan.inference.engines.sglang.engine import ENGINE, SampledSequence, TokenLogProb
 from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
 from torchtitan.inference.placement import EngineMemory
-from torchtitan.inference.types import Call
+from torchtitan.inference.types import EngineCall
 from torchtitan.utils.typed_json import decode
 
 
@@ -46,18 +46,18 @@ class SGLangServer(ServedEngine):
         """Its share (--mem-fraction-static) is of weights and KV cache alone."""
         return memory.utilization(device_bytes, static=True)
 
-    def ask_teacher(self, token_ids: list[int], top: int) -> Call:
+    def ask_teacher(self, token_ids: list[int], top: int) -> EngineCall:
         call = self.foreign.score(token_ids)
-        return Call(call.path, {**call.body, "top_logprobs_num": top}) if top else call
+        return EngineCall(call.path, {**call.body, "top_logprobs_num": top}) if top else call
 
     def taught(self, token_ids: list[int], top: int, answer: bytes | memoryview) -> TeacherScores:
-        about = decode(Sample, answer, len(answer)).meta_info
+        about = decode(SampledSequence, answer, len(answer)).meta_info
         log_probs = [row.logprob for row in about.input_token_logprobs[1:]]
         rows = (about.input_top_logprobs or [])[1:] if top else []
         return TeacherScores(log_probs, [_likeliest(row or []) for row in rows])
 
 
-def _likeliest(row: Sequence[Row]) -> list[tuple[float | None, int | None]]:
+def _likeliest(row: Sequence[TokenLogProb]) -> list[tuple[float | None, int | None]]:
     return [(entry.logprob, entry.token_id) for entry in row]
 
 

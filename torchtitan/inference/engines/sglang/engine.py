@@ -42,9 +42,9 @@ from torchtitan.inference.serving.joining import overridden_facts
 from torchtitan.inference.serving.middleware import PREFIX_KEYS
 from torchtitan.inference.types import (
     TAGS,
-    Call,
     Capabilities,
     Completion,
+    EngineCall,
     GenerateRequest,
     ScoredTokens,
     Tag,
@@ -288,7 +288,7 @@ class SGLang(ForeignEngine):
                 environment[CORES_VARIABLE] = os.environ.get(CORES_VARIABLE) or own_cores
         return arguments, environment
 
-    def generate(self, request: GenerateRequest) -> Call:
+    def generate(self, request: GenerateRequest) -> EngineCall:
         """One call: the same prompt n times, each with a seed of its own."""
         sampling = request.sampling
         most = MAX_KEPT if sampling.truncated else ALL_TOKENS
@@ -314,12 +314,12 @@ class SGLang(ForeignEngine):
             # See vllm/engine.py.
             "cache_salt": request.request_id,
         }
-        return Call("/generate", body)
+        return EngineCall("/generate", body)
 
     def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
-        return [_completion(sample, request) for sample in decode(list[Sample], answer, len(answer))]
+        return [_completion(sample, request) for sample in decode(list[SampledSequence], answer, len(answer))]
 
-    def score(self, token_ids: list[int]) -> Call:
+    def score(self, token_ids: list[int]) -> EngineCall:
         """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
         body = {
             "input_ids": token_ids,
@@ -327,10 +327,10 @@ class SGLang(ForeignEngine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        return Call("/generate", body)
+        return EngineCall("/generate", body)
 
     def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
-        about = decode(Sample, answer, len(answer)).meta_info
+        about = decode(SampledSequence, answer, len(answer)).meta_info
         given = [row.token_id for row in about.input_token_logprobs]
         # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
         if len(given) != len(token_ids) or any(
@@ -359,7 +359,7 @@ def cores_of_workers(workers: int, cores: list[int]) -> str:
     return "|".join(",".join(map(str, share or [cores[i % len(cores)]])) for i, share in enumerate(shares))
 
 
-class Row(msgspec.Struct, array_like=True):
+class TokenLogProb(msgspec.Struct, array_like=True):
     """A token, and its text behind these two. The first one of a prompt has no log-prob."""
 
     logprob: float | None
@@ -372,31 +372,31 @@ class _End(msgspec.Struct):
 
 class _About(msgspec.Struct):
     finish_reason: _End | None = None
-    output_token_logprobs: list[Row] = []
+    output_token_logprobs: list[TokenLogProb] = []
     output_token_sampling_logprobs: list[float] | None = None
     output_token_sampling_mask: list[list[Natural]] | None = None
-    input_token_logprobs: list[Row] = []
-    input_top_logprobs: list[list[Row] | None] | None = None
+    input_token_logprobs: list[TokenLogProb] = []
+    input_top_logprobs: list[list[TokenLogProb] | None] | None = None
     weight_version: str | None = None
     weight_versions: list[LabelledSpan] | None = None
     routed_experts: str | None = None
 
 
-class Sample(msgspec.Struct):
+class SampledSequence(msgspec.Struct):
     """What is said of one sequence."""
 
     meta_info: _About
     output_ids: list[Natural] = []
 
 
-def _log_probs(rows: list[Row]) -> list[float]:
+def _log_probs(rows: list[TokenLogProb]) -> list[float]:
     found = [row.logprob for row in rows if row.logprob is not None]
     if len(found) < len(rows):
         raise Malformed("a log-prob is missing")
     return found
 
 
-def _completion(sample: Sample, request: GenerateRequest) -> Completion:
+def _completion(sample: SampledSequence, request: GenerateRequest) -> Completion:
     about, token_ids = sample.meta_info, sample.output_ids
     finished = None if about.finish_reason is None else FINISHED.get(about.finish_reason.type)
     if finished is None:

@@ -21,9 +21,9 @@ from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import Facts
 from torchtitan.inference.engines.options import engine_words, read_options
 from torchtitan.inference.types import (
-    Call,
     Capabilities,
     Completion,
+    EngineCall,
     FinishReason,
     GenerateRequest,
     NoVersion,
@@ -434,7 +434,7 @@ class ForeignEngine:
 
     # How to ask for tokens and read the answers: pure functions
 
-    def generate(self, request: GenerateRequest) -> Call:
+    def generate(self, request: GenerateRequest) -> EngineCall:
         """Return the call for this request. Raises RequestRefused if the engine does not support it."""
         raise NotImplementedError
 
@@ -445,7 +445,7 @@ class ForeignEngine:
         """
         raise NotImplementedError
 
-    def score(self, token_ids: list[int]) -> Call:
+    def score(self, token_ids: list[int]) -> EngineCall:
         """Return the call that asks for the log-probs of these tokens."""
         raise NotImplementedError
 

@@ -48,7 +48,7 @@ from torchtitan.inference.placement import (
     threads_per_actor,
 )
 from torchtitan.inference.serving.command_line import shared_command, shared_settings
-from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens
+from torchtitan.inference.types import Capabilities, Completion, EngineCall, GenerateRequest, ScoredTokens
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import applied_bytes
 from torchtitan.utils.machine import is_loopback
@@ -195,7 +195,7 @@ class AgentClient(ActorClient):
         if self._engine is not None:
             await self._engine.close()
 
-    async def _ask(self, phase: str, call: Call, timeout_s: float, most_bytes: int) -> Pieces:
+    async def _ask(self, phase: str, call: EngineCall, timeout_s: float, most_bytes: int) -> Pieces:
         if self._engine is None:
             raise ActorNotReady(phase, "the agent has not reported yet where its engine is")
         # If this is cancelled, the closed connection makes the engine drop the request.

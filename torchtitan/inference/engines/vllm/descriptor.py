@@ -12,7 +12,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
 from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
 from torchtitan.inference.engines.vllm.engine import ENGINE, Row
-from torchtitan.inference.types import Call
+from torchtitan.inference.types import EngineCall
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.utils.machine import wheel_version
 from torchtitan.utils.typed_json import decode
@@ -64,10 +64,10 @@ class VLLMServer(ServedEngine):
             return ""
         return super().digest_problem(config)
 
-    def ask_teacher(self, token_ids: list[int], top: int) -> Call:
+    def ask_teacher(self, token_ids: list[int], top: int) -> EngineCall:
         """A server that others have started has this route, and perhaps not that of engine.py."""
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
-        return Call("/v1/completions", body)
+        return EngineCall("/v1/completions", body)
 
     def taught(self, token_ids: list[int], top: int, answer: bytes | memoryview) -> TeacherScores:
         (choice, *_) = decode(_TeacherAnswer, answer, len(answer)).choices

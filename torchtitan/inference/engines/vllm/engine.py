@@ -39,7 +39,15 @@ from torchtitan.inference.engines.sidecar.foreign_engine import (
 )
 from torchtitan.inference.engines.vllm.serve import BACKEND, FIXED_VARIABLES
 from torchtitan.inference.serving.joining import PROCESSED, overridden_facts
-from torchtitan.inference.types import Call, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag, VersionSpan
+from torchtitan.inference.types import (
+    Capabilities,
+    Completion,
+    EngineCall,
+    GenerateRequest,
+    ScoredTokens,
+    Tag,
+    VersionSpan,
+)
 from torchtitan.models.shape.composite import is_composite
 from torchtitan.utils.machine import has_gpu, host_memory
 from torchtitan.utils.typed_json import Natural, decode
@@ -285,7 +293,7 @@ class VLLM(ForeignEngine):
 
         return DirectLoader(control, options)
 
-    def generate(self, request: GenerateRequest) -> Call:
+    def generate(self, request: GenerateRequest) -> EngineCall:
         """One call; vLLM seeds sample i with seed + i."""
         sampling = request.sampling
         body = {
@@ -309,16 +317,16 @@ class VLLM(ForeignEngine):
             # that it holds (PrefixKeyMiddleware): one that it does not know could outlive them.
             "cache_salt": request.request_id,
         }
-        return Call(GENERATE, body)
+        return EngineCall(GENERATE, body)
 
     def completions(self, request: GenerateRequest, answer: bytes | memoryview) -> list[Completion]:
         choices = sorted(decode(_Answer, answer, len(answer)).choices, key=lambda choice: choice.index)
         return [_completion(choice, request) for choice in choices]
 
-    def score(self, token_ids: list[int]) -> Call:
+    def score(self, token_ids: list[int]) -> EngineCall:
         """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
-        return Call(GENERATE, {"token_ids": token_ids, "sampling_params": sampling})
+        return EngineCall(GENERATE, {"token_ids": token_ids, "sampling_params": sampling})
 
     def scored(self, token_ids: list[int], answer: bytes | memoryview) -> ScoredTokens:
         scores = decode(_Scores, answer, len(answer))
