@@ -45,7 +45,7 @@ def test_a_setting_counts_for_both(machine: Callable[[str], None]) -> None:
     assert (os.environ[addresses.GLOO_VARIABLE], os.environ[addresses.NCCL_VARIABLE]) == ("ib0", "=ib0")
 
 
-def test_what_others_cannot_reach_is_refused_with_what_there_is(machine: Callable[[str], None]) -> None:
+def test_an_unreachable_address_is_refused_with_the_interfaces_there_are(machine: Callable[[str], None]) -> None:
     machine("127.0.1.1")  # as Debian has a machine's own name in /etc/hosts
     with pytest.raises(UserError, match="'gpu1' is 127.0.1.1 .*comm.interface to one of: .*eth0 10.0.0.8"):
         addresses.choose_interface("", "gpu1")

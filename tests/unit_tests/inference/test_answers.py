@@ -151,7 +151,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_nothing_is_built_of_what_is_no_answer(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_answer_is_refused_before_memory_is_allocated(
+    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template, reason = REFUSED[kind]
     monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0 if where == "elsewhere" else 1 << 20)
     data = template.replace(b"%s", EMPTY)
@@ -170,7 +172,7 @@ def test_nothing_is_built_of_what_is_no_answer(kind: str, where: str, monkeypatc
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_what_is_wrong_with_an_answer_decides_what_is_done(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_answer_raises_the_error_of_its_cause(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if where == "elsewhere":
         monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
 
@@ -295,7 +297,7 @@ def raises(about: dict[str, Any], _answer: bytes | memoryview) -> bytes:
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 @pytest.mark.parametrize("how", ["memory", "end", "system"])
-def test_whatever_a_reading_function_raises_refuses_the_answer(
+def test_an_exception_of_a_reading_function_refuses_the_answer(
     how: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0 if where == "elsewhere" else 1 << 20)

@@ -63,7 +63,7 @@ async def finished(tasks: list[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
 
 
 @asynchronous
-async def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
+async def test_an_abandoned_request_is_cancelled_in_the_engine() -> None:
     shared = pool()
     task = asyncio.create_task(shared.generate(request()))
     other = asyncio.create_task(shared.generate(request(n=1)))
@@ -92,7 +92,7 @@ async def test_a_refusal_ends_the_run_with_the_engines_words() -> None:
 
 
 @asynchronous
-async def test_what_could_not_be_trained_on_is_sampled_again_a_few_times() -> None:
+async def test_an_answer_with_invalid_log_probs_is_sampled_again_within_a_bound() -> None:
     shared = pool()
     task = asyncio.create_task(shared.generate(request("g-8", n=1)))
     spoilt = replace(completion("a.0"), log_probs=[math.nan])

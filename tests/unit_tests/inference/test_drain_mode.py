@@ -97,7 +97,7 @@ def versions(completions: list[Completion]) -> list[list[tuple[int, int, int]]]:
     return [[(span.version, span.start, span.end) for span in one.spans] for one in completions]
 
 
-def test_what_has_begun_ends_under_its_version_and_what_waits_begins_under_the_new_one(
+def test_started_requests_end_under_their_version_and_queued_ones_start_under_the_new(
     serve: Callable[..., Served], tmp_path: Path
 ) -> None:
     served = serve(rows=3, activity=tmp_path / "activity.jsonl")

@@ -181,7 +181,7 @@ def test_another_machines_folder_is_left_alone(temporary: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, None])
-def test_what_a_killed_owner_has_left_goes_at_the_next_start(temporary: Path, how: int | None) -> None:
+def test_the_folder_of_a_killed_owner_is_removed_at_the_next_start(temporary: Path, how: int | None) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdin is not None and owner.stdout is not None
     left = Path(owner.stdout.readline().strip())

@@ -169,7 +169,9 @@ async def test_a_server_that_comes_back_as_another_is_out_until_it_is_what_the_r
 
 @pytest.mark.parametrize("has_answer", [True, False])
 @asynchronous
-async def test_what_cannot_be_known_of_a_server_is_said(checkpoint: Path, tmp_path: Path, has_answer: bool) -> None:
+async def test_unverifiable_settings_of_a_server_are_reported(
+    checkpoint: Path, tmp_path: Path, has_answer: bool
+) -> None:
     server = StandInActor(facts=offered(checkpoint) if has_answer else None)
     server.unverified = ["log-probs"]
     async with server.running() as url:

@@ -181,7 +181,7 @@ def test_an_actor_that_cannot_be_looked_at_is_given_up(tmp_path: Path) -> None:
     assert len(failed) == 3 and {event["actor"] for event in failed} == {"actor-1"}
 
 
-def test_nothing_is_sampled_without_a_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_parity_guard_stops_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(pool: InferencePool, honest: Liar, other: Liar) -> None:
         await eventually(lambda: pool._guard is not None and pool._guard.done())
         with pytest.raises(UserError, match="the actors. weights are no longer compared"):
@@ -234,7 +234,7 @@ def test_an_actor_that_is_wrong_every_time_is_given_up_and_the_last_one_ends_the
     assert sorted(event["failures"] for event in of(events, "weights_differ")) == [1, 1, 2, 2, 3, 3]
 
 
-def test_who_cannot_be_asked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_whose_weights_cannot_be_compared_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "SILENT_S", 0.3)
 
     async def scenario(pool: InferencePool, unable: Liar, busy: Liar) -> None:

@@ -100,7 +100,7 @@ def test_turns_of_latent_attention_and_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-def test_nothing_is_computed_on_older_keys(
+def test_prefixes_of_older_weights_are_not_reused(
     tiny_checkpoint: Callable[..., Path], in_flight: Literal["keep", "recompute"]
 ) -> None:
     trainer = load_policy(tiny_checkpoint())

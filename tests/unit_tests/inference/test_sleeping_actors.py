@@ -140,7 +140,7 @@ def request(name: str) -> GenerateRequest:
     return GenerateRequest(name, IDS, SamplingParameters(4))
 
 
-def test_nothing_is_asked_of_sleeping_actors_and_everything_when_they_are_awake(tmp_path: Path) -> None:
+def test_sleeping_actors_get_no_requests_until_they_are_awake(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
         pool.answers.expect(0, IDS, [-1.0] * 3)
         await pool.sleep()
@@ -166,7 +166,7 @@ def test_nothing_is_asked_of_sleeping_actors_and_everything_when_they_are_awake(
     assert {event["kind"] for event in events} <= {"actor_ready", "weights_probed"}
 
 
-def test_what_runs_is_let_finish_and_who_does_not_finish_stays_awake(tmp_path: Path) -> None:
+def test_running_requests_finish_before_sleep_and_a_busy_actor_stays_awake(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
         for sleeper in (first, second):
             sleeper.goes_on.clear()

@@ -42,7 +42,7 @@ def imports_of_vllm() -> Iterator[tuple[str, str]]:
                 yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-def test_what_is_imported_is_there(sources: Path | zipfile.Path) -> None:
+def test_every_name_imported_from_vllm_exists(sources: Path | zipfile.Path) -> None:
     wanted = sorted(set(imports_of_vllm()))
     assert ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload") in wanted
     there = {module: names_in(sources, module) for module, _ in wanted}

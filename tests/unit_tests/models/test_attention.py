@@ -134,7 +134,7 @@ def test_further_keys_change_neither_attention_nor_its_gradients(monkeypatch: py
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_the_operator_registers_holds() -> None:
+def test_packed_attention_passes_torchs_operator_checks() -> None:
     """torch's own checks: the fake kernels' shapes, the schema, gradients under the compiler."""
     q, k, v = (torch.randn(12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     layout = PackedLayout([5, 4, 2])

@@ -78,7 +78,9 @@ class TestProducts:
         monkeypatch.setattr(F, "linear", kernel)
         assert batch_invariance._row_step(((16, 700),), threads) == step
 
-    def test_what_is_not_found_is_said_in_one_line(self, monkeypatch: pytest.MonkeyPatch, look_again: None) -> None:
+    def test_missing_invariant_sizes_are_reported_in_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, look_again: None
+    ) -> None:
         monkeypatch.setattr(F, "linear", lambda x, weight: LINEAR(x, weight) + len(x))
         sizes = invariant_sizes(ARGS, torch.float32, CPU)
         assert sizes.rows == batch_invariance.USUAL_ROWS and sizes.unmet == ("matrix products",)

@@ -92,7 +92,7 @@ def test_further_chat_templates_are_in_the_export(model: Path, tmp_path: Path) -
         ("lm_head.weight", 1e-7, False),  # zero, or of one bit
     ],
 )
-def test_what_float16_cannot_hold_is_exported_as_float32(
+def test_weights_out_of_float16s_range_are_exported_as_float32(
     model: Path, tmp_path: Path, name: str, factor: float, fits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = load_policy(model)

@@ -239,7 +239,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
+def test_defaults_of_a_config_are_those_of_transformers(family: str) -> None:
     import transformers
 
     config = {**SIZES, "num_hidden_layers": 8, "num_experts_per_tok": 1, "num_attention_heads": 64, "hidden_size": 640}
@@ -291,7 +291,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
         ({"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}, ""),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_config_keys_without_support_are_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **changes}))
     if not said:
         read_model_args(tmp_path)

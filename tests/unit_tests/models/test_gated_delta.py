@@ -294,7 +294,7 @@ def test_operations_of_a_layer() -> None:
         ({"linear_key_head_dim": None}, "linear_key_head_dim must be a whole number, not null"),
     ],
 )
-def test_what_a_config_asks_for_and_is_not_there_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_an_unsupported_delta_config_is_refused(changes: dict[str, Any], said: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
     with pytest.raises(UserError, match=said):
         ModelArgs.from_hf_config({"model_type": "qwen3_5_text", "vocab_size": 128, **sizes, **changes})

@@ -246,7 +246,7 @@ def test_accumulating_needs_a_plain_backward() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_nothing_is_added_without_a_backward(accumulate: bool) -> None:
+def test_a_forward_without_a_backward_adds_no_gradient(accumulate: bool) -> None:
     case = make(5, 20)
     weight = case.weight[0]
     weight.grad = torch.ones_like(weight)

@@ -175,7 +175,7 @@ def test_product_and_gradient_in_float64(dtype: torch.dtype, tolerance: float, c
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_nothing_keeps_the_weight_for_the_backward(compiled: bool) -> None:
+def test_a_quantized_layer_keeps_no_full_weight_for_the_backward(compiled: bool) -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
     layer = layer_of(weight, torch.zeros(96))
     x = torch.randn(2, 128, requires_grad=True)

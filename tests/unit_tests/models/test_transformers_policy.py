@@ -204,7 +204,9 @@ def test_layers_that_the_file_does_not_name_are_refused_by_name(tmp_path: Path) 
         ({"rms_norm_eps": "small"}, "cannot make a model of its config.json"),
     ],
 )
-def test_what_is_not_trained_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_untrained_features_of_foreign_layers_are_refused_by_name(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     directory = make_foreign("seed_oss", tmp_path)
     config = json.loads((directory / "config.json").read_text()) | changes
     (directory / "config.json").write_text(json.dumps(config))
@@ -226,7 +228,7 @@ def test_a_model_that_mixes_sequences_is_refused(mixed: Any, tolerance: float, t
         check_packing(policy, tolerance)
 
 
-def test_what_its_layers_lack_is_refused_at_once(tmp_path: Path) -> None:
+def test_settings_that_foreign_layers_lack_are_all_refused_at_once(tmp_path: Path) -> None:
     config = JobConfig()
     config.model.hf_assets_path = str(make_foreign("olmoe", tmp_path))
     (tmp_path / "tokenizer.json").touch()

@@ -31,7 +31,7 @@ def test_functions_and_coroutines_run_in_one_thread(loop: BackgroundLoop) -> Non
         loop.call(divmod, 1, 0)
 
 
-def test_what_does_not_answer_in_time_is_an_error_for_people_and_cancelled(loop: BackgroundLoop) -> None:
+def test_a_call_past_its_deadline_is_cancelled_with_a_message(loop: BackgroundLoop) -> None:
     with pytest.raises(UserError, match=r"no answer within 0\.05 s"):
         loop.call(later, 3, 60.0, timeout_s=0.05)
     release = threading.Event()
@@ -43,7 +43,7 @@ def test_what_does_not_answer_in_time_is_an_error_for_people_and_cancelled(loop:
     assert loop.call(later, 4) == 4, "the loop goes on"
 
 
-def test_a_timeout_of_the_functions_own_stays_what_it_is(loop: BackgroundLoop) -> None:
+def test_a_timeout_raised_by_the_function_is_passed_on(loop: BackgroundLoop) -> None:
     async def impatient() -> None:
         await asyncio.wait_for(asyncio.sleep(60.0), 0.01)
 

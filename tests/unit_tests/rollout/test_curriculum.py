@@ -140,7 +140,7 @@ def test_every_minibatch_has_its_part_of_the_passes(count: int, names: tuple[str
         assert {len(part) for part in own} == {60 // sources // count}
 
 
-def test_what_is_known_is_forgotten() -> None:
+def test_estimates_of_a_curriculum_decay_with_their_age() -> None:
     stream = make_stream([str(i) for i in range(30)], half_life=2.0)
     play(stream, 30, differ)
     weigh = [0.0] * 30

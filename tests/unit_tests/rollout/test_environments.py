@@ -62,7 +62,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_what_an_environment_has_started_stays_for_its_next_episode(tmp_path: Path) -> None:
+def test_an_environments_processes_stay_for_its_next_episode(tmp_path: Path) -> None:
     """As a kernel, a browser or a shell; and the bytes of a row arrive as bytes."""
 
     async def work(pool: EnvironmentPool) -> Any:
@@ -179,7 +179,7 @@ def test_classes_of_other_libraries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("action", "said"), [("two", r"\('seen', 1.0\)"), ("text", "'false'")])
-def test_what_a_step_returned_instead_is_shown(tmp_path: Path, action: str, said: str) -> None:
+def test_a_step_of_a_wrong_type_is_refused_with_what_it_returned(tmp_path: Path, action: str, said: str) -> None:
     async def work(pool: EnvironmentPool) -> None:
         for one in ("none", action):
             async with await pool.episode() as episode:
@@ -277,7 +277,7 @@ def test_a_tool_that_lacks_a_key_says_so_to_people_too(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["itself", "with its limit", "with its worker"])
-def test_nothing_outlives_the_command_that_started_it(tmp_path: Path, ends: str) -> None:
+def test_processes_of_an_agent_end_with_its_command(tmp_path: Path, ends: str) -> None:
     """Its reward is there when it has ended, though what it leaves behind holds its output open."""
     config, mark = JobConfig(), tmp_path / "pid"
     rest = {"itself": "echo 0.5", "with its limit": "wait", "with its worker": "kill -9 $PPID; wait"}[ends]
@@ -384,7 +384,7 @@ def test_synchronous_agents_neither_wait_for_nor_end_with_others(tmp_path: Path)
     assert asyncio.run(forty()) == [1.0] * 7 + ["SystemExit: 3"] + [1.0] * 32
 
 
-def test_what_an_agent_returns_is_awaited(tmp_path: Path) -> None:
+def test_an_awaitable_reward_of_an_agent_is_awaited(tmp_path: Path) -> None:
     config = JobConfig()
     config.environment.agent = f"{HERE}:wrapped"
 
@@ -420,6 +420,8 @@ def test_arguments_of_a_parser_that_json_cannot_hold_are_told_to_the_policy(tmp_
         ("Counter", ("weather",), "cannot have tools"),
     ],
 )
-def test_what_is_no_environment_is_refused(tmp_path: Path, factory: str, tools: tuple[str, ...], word: str) -> None:
+def test_an_environment_without_its_methods_is_refused(
+    tmp_path: Path, factory: str, tools: tuple[str, ...], word: str
+) -> None:
     with pytest.raises(UserError, match=word):
         run(tmp_path, work_of_one, factory, tools)

@@ -101,7 +101,7 @@ def prompts_of(count: int, **columns: object) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("factory", ["Sound", "Raises", "Exits", "KillsItself", "Swells", "HasNoReward"])
-def test_what_a_sample_causes_has_not_passed(tmp_path: Path, factory: str) -> None:
+def test_samples_that_make_their_environment_fail_have_not_passed(tmp_path: Path, factory: str) -> None:
     """All episodes are in one process at a time, and none is blamed for another."""
     # The first process of a namespace does not die of its own signals.
     config = make_config(factory, isolate=False if factory == "KillsItself" else "auto")
@@ -117,7 +117,7 @@ def test_what_a_sample_causes_has_not_passed(tmp_path: Path, factory: str) -> No
     assert figures["eval/truncated_fraction"] == 0 and figures["eval/length_mean"] == 1
 
 
-def test_what_misses_its_deadline_stands_beside_and_the_interval_spans_both_outcomes(tmp_path: Path) -> None:
+def test_samples_past_their_deadline_are_lost_and_widen_the_interval(tmp_path: Path) -> None:
     config = make_config("Hangs", step_timeout_s=3.0, max_retries=0)
     figures, said, statistics = evaluate(config, tmp_path, prompts_of(3))
     even = [sum(number % 2 == 0 for number in group) for group in said]
@@ -129,7 +129,7 @@ def test_what_misses_its_deadline_stands_beside_and_the_interval_spans_both_outc
     assert figures["eval/interval_high"] == 1.0
 
 
-def test_what_the_machine_causes_is_redone(tmp_path: Path) -> None:
+def test_episodes_that_the_machine_ends_are_redone(tmp_path: Path) -> None:
     figures, said, statistics = evaluate(
         make_config("IsKilledOnce", isolate=False), tmp_path, prompts_of(3, once=str(tmp_path / "once"))
     )

@@ -328,7 +328,7 @@ async def test_calls_that_one_list_holds_are_one_text_of_which_the_first_is_retu
 
 
 @asynchronous
-async def test_what_an_answer_repeats_of_the_request_is_true(tmp_path: Path) -> None:
+async def test_an_answer_repeats_the_requests_own_settings(tmp_path: Path) -> None:
     stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
     async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
         program = Program("responses", http, url, await opened(server, "s", stop), False, TOOLS)

@@ -45,7 +45,7 @@ def noise(generator: random.Random) -> str:
     return "".join(generator.choices(PIECES, k=generator.randint(0, 12)))
 
 
-def test_whole_conversations_are_what_transformers_renders(tokenizer: Tokenizer) -> None:
+def test_new_conversations_are_rendered_as_by_transformers(tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizer.directory)
     messages: list[dict[str, Any]] = [
@@ -123,7 +123,7 @@ def test_results_name_the_function_that_was_called(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>tool:look says x<|im_end|>"
 
 
-def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
+def test_sampled_turns_are_never_rendered_again(tokenizer: Tokenizer) -> None:
     """Whatever tokens the policy samples, ended or cut off: the next prompt holds them, and behind them what the
     template puts there, and what the policy is told of calls that cannot be read."""
     renderer, generator = ChatRenderer(tokenizer), random.Random(2)

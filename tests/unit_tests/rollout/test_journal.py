@@ -115,7 +115,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         decode_batch(data)
 
 
-def test_what_was_given_is_written_once() -> None:
+def test_a_journal_writes_a_repeated_prompt_once() -> None:
     """A group's prompt may be long, and every branch of a trajectory may repeat it."""
     turn = completion_of(make_batch(0).samples[0])
     sample = Sample([Branch([Given(list(range(1000))), turn])] * 2, "stop", 1.0)

@@ -52,7 +52,7 @@ class UnevenActors(FakeActors):
 @pytest.mark.slow
 @given(st.integers(0, 2), st.sampled_from([0.3, 0.6, 1.0]), st.integers(0, 2**32), st.sampled_from([0, 20, 500]))
 @settings(max_examples=30)
-def test_whatever_finishes_first_the_same_groups_are_trained_on(
+def test_batches_have_the_same_groups_whatever_finishes_first(
     max_staleness: int, usable_share: float, seed: int, longest: int
 ) -> None:
     usable = [Random(f"{seed} {index}").random() < usable_share for index in range(1000)]

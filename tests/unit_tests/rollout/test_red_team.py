@@ -124,13 +124,15 @@ async def said_by(kind: str, config: JobConfig, run: Path, *texts: str) -> list[
 
 @pytest.mark.parametrize("tool", isolation.NAMES)
 @pytest.mark.parametrize("kind", ["reward", "tool", "environment", "agent", "command"])
-def test_nothing_is_reached(kind: str, tool: str, about: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolated_code_reaches_nothing_outside(
+    kind: str, tool: str, about: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, run, text = config_with(tool, monkeypatch), Path(about["run"]), json.dumps(about)
     working = said_by_reward(config, run, text) if kind == "reward" else said_by(kind, config, run, text)
     assert asyncio.run(asyncio.wait_for(working, PATIENCE_S)) in (["[]"], [0.0])
 
 
-def test_without_isolation_it_is_reached(about: dict[str, Any]) -> None:
+def test_code_without_isolation_reaches_what_is_outside(about: dict[str, Any]) -> None:
     """The attempts are real: without isolation most of them succeed."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.red_team"], input=json.dumps(about), capture_output=True, text=True, check=True,
@@ -150,7 +152,7 @@ def test_without_isolation_it_is_reached(about: dict[str, Any]) -> None:
         ("leave a process behind", "done"), ("kill all it can", ""), ("hang", "no answer within"),
     ],
 )  # fmt: skip
-def test_what_it_costs_is_bounded(
+def test_isolated_code_has_bounded_costs(
     attempt: str, word: str, about: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = next((one for one in isolation.NAMES if not isolation.problem_of(one)), "bwrap")

@@ -118,7 +118,7 @@ def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch
     assert isolation.find_isolation("auto", False)[1].startswith("not isolated: this system cannot")
 
 
-def test_what_a_worker_leaves_behind_ends_with_it() -> None:
+def test_folders_of_a_reward_worker_are_removed_with_it() -> None:
     completions = completions_of("a")
 
     async def run(pool: RewardPool) -> bool:

@@ -407,7 +407,7 @@ def test_a_group_that_is_redone_asks_for_the_same_random_numbers() -> None:
     assert len(set(seeds(0) + seeds(1))) == 100
 
 
-def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
+def test_actors_that_sleep_between_batches_generate_nothing_ahead() -> None:
     actors = FakeActors()
     config = make_config(max_staleness=2)
     config.grpo.async_weight_update, config.inference.engine.sleep_level = False, 1

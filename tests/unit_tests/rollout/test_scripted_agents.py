@@ -415,7 +415,7 @@ async def test_an_episode_is_what_its_main_conversation_received(tmp_path: Path,
                 assert all(one["stderr"] == STDERR for one in written)
 
 
-def test_what_fails_alike_is_said_after_five_in_a_row(tmp_path: Path) -> None:
+def test_equal_failures_are_reported_after_five_in_a_row(tmp_path: Path) -> None:
     log = FailureLog(EventLog(tmp_path / "events.jsonl"))
     for kind in ("unasked", "unasked", "timeout", *["unasked"] * 30):
         log.attempt_failed(kind, "run", f"why {kind}", "lost", STDERR)

@@ -124,7 +124,7 @@ def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_droppe
     assert TRIALS * BATCHES == 10_000 and checked > 8000
 
 
-def test_what_is_ahead_is_what_comes_and_a_saved_mix_goes_on() -> None:
+def test_upcoming_batches_come_as_announced_and_a_saved_scheduler_goes_on() -> None:
     scheduler = SourceScheduler({"a": 3, "b": 1, "c": 0.7}, 5)
     ahead = [scheduler.upcoming(name, 40) for name in scheduler.names]
     other = SourceScheduler({"a": 3, "b": 1, "c": 0.7}, 5)

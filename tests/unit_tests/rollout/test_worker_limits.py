@@ -317,7 +317,7 @@ def test_code_in_an_editable_installation_is_seen(home: Path, monkeypatch: pytes
     assert found == [package]
 
 
-def test_what_is_withheld_is_known(home: Path) -> None:
+def test_files_of_the_home_folder_are_withheld_and_missing_ones_are_not(home: Path) -> None:
     assert seen_files.is_withheld(str(home / "notes.txt"))
     assert not seen_files.is_withheld(str(home / "nothing")) and not seen_files.is_withheld("/usr/bin")
 

@@ -127,7 +127,7 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("mode", "expected"), [("async", ["cuda:3", "beside cuda:3"]), ("disabled", ["cpu", "beside cpu"])]
 )
-def test_what_writes_in_the_background_waits_for_no_computation(
+def test_background_saves_wait_for_no_computation(
     mode: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor has it another GPU's stream; a save that the run waits for reads what was computed, so it must wait."""

@@ -185,14 +185,14 @@ def test_mistakes_in_the_program_are_not_hidden(tmp_path: Path) -> None:
         evaluate(make(tmp_path, Actors(error=ZeroDivisionError())))
 
 
-def test_what_takes_too_long_is_cancelled(tmp_path: Path) -> None:
+def test_an_evaluation_past_its_deadline_cancels_its_requests(tmp_path: Path) -> None:
     actors = Actors(delay=60.0)
     evaluator = make(tmp_path, actors, timeout_s=0.2)
     assert evaluate(evaluator) is None
     assert "not done within 0" in read_json_lines(evaluator.events.path)[0]["reason"] and actors.cancelled == 4
 
 
-def test_what_is_cancelled_leaves_no_failure_behind(tmp_path: Path) -> None:
+def test_a_cancelled_evaluation_leaves_no_unretrieved_failure(tmp_path: Path) -> None:
     """A stop signal cancels an evaluation, and its requests may fail of that in their own way."""
     complaints: list[str] = []
 

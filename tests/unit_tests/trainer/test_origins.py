@@ -105,7 +105,7 @@ def placed(changes: dict[str, Any], root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("changes", "folder", "change", "said"), [pytest.param(*c[1:], id=c[0]) for c in CASES])
-def test_what_a_run_refers_to_is_the_same_or_it_is_refused(
+def test_a_resume_with_changed_origins_is_refused(
     root: Path, changes: dict[str, Any], folder: str, change: Callable[[Path], None], said: str
 ) -> None:
     changes = placed(changes, root)

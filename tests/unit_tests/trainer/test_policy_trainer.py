@@ -382,7 +382,7 @@ def train_counting_copies(checkpoint: str, reshard: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_rank_holds_alone_is_gathered_and_reduced_once_per_step(ranks: int, tmp_path: Path) -> None:
+def test_unsharded_parameters_are_gathered_and_reduced_once_per_step(ranks: int, tmp_path: Path) -> None:
     checkpoint = str(make_mixture(tmp_path, "qwen3_moe"))
     function = "tests.unit_tests.trainer.test_policy_trainer:train_counting_copies"
     kept, freed = (
@@ -423,7 +423,7 @@ def test_a_default_run_adds_to_the_heads_gradient_in_place(
     torch.testing.assert_close(ours.result, separate.result, rtol=1e-5, atol=1e-7)
 
 
-def test_what_may_follow_has_the_log_probs_of_what_does_at_the_runs_temperature(
+def test_next_token_log_probs_agree_with_scores_at_the_runs_temperature(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     trainer = SpiedTrainer(run_config(tiny_checkpoint()))

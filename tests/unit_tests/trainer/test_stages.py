@@ -161,7 +161,7 @@ def test_two_ranks_train_as_one_does(checkpoints: list[str], tp: int) -> None:
             assert stage == [pytest.approx(one, rel=1e-4, abs=1e-5) for one in expected]
 
 
-def test_who_is_its_own_teacher_learns_nothing(checkpoints: list[str]) -> None:
+def test_a_policy_that_is_its_own_teacher_learns_nothing(checkpoints: list[str]) -> None:
     figures = [train_stages([checkpoints[0], teacher], 1, ["distill"])[0][0] for teacher in checkpoints]
     assert figures[0]["teacher_kl"] == figures[0]["grad_norm"] == 0.0
     assert min(value or 0.0 for value in figures[1].values()) > 1e-3

@@ -164,7 +164,7 @@ def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], d
         torch.testing.assert_close(one, total[name] / count, rtol=1e-3, atol=2e-5 * scale)
 
 
-def test_what_a_teacher_reads_is_computed_once(checkpoints: list[str]) -> None:
+def test_hinted_prompts_are_computed_once_for_a_teacher(checkpoints: list[str]) -> None:
     """Completions of one prompt with one hint are merged for the teacher as for the policy, in the same order."""
     hint, branches = list(range(20, 60)), []
     for answer in ([3, 4, 5], [3, 4, 6, 7], [8]):

@@ -88,7 +88,7 @@ def attention_flops(args: ModelArgs, samples: list[Sample], forwards: int) -> fl
     return forwards * args.num_hidden_layers * args.num_attention_heads * args.head_dim * square * 2 * 2
 
 
-def test_what_is_computed_once_counts_once(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_operations_of_merged_prefixes_count_once(tiny_checkpoint: Callable[..., Path]) -> None:
     """In products with weights by torch's count, and in pairs of attention by the definition."""
     found = []
     for merged in (False, True):

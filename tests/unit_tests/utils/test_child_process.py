@@ -60,7 +60,7 @@ def test_a_stubborn_process_is_killed_with_all_that_it_has_started(tmp_path: Pat
     assert all(map(ended, asyncio.run(work())))
 
 
-def test_what_a_dead_process_leaves_in_its_group_is_killed(tmp_path: Path) -> None:
+def test_processes_in_the_group_of_a_dead_child_are_killed(tmp_path: Path) -> None:
     child = ChildProcess("the engine", tmp_path / "engine.log")
 
     async def work() -> list[int]:

@@ -79,7 +79,7 @@ def test_ranks_that_have_ended_well_are_not_missed(tmp_path: Path) -> None:
     assert launched.wait(PATIENCE_S) == 0
 
 
-def test_what_is_left_of_a_failed_launch_is_told_to_end_and_a_second_signal_is_passed_on(tmp_path: Path) -> None:
+def test_ranks_left_of_a_failed_launch_are_ended_and_get_a_second_signal(tmp_path: Path) -> None:
     ready, told = tmp_path / "ready", tmp_path / "told"
     waits = f"trap 'touch {told}' TERM; trap 'exit 0' INT; touch {ready}; while true; do sleep 0.05; done"
     launched = shell(2, f"if [[ $RANK = 1 ]]; then until [[ -e {ready} ]]; do sleep .1; done; exit 3; fi; {waits}")
@@ -106,7 +106,7 @@ def test_what_is_left_of_a_failed_launch_is_told_to_end_and_a_second_signal_is_p
         [],
     ],
 )
-def test_what_only_torchrun_has_is_left_to_it(arguments: list[str]) -> None:
+def test_options_that_only_torchrun_has_are_left_to_torchrun(arguments: list[str]) -> None:
     assert read_launch(arguments) is None
 
 

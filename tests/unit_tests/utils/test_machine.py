@@ -36,7 +36,7 @@ for turn in range(24):
 @pytest.mark.parametrize(
     ("kept", "megabytes", "again"), [("all", 64, False), ("some", 64, True), ("some", 16, False), ("nothing", 64, True)]
 )
-def test_what_is_kept_costs_no_faults_again(kept: str, megabytes: int, again: bool) -> None:
+def test_freed_memory_is_reused_without_page_faults(kept: str, megabytes: int, again: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FAULTS, kept, str(megabytes << 20)],
         capture_output=True,

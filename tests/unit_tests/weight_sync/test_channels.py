@@ -85,7 +85,7 @@ def test_bytes_of_another_size_than_their_place_are_refused(runtime: SocketRunti
     assert right.over == "the peer closed the connection" and len(right.heard) == 1
 
 
-def test_nothing_is_delivered_by_a_channel_that_closes_at_its_last_byte(runtime: SocketRuntime) -> None:
+def test_a_channel_closed_at_the_last_byte_delivers_no_message(runtime: SocketRuntime) -> None:
     end = End(runtime)
     end.channel.trust()
     closing = lambda _piece: end.channel.close("torn")  # noqa: E731
@@ -193,7 +193,7 @@ def test_calls_under_way_end_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> N
     cancel()
 
 
-def test_whatever_a_thread_raises_reaches_who_waits_for_it() -> None:
+def test_an_exception_of_a_thread_reaches_its_callback() -> None:
     runtime, errors = SocketRuntime(), list[BaseException | None]()
 
     def leave() -> None:

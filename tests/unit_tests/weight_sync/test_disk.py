@@ -167,7 +167,9 @@ def test_old_versions_go_the_newest_and_those_that_are_pulled_stay(folder: Folde
     "left", [["rank-00003.safetensors"], [".rank-00002.safetensors-2.tmp"], ["rank-00001.json", "manifest.json"],
              [".model.safetensors-0.tmp", "model.safetensors"], []],
 )  # fmt: skip
-def test_what_an_earlier_job_has_left_goes(folder: Folder, left: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_half_written_versions_of_an_earlier_job_are_deleted(
+    folder: Folder, left: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     half_written = folder.path / "e0-crashed" / "version-00000007"
     half_written.mkdir(parents=True)
     for name in left:
@@ -218,7 +220,7 @@ def test_file_has_its_name_once_its_bytes_are_on_the_disk(
     assert after == [folder.path.stat().st_ino] and read_weights(folder.path / "latest").version == 1
 
 
-def test_what_is_no_version_of_a_job_stays(folder: Folder) -> None:
+def test_folders_that_are_no_version_of_a_job_are_kept(folder: Folder) -> None:
     kept = [folder.path / name / "model.safetensors" for name in ("llama/version-2", "e1/version-1", f"{EPOCH}/other")]
     gone = folder.path / "e0-test/version-00000007/model.safetensors"
     for path in (*kept, gone):
@@ -253,7 +255,7 @@ def test_damaged_file_is_never_taken_for_a_whole_one(
             folder.pulled(0, 1)
 
 
-def test_who_reads_latest_sees_whole_versions_only(folder: Folder) -> None:
+def test_a_reader_of_latest_sees_complete_versions_only(folder: Folder) -> None:
     folder.publish(1)
     stop, seen, wrong = threading.Event(), list[int](), list[object]()
     progress = threading.Semaphore(0)

@@ -67,13 +67,15 @@ def sync_of(registry: Registry, failure: str = "") -> WeightSync:
         (3, {"b": actor(2, failures=MAX_FAILURES - 1)}, 1, False),
     ],
 )  # fmt: skip
-def test_who_is_waited_for(newest: int | None, others: dict[str, Message], at_least: int, enough: bool) -> None:
+def test_the_wait_for_a_version_is_over_when_live_actors_serve_it(
+    newest: int | None, others: dict[str, Message], at_least: int, enough: bool
+) -> None:
     registry = Registry(newest, {"a": actor(3), **others})
     sync_of(registry).wait_until_applied(3, 1.0, at_least)
     assert registry.enough is enough
 
 
-def test_who_is_missing_and_why() -> None:
+def test_missing_actors_are_returned_with_their_reasons() -> None:
     before = {
         "a": actor(2),
         "late": actor(2),
@@ -98,7 +100,7 @@ def test_who_is_missing_and_why() -> None:
     assert sync.statistics()["time/sync_stall_s"] == 0
 
 
-def test_what_is_told_of_actors() -> None:
+def test_the_states_and_figures_of_actors_are_returned() -> None:
     sync = sync_of(Registry(3, {"a": actor(3, figures={"apply_s": 1.5, "bytes_full": 7})}))
     assert sync.actors()["a"] == ("ready", 3, True, "", 0, "")
     told = {"weight_sync/a/version": 3, "weight_sync/a/apply_s": 1.5, "weight_sync/evictions": 2}
@@ -163,7 +165,7 @@ class Slots:
         self.done.append(("fail", version, serial))
 
 
-def test_what_is_skipped_or_dropped_is_owed_until_it_is_taken() -> None:
+def test_a_skipped_or_dropped_version_stays_pending_until_its_snapshot() -> None:
     slots = Slots(True, True, False, True)
     boundary = Boundary(slots)
     assert boundary.reserve() and boundary.commit(0, votes_against=0) and boundary.pending_version(None, ()) is None

@@ -65,7 +65,7 @@ def test_the_synchronisation_meets_faults_through_its_hook(monkeypatch: pytest.M
         ("seed=x", "there is no action 'seed=x'"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(text: str, message: str) -> None:
+def test_an_unknown_fault_is_refused_with_the_known_ones(text: str, message: str) -> None:
     with pytest.raises(FaultError, match=message):
         faults.parse([text])
 

@@ -238,7 +238,7 @@ def serving() -> tuple[Job, Group]:
     return job, group
 
 
-def test_what_a_worker_finds_torn_is_served_by_none() -> None:
+def test_a_version_that_one_worker_finds_corrupt_is_served_by_none() -> None:
     job, group = serving()
     applied = group.leader.applied
     group.workers[1].puller.poison_version(0, "flipped")

@@ -52,7 +52,9 @@ HOSTILE: list[tuple[Message, str]] = [
 
 
 @pytest.mark.parametrize(("message", "reason"), HOSTILE)
-def test_what_an_actor_may_not_say_ends_its_own_connection_only(message: Message, reason: str, tmp_path: Path) -> None:
+def test_a_forbidden_message_ends_the_connection_of_its_actor_only(
+    message: Message, reason: str, tmp_path: Path
+) -> None:
     world = World(relay_fanout=1)
     ranks, good, evil = world.ranks(), world.actor("good", address="10.0.0.2:1"), world.actor("a", address="10.0.0.3:1")
     trainer = world.trainer()
@@ -72,7 +74,7 @@ def test_what_an_actor_may_not_say_ends_its_own_connection_only(message: Message
     metrics.close()
 
 
-def test_what_an_actor_measures_stands_by_itself(tmp_path: Path) -> None:
+def test_figures_of_an_actor_overwrite_no_field_of_the_registry(tmp_path: Path) -> None:
     """Nothing that is known here is overwritten, in no file; every number is one of JSON, and sums up."""
     world = World()
     ranks, evil, trainer = world.ranks(), world.actor(), world.trainer()

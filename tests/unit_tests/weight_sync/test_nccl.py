@@ -163,7 +163,7 @@ def test_peer_that_freezes_before_its_first_transfer_is_given_up(
     assert sent.wait(PATIENCE_S)
 
 
-def test_nothing_is_launched_for_an_actor_that_posts_nothing(
+def test_no_send_is_launched_for_an_actor_that_posts_no_receive(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
@@ -397,7 +397,7 @@ def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: point_to_po
     assert group.aborted or what == "error", "its kernels are still on the device"
 
 
-def test_one_thread_looks_for_all_that_wait() -> None:
+def test_a_poller_polls_for_all_waiting_threads_in_one_thread() -> None:
     begun: list[int] = []
     poller, works, found = (
         Poller(lambda: begun.append(threading.get_ident())),

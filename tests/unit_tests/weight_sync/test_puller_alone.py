@@ -193,7 +193,7 @@ def test_worker_that_needs_nothing_applies_at_once() -> None:
 
 
 @pytest.mark.parametrize(("epoch", "told"), [("e1", 1), ("e0", 0)])
-def test_what_an_engine_holds_already_is_told_if_it_is_of_this_launch(epoch: str, told: int) -> None:
+def test_a_version_that_the_engine_holds_is_reported_if_it_is_of_this_launch(epoch: str, told: int) -> None:
     manifest = World().newest(1, 3)
     world = World(served=Served(epoch, 3, manifest.digest))
     assert world.registry.count("serving") == told
@@ -259,7 +259,7 @@ def test_superseded_pull_is_given_up_unless_it_is_retained() -> None:
     assert world.server.last("open")["serial"] == 5
 
 
-def test_what_a_shard_server_calls_gone_is_not_asked_for_at_once_again() -> None:
+def test_a_snapshot_that_is_gone_is_requested_again_after_a_pause() -> None:
     world = pulling()
     world.server.say("gone", pull=99)
     assert world.registry.count("ended") == 0

@@ -45,7 +45,7 @@ def test_a_bucket_is_read_where_its_slot_is(slots: SharedSlots) -> None:
     assert slots.slot(0)[0] == ord("x")
 
 
-def test_what_leads_to_no_memory_is_refused(slots: SharedSlots, tmp_path: Path) -> None:
+def test_a_reference_to_no_memory_is_refused(slots: SharedSlots, tmp_path: Path) -> None:
     reference = slots.refer(0, 0, 4)
     for name in ("process", "descriptor", "device", "inode"):
         for value in (None, "1", True, -1, 1 << 64):
@@ -113,7 +113,7 @@ def test_memory_of_a_gpu_is_opened_once_and_as_it_was_named(opened: list[tuple[A
         (None, "0a"),
     ],
 )  # fmt: skip
-def test_what_names_no_memory_of_a_gpu_is_refused(place: int | None, value: Any, opened: list[tuple[Any, ...]]) -> None:
+def test_a_reference_to_no_gpu_memory_is_refused(place: int | None, value: Any, opened: list[tuple[Any, ...]]) -> None:
     storage = list(HANDLE["storage"])
     if place is not None:
         storage[place] = value

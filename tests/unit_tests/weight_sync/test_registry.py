@@ -188,7 +188,7 @@ def test_rank_that_contradicts_itself_is_hung_up_on(message: Message, reason: st
         (ACTOR, "a", {"instance": "i", "epoch": "e0"}, "epoch is e1, not e0"),
     ],
 )
-def test_who_does_not_belong_is_refused(role: str, name: str, fields: dict[str, Any], reason: str) -> None:
+def test_a_client_of_another_job_is_refused(role: str, name: str, fields: dict[str, Any], reason: str) -> None:
     client = Client(World().machine, REGISTRY, role, name, **fields)
     assert client.channel is None and reason in client.over
 
@@ -343,7 +343,7 @@ def test_snapshot_is_pulled_as_the_version_that_it_is() -> None:
     assert actor.over and "snapshot 4, which is not version 2" in world.machine.protocol_errors[-1]
 
 
-def test_what_an_earlier_registry_published_counts_and_what_nobody_remembers_does_not(
+def test_a_restarted_registry_knows_published_versions_and_no_forgotten_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(published, "KNOWN_VERSIONS", 2)

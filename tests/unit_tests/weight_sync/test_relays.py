@@ -180,7 +180,7 @@ def _relaying(seconds: float | None, host: str, away: bool = False, port: int = 
     return ActorRecord(channel, "i", host and f"{host}:{port}", 0.0, took_s=seconds)
 
 
-def test_who_passes_versions_on() -> None:
+def test_relay_sources_are_the_fastest_reachable_actors() -> None:
     """The fast ones first, in classes of speed; not who is away, is new, has no address or has lost its snapshot."""
     seconds = {"new": None, "late": 90.0, "b": 1.1, "a": 1.0, "at once": 0.0}
     actors = {name: _relaying(took, f"10.0.0.{number}") for number, (name, took) in enumerate(seconds.items())}

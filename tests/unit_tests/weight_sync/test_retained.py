@@ -86,7 +86,7 @@ TRICKS: dict[str, Trick] = {
 
 @pytest.mark.parametrize("after_s", [0.0, 2.5])
 @pytest.mark.parametrize("trick", TRICKS)
-def test_whoever_holds_a_snapshot_in_vain_retains_none_for_a_while(trick: str, after_s: float) -> None:
+def test_an_actor_that_held_a_snapshot_in_vain_retains_none_for_a_while(trick: str, after_s: float) -> None:
     """Versions of 1,000 bytes, one a second, for 200 s: a liar begins each, and tries a trick on what is retained for
     it, at once or when it has held that for a while."""
     snapshots = snapshots_with("liar")
@@ -109,7 +109,7 @@ def test_whoever_holds_a_snapshot_in_vain_retains_none_for_a_while(trick: str, a
 
 
 @pytest.mark.parametrize("sees_bytes", [True, False])
-def test_whoever_takes_the_whole_version_retains_the_next_one_too(sees_bytes: bool) -> None:
+def test_an_actor_that_takes_a_complete_version_retains_the_next(sees_bytes: bool) -> None:
     """Also if the shard servers count its last bytes after it has said so, and if it was disconnected. Where they
     see no bytes, its word has to do."""
     snapshots = snapshots_with("slow", "other")
@@ -313,7 +313,7 @@ def test_snapshots_lost_in_a_row_end_with_a_whole_version_or_a_new_process() -> 
     assert not snapshots.lost and not snapshots.pulls and not snapshots.retained
 
 
-def test_what_is_let_go_twice_is_not_held_by_the_second_thread() -> None:
+def test_a_snapshot_released_by_all_its_readers_is_dropped() -> None:
     slots = LiveSlots(words(1, 2))
     slots.retain(1)
     slots.retain(1)

@@ -101,7 +101,7 @@ def test_registry_hears_layout_and_checksums_and_again_after_it_was_lost() -> No
     assert [message["serial"] for message in world.told_of("snapped")] == [second, first]
 
 
-def test_what_a_rank_could_not_take_is_told_once_to_each_registry() -> None:
+def test_a_failed_snapshot_is_reported_once_to_each_registry() -> None:
     world = World()
     world.rank.fail(0, 1)
     world.rank.fail(0, 2)
@@ -312,7 +312,7 @@ def test_longest_honest_request_is_within_the_limit(count: int) -> None:
     assert asked == sorted(missing.missing[0])
 
 
-def test_what_is_requested_again_and_again_is_held_and_sent_once() -> None:
+def test_buckets_requested_repeatedly_are_queued_and_sent_once() -> None:
     world = World()
     world.live(world.fill(0))
     serial = world.rank.boundary.serial

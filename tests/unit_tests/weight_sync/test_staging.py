@@ -30,7 +30,7 @@ def test_pieces_are_put_together() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_a_loader_narrows_and_copies_is_never_put_together(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrowed_pieces_are_copied_without_being_assembled(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(self: PiecedTensor) -> None:
         raise AssertionError("it was put together")
 
@@ -58,7 +58,7 @@ def test_what_a_loader_narrows_and_copies_is_never_put_together(seed: int, monke
         lambda one: one.chunk(2)[1].clone(), lambda one: one.to("cpu", copy=True), lambda one: -one[2:5].sum(),
     ],
 )  # fmt: skip
-def test_whatever_else_is_done_to_pieces_is_done_to_the_whole(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_other_operations_on_pieces_act_on_the_assembled_tensor(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
     weight = torch.randn(12, 10)
     ((_, tensor),) = to_copy(received({"w": weight}).tensors)
     assert torch.equal(use(tensor), use(weight)) and type(use(tensor)) is torch.Tensor

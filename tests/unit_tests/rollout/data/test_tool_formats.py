@@ -350,7 +350,7 @@ def test_a_call_from_the_channel_of_thoughts_is_none_or_is_told() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_is_no_call_stays_text(form: str) -> None:
+def test_text_without_a_call_stays_text(form: str) -> None:
     for text in ("", "No.", '{"answer": 3}', "a < b > c [1] {2}", "\n  x\n"):
         assert parse_tool_calls(text, form, TOOLS) == (text, [])
 
