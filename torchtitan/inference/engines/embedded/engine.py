@@ -303,7 +303,11 @@ class Engine:
                 tokens += len(prompt) - shared
                 if again or (origins and tokens > FORWARD_TOKENS):
                     break
-                (prompt_ends if shared else full_prompts).append((running, SequencePart(prompt, used, shared)))
+                part = SequencePart(prompt, used, shared)
+                if shared:
+                    prompt_ends.append((running, part))
+                else:
+                    full_prompts.append((running, part))
                 if count > 1:
                     copies.append((used, used + 1, count - 1, len(prompt)))
             else:
