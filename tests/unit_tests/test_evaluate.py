@@ -157,7 +157,7 @@ def test_checkpoints_that_are_deleted_meanwhile_are_named(
         def raise_failure(self) -> None:
             pass
 
-    monkeypatch.setattr(job, "Job", FakeJob)
+    monkeypatch.setattr(job, "TrainingJob", FakeJob)
     monkeypatch.setattr(evaluate, "follow_commands", lambda _: SimpleNamespace(kind=None))
     code = evaluate.main([str(run), "--model.hf_assets_path", str(model), "--output", str(run / "found.json")])
     said = capsys.readouterr()
