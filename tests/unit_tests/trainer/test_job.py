@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_ends_the_run_with_one_message(monkeypatch: pytest.M
         JsonLines("/dev/full").write({"step": 1})
         raise AssertionError
 
-    monkeypatch.setattr(job, "Job", opened)
+    monkeypatch.setattr(job, "TrainingJob", opened)
     with pytest.raises(UserError, match="can no longer be written: .*No space left on device: '/dev/full'.*resume"):
         grpo_train.run_job(JobConfig())
 
