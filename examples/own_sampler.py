@@ -2,7 +2,7 @@
 
     python examples/own_sampler.py [STEPS]
 
-In TOML: `[curriculum] enable = true`, `sampler = "own_sampler:half_solved"` (docs/curriculum.md).
+In TOML: `sampler = "own_sampler:half_solved"` in [rollout] (docs/curriculum.md).
 """
 
 import sys

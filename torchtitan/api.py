@@ -268,7 +268,7 @@ def train(
         tools: for environment.tools: names, or functions, run by worker processes.
         loss, advantage, correction, group_filter: for grpo.loss_type, .advantage, .off_policy_correction and
             .group_filter: a name, or a function, run by this process (docs/adding_an_objective.md).
-        sampler: for curriculum.sampler, which it turns on: likewise (docs/curriculum.md).
+        sampler: for rollout.sampler: a name, or a function (docs/curriculum.md).
         sources: for [[source]], the tasks of a run of several (docs/sources.md); the other arguments hold for all.
 
     Raises:
@@ -296,15 +296,13 @@ def train(
         "grpo.advantage": advantage,
         "grpo.off_policy_correction": correction,
         "grpo.group_filter": group_filter,
-        "curriculum.sampler": sampler,
+        "rollout.sampler": sampler,
     }
     for key, function in functions.items():
         if function is not None:
             called = key.partition(".")[2]
             (name,) = names_of([function], folder, called)
             draft.set(key, name, called)
-    if sampler is not None:
-        draft.set("curriculum.enable", True, "sampler")
     if dataset is not None:
         draft.set("rollout.dataset", _dataset_name(dataset, folder), "dataset")
     if sources is not None:

@@ -33,12 +33,12 @@ from torchtitan.api import FOLDER
 from torchtitan.config.derived import from_torchrun
 from torchtitan.config.engines import engine_names
 from torchtitan.config.evaluations import EVAL_KEYS, sets_of
-from torchtitan.config.job_config import Checkpoint, JobConfig
+from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import follow_commands
-from torchtitan.models.shape.exports import newest_export, with_shipped
+from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, with_shipped
 from torchtitan.preflight.validate import ready
 from torchtitan.report.curves import evaluation_table
 from torchtitan.report.metrics import COMPLETIONS_FILE
@@ -52,7 +52,7 @@ FIXED: dict[str, str] = {
     "checkpoint.enable": "false", "checkpoint.resume": "", "checkpoint.load_step": "-1", "rollout.replay": "",
     "eval.enable": "true", "eval.stop_at": "0", "eval.timeout_s": "3600", "sft.epochs": "0", "grpo.kl_coefficient": "0",
     "metrics.enable_tensorboard": "false", "metrics.enable_wandb": "false", "metrics.live_port": "0",
-    "profiling.enable_profiling": "false",
+    "metrics.profile_freq": "0",
 }  # fmt: skip
 # Of a directory with whole weights: an export has the adapters merged.
 OF_A_DIRECTORY = {
@@ -88,8 +88,7 @@ def find(path: str, config_file: str = "") -> Evaluated:
     if not place.is_dir():
         raise UserError(f"{path}: there is no such folder (looked in {Path.cwd()})")
     if place == run:
-        tables, _ = read_toml(str(run / CONFIG_FILE))
-        folder = run / str(tables.get("checkpoint", {}).get("folder", Checkpoint.folder))
+        folder = run / CHECKPOINTS
         if steps := whole_steps(folder):
             return Evaluated(config_file, folder, steps)
         place = Path(newest_export(str(run)))

@@ -25,28 +25,28 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     config = JobConfig()
-    config.checkpoint.folder, config.training.seed = "saved", 7
+    config.training.seed = 7
     config.rewards.functions, config.lora.rank, config.checkpoint.resume = ["arithmetic"], 8, "elsewhere"
     config.training.seq_len, config.rollout.max_completion_tokens = 32, 8
     (folder / "config.toml").write_text(config_to_toml(config))
     for step in (2, 10):
-        begin_checkpoint(folder / "saved", step)
-        finish_checkpoint(folder / "saved", step, {})
+        begin_checkpoint(folder / "checkpoint", step)
+        finish_checkpoint(folder / "checkpoint", step, {})
         (folder / "hf" / f"step-{step}").mkdir(parents=True)
         (folder / "hf" / f"step-{step}" / "config.json").write_text("{}")
-    begin_checkpoint(folder / "saved", 12)
+    begin_checkpoint(folder / "checkpoint", 12)
     return folder
 
 
 def test_a_run_is_all_its_whole_checkpoints_and_other_paths_are_one(run: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(run)
     config_file = str(run / "config.toml")
-    assert evaluate.find(str(tmp_path / "latest")) == evaluate.Evaluated(config_file, run / "saved", [2, 10])
-    assert evaluate.find(str(run / "saved" / "step-2")) == evaluate.Evaluated(config_file, run / "saved", [2])
+    assert evaluate.find(str(tmp_path / "latest")) == evaluate.Evaluated(config_file, run / "checkpoint", [2, 10])
+    assert evaluate.find(str(run / "checkpoint" / "step-2")) == evaluate.Evaluated(config_file, run / "checkpoint", [2])
     export = run / "hf" / "step-2"
     assert evaluate.find(str(export)) == evaluate.Evaluated(config_file, export)
     assert evaluate.find(str(export), "mine.toml") == evaluate.Evaluated("mine.toml", export)
-    (run / "saved").rename(tmp_path / "moved")
+    (run / "checkpoint").rename(tmp_path / "moved")
     assert evaluate.find(str(run)) == evaluate.Evaluated(config_file, run / "hf" / "step-10")
 
 
@@ -65,7 +65,7 @@ def test_the_configuration_is_the_runs_and_options_win(run: Path, model: Path) -
     assert (config.inference.backend, config.training.seed, config.lora.rank) == ("vllm", 9, 8)
     # pass@4 has no meaning for three samples.
     assert (config.eval.samples_per_prompt, config.eval.pass_at_k) == (3, [1])
-    assert (config.checkpoint.resume, config.checkpoint.folder, config.training.steps) == ("", "saved", 0)
+    assert (config.checkpoint.resume, config.training.steps) == ("", 0)
     directory = evaluate.Evaluated(str(run / "config.toml"), model)
     config = evaluate.configure(directory, [])
     assert (config.model.hf_assets_path, config.lora.rank, config.training.seed) == (str(model), 0, 7)
@@ -89,10 +89,10 @@ def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.Captu
         evaluate.find(str(empty))
     # Of the number in its name another checkpoint may have become the one of that step.
     for name in ("abandoned-step-10", "abandoned-step-10-2"):
-        aside = (run / "saved" / "step-10").rename(run / "saved" / name)
+        aside = (run / "checkpoint" / "step-10").rename(run / "checkpoint" / name)
         with pytest.raises(UserError, match=r"went back to an earlier step: .* as step-10, and name .* --config"):
             evaluate.find(str(aside))
-        aside.rename(run / "saved" / "step-10")
+        aside.rename(run / "checkpoint" / "step-10")
     with pytest.raises(SystemExit):
         evaluate.main(["--samples", "3"])
     assert "name a run folder" in capsys.readouterr().err
@@ -147,7 +147,7 @@ def test_checkpoints_that_are_deleted_meanwhile_are_named(
             pass
 
         def load(self, folder: Path, step: int) -> bool:
-            assert folder == run / "saved"
+            assert folder == run / "checkpoint"
             return step not in deleted and not steps.append(step)
 
         def start(self) -> None:
@@ -162,12 +162,12 @@ def test_checkpoints_that_are_deleted_meanwhile_are_named(
     code = evaluate.main([str(run), "--model.hf_assets_path", str(model), "--output", str(run / "found.json")])
     said = capsys.readouterr()
     if len(deleted) == 2:
-        assert code == 1 and "its run has deleted saved/step-2, saved/step-10 meanwhile" in said.err
+        assert code == 1 and "its run has deleted checkpoint/step-2, checkpoint/step-10 meanwhile" in said.err
         return
     found = json.loads((run / "found.json").read_text())
     rows = [(Path(row["checkpoint"]).name, row["eval/version"]) for row in found["evaluations"]]
     (kept,) = {2, 10} - {*deleted}
     assert code == 0 and rows == [(f"step-{kept}", kept)]
-    assert found["deleted"] == [str(run / "saved" / f"step-{deleted[0]}")]
-    assert f"their run has deleted them meanwhile: saved/step-{deleted[0]}" in said.err
-    assert f"saved/step-{kept}" in said.out
+    assert found["deleted"] == [str(run / "checkpoint" / f"step-{deleted[0]}")]
+    assert f"their run has deleted them meanwhile: checkpoint/step-{deleted[0]}" in said.err
+    assert f"checkpoint/step-{kept}" in said.out

@@ -134,13 +134,6 @@ def ranks_per_pack(parallelism: Parallelism) -> int:
     return parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
 
 
-def global_batch_size(config: JobConfig, ranks: int) -> int:
-    """Completions per batch over all ranks."""
-    if config.training.global_batch_size != -1:
-        return config.training.global_batch_size
-    return config.training.local_batch_size * max(1, ranks // ranks_per_pack(config.parallelism))
-
-
 def shard_degree(parallelism: Parallelism, ranks: int) -> int:
     """Ranks that share one copy of the policy, besides context and tensor parallelism."""
     if parallelism.data_parallel_shard_degree != -1:
@@ -222,9 +215,9 @@ def longest_completion(config: JobConfig) -> int:
     return max(own.rollout.max_completion_tokens for _, own in sources_of(config))
 
 
-def groups_per_batch(config: JobConfig, ranks: int) -> int:
+def groups_per_batch(config: JobConfig) -> int:
     """Groups of a batch over all ranks; of demonstrations, each is one row."""
-    return global_batch_size(config, ranks) // group_size(config)
+    return config.training.global_batch_size // group_size(config)
 
 
 def group_size(config: JobConfig) -> int:

@@ -18,7 +18,6 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from torchtitan.config.rollout_tables import (
-    Curriculum,
     Environment,
     Eval,
     Inference,
@@ -41,15 +40,15 @@ from torchtitan.config.training_tables import (
     Sft,
     Training,
 )
-from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, PathText, Range, RunName, show, show_key
+from torchtitan.config.values import TABLE, Count, CountOrZero, PathText, Range, RunName, show, show_key
 
 # Ranks leave by themselves within the save deadline; the launcher kills what is left a little later.
 MAX_SAVE_DEADLINE_S = 600
 
 __all__ = [
-    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Curriculum", "Distill", "Environment", "Eval",
+    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Distill", "Environment", "Eval",
     "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer",
-    "Parallelism", "Profiling", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
+    "Parallelism", "Rewards", "Rollout", "Sft", "Source", "Training", "WeightSync", "free_table",
     "known_keys", "table_types", "value_at", "with_values",
 ]  # fmt: skip
 
@@ -74,15 +73,6 @@ class Job:
 
 
 @dataclass(config=TABLE)
-class Profiling:
-    enable_profiling: bool = False
-    """Record torch profiler traces, in profile_traces/ of the run folder"""
-
-    profile_freq: Annotated[int, Range(2)] = 10
-    """Steps between two traces"""
-
-
-@dataclass(config=TABLE)
 class Metrics:
     log_freq: Count = 1
     """Steps between two console lines (metrics.jsonl always has one object per step)"""
@@ -96,6 +86,9 @@ class Metrics:
     enable_wandb: bool = False
     """Log to Weights & Biases (needs the `wandb` extra; WANDB_MODE=offline works)"""
 
+    profile_freq: Annotated[int, Range(2, also=0)] = 0
+    """Steps between two traces of torch's profiler, in profile_traces/ of the run folder; 0 records none"""
+
     completions_per_step: Annotated[int, Range(-1)] = 16
     """Completions written to completions.jsonl per step; -1 for all"""
 
@@ -107,9 +100,6 @@ class Metrics:
 class Checkpoint:
     enable: bool = False
     """Write checkpoints"""
-
-    folder: FolderName = "checkpoint"
-    """Folder of the checkpoints, inside the run folder"""
 
     interval: Count = 50
     """Steps between two checkpoints"""
@@ -143,7 +133,6 @@ class JobConfig:
     """Everything one run needs to know."""
 
     job: Job = field(default_factory=Job)
-    profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
     lora: Lora = field(default_factory=Lora)
@@ -159,7 +148,6 @@ class JobConfig:
     sft: Sft = field(default_factory=Sft)
     distill: Distill = field(default_factory=Distill)
     rollout: Rollout = field(default_factory=Rollout)
-    curriculum: Curriculum = field(default_factory=Curriculum)
     rewards: Rewards = field(default_factory=Rewards)
     environment: Environment = field(default_factory=Environment)
     inference: Inference = field(default_factory=Inference)

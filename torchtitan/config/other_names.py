@@ -21,7 +21,6 @@ OTHER_NAMES: dict[str, str] = {
     # GRPOConfig and ModelConfig of TRL, and what it has from transformers' TrainingArguments
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
     "beta": _KL,
     "epsilon": _LOW,
     "eval_steps": "eval.interval",

@@ -56,6 +56,10 @@ class Rollout:
     shuffle: bool = True
     """Reshuffle the prompts in every pass, seeded by training.seed"""
 
+    sampler: Annotated[str, Names(("", "variance"), own_function=True)] = ""
+    """Which prompts are drawn: all of them in turn (empty), more often those whose groups differ in their rewards
+    (variance), or by weights of your own function, as package.module:function (docs/curriculum.md)"""
+
     held_out_fraction: ShareBelowOne = 0.1
     """Share of the dataset kept out of training, for evaluation if eval.dataset is empty"""
 
@@ -89,23 +93,6 @@ class Rollout:
     journal_max_mb: CountOrZero = 0
     """MiB of the run's own record; above it the oldest steps are dropped, down to half, but none that ranks would train
     on again after a restart. Such a run cannot be replayed. 0 keeps all"""
-
-
-@dataclass(config=TABLE)
-class Curriculum:
-    enable: bool = False
-    """Draw prompts whose groups differ in their rewards more often than others (docs/curriculum.md)"""
-
-    floor: ShareAboveZero = 0.1
-    """Share of the groups (rounded to one of a whole number) that go through all prompts in turn, so that every prompt
-    comes back"""
-
-    half_life: Positive = 100.0
-    """Batches after which what is known of a prompt counts half"""
-
-    sampler: str = ""
-    """Your own function, as package.module:function, that weights the prompts; empty takes the expected variance of
-    their rewards"""
 
 
 @dataclass(config=TABLE)

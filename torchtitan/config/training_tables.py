@@ -92,10 +92,8 @@ class Lora:
 @dataclass(config=TABLE)
 class ActivationCheckpoint:
     mode: Literal["none", "selective", "op", "full"] = "none"
-    """Which layers recompute their activations in the backward; op: all, but they keep what attention returned"""
-
-    selective_ac_option: Count = 2
-    """With selective: every n-th layer is checkpointed"""
+    """Which layers recompute their activations in the backward: every second one (selective), all (full), or all that
+    keep what attention returned (op)"""
 
 
 @dataclass(config=TABLE)
@@ -130,10 +128,6 @@ class Parallelism:
     """Free gathered parameters after the forward; default frees those of all layers but the last, and keeps what a rank
     holds alone (experts, all of a single rank) until the optimizer step"""
 
-    fsdp_reduce_gradients: Literal["micro_batch", "optimizer_step"] = "micro_batch"
-    """Sum gradients over the ranks after every micro-batch, or once per optimizer step. The latter communicates less,
-    but each rank holds the gradients of the whole model, accumulated in training.mixed_precision_reduce"""
-
 
 @dataclass(config=TABLE)
 class Comm:
@@ -153,11 +147,8 @@ class Training:
     steps: Count = 100
     """Trained batches; each makes one policy version"""
 
-    local_batch_size: Count = 64
-    """Completions per data-parallel rank and batch, if global_batch_size is -1"""
-
-    global_batch_size: Annotated[int, Range(1, also=-1)] = -1
-    """Completions per batch over all ranks; -1 is local_batch_size × data-parallel degree"""
+    global_batch_size: Count = 64
+    """Completions per batch over all ranks"""
 
     seq_len: Annotated[int, Range(2)] = 2048
     """Longest prompt + completion, in tokens"""
@@ -217,14 +208,8 @@ class Optimizer:
     beta2: ShareBelowOne = 0.95
     """Decay of the second moment"""
 
-    eps: Positive = 1e-8
-    """Term added to the denominator"""
-
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay (not applied to norms and biases)"""
-
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Implementation of AdamW's update"""
 
 
 @dataclass(config=TABLE)

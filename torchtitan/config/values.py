@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler
@@ -135,11 +135,6 @@ def is_free(value: Any) -> bool:
     return isinstance(value, (str, int, float))
 
 
-def _is_inside_run_folder(name: str) -> bool:
-    folder = PurePath(name)
-    return bool(folder.name) and not folder.is_absolute() and ".." not in folder.parts
-
-
 def _is_band(values: list[float]) -> bool:
     return len(values) == 2 and all(map(math.isfinite, values)) and 0 <= values[0] < values[1]
 
@@ -162,7 +157,6 @@ EngineOptions = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}"), 
 # A leading `~` is resolved here, once; `~nobody` stays, and is refused as a missing folder.
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 Column = Annotated[str, Must(bool, "must name a column")]
-FolderName = Annotated[str, Must(_is_inside_run_folder, "must be a relative folder name, inside the run folder")]
 RunName = Annotated[
     str,
     Must(

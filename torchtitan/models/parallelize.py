@@ -44,6 +44,7 @@ from torchtitan.models.layers.gated_delta import GatedDeltaNet, HeadShard
 from torchtitan.models.layers.mixture import MoE, Routing
 from torchtitan.models.lora import add_adapters, copy_start_, initialize_adapters, quantize_projections
 from torchtitan.models.shape.checkpoint_shape import ForeignArgs, read_args, read_flavor
+from torchtitan.models.shape.costs import SELECTED
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.utils.dtypes import DTYPES
 
@@ -384,12 +385,12 @@ class VocabularyParallel(ParallelStyle):
 
 
 def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint, random: bool = False) -> None:
-    """Recompute the activations of all layers (full), of every n-th (selective), or of all but for attention (op) in
-    the backward.
+    """Recompute the activations of all layers (full), of every second one (selective), or of all but for attention (op)
+    in the backward.
 
     random: layers draw random numbers, and the recomputation must draw the same ones.
     """
-    every = config.selective_ac_option if config.mode == "selective" else 1
+    every = SELECTED if config.mode == "selective" else 1
     for layer in list(policy.layers)[::every]:
         # Replacing the forward instead of wrapping the module keeps checkpoint names, and FSDP's hooks on the outside.
         # A mixture is recomputed with the experts that it chose first. If rounding changed a choice, ranks would send
@@ -442,14 +443,10 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     policy.unshared = unshared
 
 
-def before_micro_batch(policy: Decoder, each: bool, last: bool) -> None:
-    """Whether the next backward reduces gradients over the ranks, or accumulates them unreduced on each rank: in each
-    micro-batch, or in an optimizer step's last one alone.
-
-    FSDP2 casts and copies parameters that a rank holds alone as it does others, so these stay gathered until the last.
+def before_micro_batch(policy: Decoder, last: bool) -> None:
+    """Prepare for one more backward; last: of an optimizer step. FSDP2 reduces gradients over the ranks in each, but it
+    casts and copies parameters that a rank holds alone as it does others, so these stay gathered until the last.
     """
-    if isinstance(policy, FSDPModule):
-        policy.set_requires_gradient_sync(each or last)
     for module in policy.unshared:
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_reshard_after_backward(last, recurse=False)

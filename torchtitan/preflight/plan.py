@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torchtitan.config.derived import (
-    global_batch_size,
     group_size,
     has_engines,
     is_colocated,
@@ -59,7 +58,7 @@ def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
     This counts the operations of the model, including layers that are recomputed in the backward pass.
     """
     grpo = config.grpo
-    lengths = [config.training.seq_len] * global_batch_size(config, ranks)
+    lengths = [config.training.seq_len] * config.training.global_batch_size
     completions = min(longest_completion(config), config.training.seq_len) * len(lengths)
     operations = model_flops(args, lengths, completions, Passes(grpo.num_iterations, scored_passes(config)))
     again = model_flops(args, lengths, 0, Passes(0, scored=1))
@@ -80,7 +79,7 @@ def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float 
         return None
     size, longest = inference.engine.tensor_parallel_size, longest_completion(config)
     engines = max(1, ranks // size) if is_colocated(config) else max(1, inference.num_actors)
-    each = -(-global_batch_size(config, ranks) // engines)
+    each = -(-config.training.global_batch_size // engines)
     rounds, running = -(-each // inference.max_sequences), min(each, inference.max_sequences)
     width = BYTES[inference.dtype]
     per_token = 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim * width
@@ -134,7 +133,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         UserError: the model's shape cannot be read.
     """
     parallelism, args = config.parallelism, read_shape(config)
-    batch, each = global_batch_size(config, ranks), group_size(config)
+    batch, each = config.training.global_batch_size, group_size(config)
     tokens, generated = batch * config.training.seq_len, batch * longest_completion(config)
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
     counts_epochs = config.job.stage == "sft" and config.sft.epochs
@@ -158,7 +157,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         *_connections(config),
         f"batch: {batch // each} groups × {each} = {batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
-        *describe_mix(config, ranks),
+        *describe_mix(config),
         f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated{_computed(config, batch)}",
     ]
     memory, version = estimate_memory(config, args, ranks), version_bytes(config, args)
@@ -190,8 +189,7 @@ def _device(config: JobConfig) -> str:
     training = config.training
     types = f"{training.mixed_precision_param} products, {training.dtype} masters"
     name = "GPU" if trains_on_gpu() else "CPU (TORCHTITAN_DEVICE=cuda plans with the defaults for GPUs)"
-    optimizer = f"{config.optimizer.implementation} {config.optimizer.name}"
-    return f"{name}: {types}, {training.mixed_precision_reduce} reduction, {optimizer}"
+    return f"{name}: {types}, {training.mixed_precision_reduce} reduction, {config.optimizer.name}"
 
 
 def _experts(config: JobConfig) -> str:

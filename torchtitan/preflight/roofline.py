@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import global_batch_size, keeps_unshared, shard_degree
+from torchtitan.config.derived import keeps_unshared, shard_degree
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.shape.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
 from torchtitan.models.shape.model_args import ModelArgs
@@ -129,8 +129,7 @@ def _by_fsdp(config: JobConfig, args: ModelArgs, ranks: int, micro_batches: floa
     shards = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree
     master, reduced = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
     width, trained = BYTES[training.mixed_precision_param], grpo.num_iterations
-    by_micro_batch = parallelism.fsdp_reduce_gradients == "micro_batch"
-    reductions = 0.0 if config.lora.rank else trained * (micro_batches if by_micro_batch else 1)
+    reductions = 0.0 if config.lora.rank else trained * micro_batches
     # Of the experts, those that this rank computes.
     stacks = args.module_parameters().get("experts", 0)
     root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2) / tensor
@@ -165,7 +164,7 @@ def training_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[d
     model's own operations come to, as a fraction of the peak."""
     parallelism = config.parallelism
     sharing = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-    length, sequences = config.training.seq_len, global_batch_size(config, ranks)
+    length, sequences = config.training.seq_len, config.training.global_batch_size
     tokens = sequences * length / (ranks / sharing)
     counts = count(config, args, ranks, tokens, tokens / config.training.tokens_per_micro_batch, length)
     seconds = counts.seconds(ranks)

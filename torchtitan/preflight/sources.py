@@ -88,7 +88,7 @@ def _problems(config: JobConfig) -> list[str]:
     return texts
 
 
-def describe_mix(config: JobConfig, ranks: int) -> list[str]:
+def describe_mix(config: JobConfig) -> list[str]:
     """Return the plan's lines about the sources; none without [[source]]."""
     sources = config.source
     if not sources:
@@ -96,7 +96,7 @@ def describe_mix(config: JobConfig, ranks: int) -> list[str]:
     if any(one.epochs for one in sources):
         parts = [f"{one.name} {one.epochs:g} × its rows" for one in sources]
         return [f"mix: shares of every batch in relation to {', '.join(parts)}"]
-    scheduler = SourceScheduler(weights_of(config, [1] * len(sources)), groups_per_batch(config, ranks))
+    scheduler = SourceScheduler(weights_of(config, [1] * len(sources)), groups_per_batch(config))
     first = [
         f"{one.name} {scheduler.share(one.name):.1%} ({scheduler.upcoming(one.name, 1)[0]} groups)" for one in sources
     ]

@@ -22,7 +22,6 @@ from torchtitan.config.derived import (
     environment_name,
     expand_servers,
     from_torchrun,
-    global_batch_size,
     group_size,
     has_engines,
     has_environment,
@@ -38,7 +37,7 @@ from torchtitan.config.rollout_tables import Environment, Rewards
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.shape.compute_type import choose_types
-from torchtitan.models.shape.exports import newest_export, without_links
+from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
 from torchtitan.preflight.checkpoint import check_checkpoint, untrained_parts, unusual_tokens
 from torchtitan.preflight.inference import check_inference, check_weight_sync
@@ -194,20 +193,16 @@ def _check_parallelism(check: Check) -> None:
 
 
 def _check_batch(check: Check) -> None:
-    training, grpo = check.config.training, check.config.grpo
-    if check.wrong & {"training.global_batch_size", "training.local_batch_size", "grpo.group_size"}:
+    grpo, size = check.config.grpo, check.config.training.global_batch_size
+    if check.wrong & {"training.global_batch_size", "grpo.group_size"}:
         return
-    size = global_batch_size(check.config, check.ranks)
     per_row = group_size(check.config)
     groups = size // per_row
-    key, what = "training.global_batch_size", f"{size}"
-    if training.global_batch_size == -1:
-        key = "training.local_batch_size"
-        what = f"{size} completions per batch ({training.local_batch_size} × {size // training.local_batch_size} ranks)"
     if size % per_row:
-        check.refuse(key, True, f"{what} must be divisible by grpo.group_size = {grpo.group_size}")
+        text = f"{size} must be divisible by grpo.group_size = {grpo.group_size}"
+        check.refuse("training.global_batch_size", True, text)
     elif groups % grpo.num_minibatches:
-        text = f"must divide the {groups} groups of a batch ({what} / grpo.group_size = {per_row})"
+        text = f"must divide the {groups} groups of a batch ({size} / grpo.group_size = {per_row})"
         check.refuse("grpo.num_minibatches", True, text)
 
 
@@ -292,12 +287,10 @@ def _check_rollout(check: Check) -> None:
         _check_dataset(check, "eval.dataset", evaluation.dataset)
         text = "must not be the prompts of training (rollout.dataset, same split)"
         check.refuse("eval.dataset", evaluation.enable and _evaluates_training_data(config), text)
-    curriculum = config.curriculum
     text = "needs rewards to learn from, which this job.stage does not have"
-    check.refuse("curriculum.enable", curriculum.enable and not learns_from_rewards(config), text)
-    check.refuse("curriculum.sampler", curriculum.sampler and not curriculum.enable, "needs curriculum.enable = true")
-    if curriculum.sampler and (problem := name_problem(curriculum.sampler, "function")):
-        check.say("curriculum.sampler", f"curriculum.sampler: {problem}")
+    check.refuse("rollout.sampler", rollout.sampler and not learns_from_rewards(config), text)
+    if ":" in rollout.sampler and (problem := name_problem(rollout.sampler, "function")):
+        check.say("rollout.sampler", f"rollout.sampler: {problem}")
     without = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
     own = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())
@@ -445,14 +438,14 @@ def _check_files(check: Check) -> None:
         refuse("rollout.temperature", other, f"must be {recorded}, as of the samples of rollout.replay = {replay}")
     if resume:
         folder = dump_folder / "latest" if resume == "latest" else Path(resume)
-        checkpoints = folder / config.checkpoint.folder
+        checkpoints = folder / CHECKPOINTS
         if not any(checkpoints.glob("step-*")):
             what = f"there is no checkpoint in {checkpoints}"
             if not folder.is_dir():
                 what = f"{folder} is a link to nothing" if folder.is_symlink() else f"there is no run folder {folder}"
             # A folder of thousands of runs takes long to look through.
             runs = [run for run in dump_folder.glob("*") if not run.is_symlink()]
-            found = sorted(str(run) for run in runs if any((run / config.checkpoint.folder).glob("step-*")))
+            found = sorted(str(run) for run in runs if any((run / CHECKPOINTS).glob("step-*")))
             others = f"; runs with checkpoints: {', '.join(found[-5:]) or 'none in job.dump_folder'}"
             refuse("checkpoint.resume", True, what + others)
     else:

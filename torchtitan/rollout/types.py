@@ -29,7 +29,7 @@ class Prompt:
     row: int = -1
     """Its row, if a curriculum has drawn it"""
     from_pass: bool = False
-    """Whether its position is one of those at which a curriculum goes through all prompts (curriculum.floor)"""
+    """Whether its position is one of those at which a curriculum goes through all prompts"""
     source: str = ""
     """Name of its source; empty in a run without [[source]]"""
 

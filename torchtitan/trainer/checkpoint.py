@@ -31,7 +31,7 @@ from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import read_json
-from torchtitan.models.shape.exports import ADAPTERS, WHOLE, export_path
+from torchtitan.models.shape.exports import ADAPTERS, CHECKPOINTS, WHOLE, export_path
 from torchtitan.trainer.checkpoint_reader import CheckedReader
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.origins import Origins
@@ -155,7 +155,7 @@ class Checkpointer:
     ):
         """origins: what the run refers to but no checkpoint has; rank 0's is used."""
         self.config = config
-        self.folder = Path(run_dir) / config.folder
+        self.folder = Path(run_dir) / CHECKPOINTS
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler

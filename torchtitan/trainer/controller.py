@@ -222,7 +222,7 @@ class Controller:
     def _resume(self, version: int, lost: str) -> None:
         """Cut the run's files back to the checkpoint of `version`. After a restart of the ranks, train on the recorded
         batches again, and record what was lost."""
-        go_back_to(self.run_dir, self.config.checkpoint.folder, version)
+        go_back_to(self.run_dir, version)
         if not lost:
             self.journal.resume_at(version)
             logger.info("resuming at version %d", version)

@@ -30,7 +30,7 @@ from torchtitan.config.derived import (
     verification,
     without_masters,
 )
-from torchtitan.config.job_config import JobConfig, Profiling
+from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.placement import ParallelDims
@@ -39,6 +39,7 @@ from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.inference.pool.weight_probe import sampled_behind
 from torchtitan.models.layers.batch_invariance import size_message
+from torchtitan.models.shape.exports import CHECKPOINTS
 from torchtitan.report.live_server import LivePage
 from torchtitan.report.metrics import set_up_logging
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
@@ -353,7 +354,8 @@ class TrainingJob:
         if rank == 0 and (rising := long_warmup(config)) is not None:
             logger.warning(rising)
         restored = self._build_trainer(start, None if data is None else data.tokenizer)
-        self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank, self.version))
+        every = config.metrics.profile_freq
+        self._profiler = self._closing.enter_context(profile(every, self.run_dir, rank, self.version))
         self.replica = self._closing.enter_context(
             engine_of(config).open_in_rank(config, self.trainer.optimizer, self.run_dir)
         )
@@ -446,7 +448,7 @@ class TrainingJob:
     def _trains_again_from(self) -> float:
         """Return the version whose batch would be the first one after a restart of the ranks."""
         checkpoint = self.config.checkpoint
-        return max(whole_steps(self.run_dir / checkpoint.folder), default=0) if checkpoint.enable else math.inf
+        return max(whole_steps(self.run_dir / CHECKPOINTS), default=0) if checkpoint.enable else math.inf
 
     def _close_controller(self) -> None:
         if self.controller is not None:
@@ -468,12 +470,12 @@ class TrainingJob:
 
 
 @contextlib.contextmanager
-def profile(config: Profiling, run_dir: Path, rank: int, version: int) -> Iterator[torch.profiler.profile | None]:
-    """Every profile_freq steps behind `version`, record one, after one to warm up: profile_traces/step-N/rank-R.json.
+def profile(every: int, run_dir: Path, rank: int, version: int) -> Iterator[torch.profiler.profile | None]:
+    """Record one of `every` steps behind `version`, after one to warm up: profile_traces/step-N/rank-R.json.
 
-    None where nothing is recorded. The files open in Perfetto and chrome://tracing.
+    None where nothing is recorded (every = 0). The files open in Perfetto and chrome://tracing.
     """
-    if not config.enable_profiling:
+    if not every:
         yield None
         return
     folder = run_dir / "profile_traces"
@@ -486,6 +488,6 @@ def profile(config: Profiling, run_dir: Path, rank: int, version: int) -> Iterat
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    schedule = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
+    schedule = torch.profiler.schedule(wait=every - 2, warmup=1, active=1)
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=save) as profiler:
         yield profiler

@@ -28,6 +28,9 @@ from torchtitan.trainer.muon import Muon
 
 logger = logging.getLogger(__name__)
 
+# AdamW's term in the denominator.
+EPS = 1e-8
+
 
 def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the optimizer that the configuration names, over the trained parameters.
@@ -64,15 +67,15 @@ def _adamw(roles: Mapping[nn.Parameter, Role], config: OptimizerConfig) -> torch
         except ImportError as error:
             raise UserError(f"optimizer.name = AdamW8bit needs the package bitsandbytes ({error})") from error
         betas = config.beta1, config.beta2
-        return _OnShards(chosen, config.lr, functools.partial(eight_bit.AdamW8bit, betas=betas, eps=config.eps))
-    fused = config.implementation == "fused" and _fused_kernel_works(roles)
+        return _OnShards(chosen, config.lr, functools.partial(eight_bit.AdamW8bit, betas=betas, eps=EPS))
+    fused = _fused_kernel_works(roles)
     return torch.optim.AdamW(
         chosen,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
-        eps=config.eps,
+        eps=EPS,
         fused=fused,
-        foreach=not fused and config.implementation != "for-loop",
+        foreach=not fused,
     )
 
 
@@ -128,7 +131,7 @@ def _fused_kernel_works(parameters: Iterable[nn.Parameter]) -> bool:
         try:
             torch.optim.AdamW([probe], fused=True).step()
         except (RuntimeError, NotImplementedError) as error:
-            logger.warning("optimizer.implementation = fused does not work here (%s): using foreach", error)
+            logger.warning("the fused kernel of AdamW does not work here (%s): using foreach", error)
             return False
     return True
 

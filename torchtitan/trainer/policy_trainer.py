@@ -351,9 +351,8 @@ class PolicyTrainer:
         """Accumulate the gradients of one minibatch; returns this rank's share of its loss. new: in the first pass over
         the batch; first, last: of all optimizer steps."""
         total = torch.zeros((), device=self.device)
-        each = self.config.parallelism.fsdp_reduce_gradients == "micro_batch"
         for place, (micro_batch, known) in enumerate(zip(part, fixed, strict=True)):
-            before_micro_batch(self.policy, each, last=place == len(part) - 1)
+            before_micro_batch(self.policy, last=place == len(part) - 1)
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
             with contextlib.nullcontext() if self.teaching is None else self.teaching.compare(micro_batch) as compared:
                 with self._counting_experts(micro_batch):

@@ -28,7 +28,7 @@ from torchtitan.config.job_config import JobConfig, config_to_toml, table_types
 from torchtitan.config.sources import flat
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
-from torchtitan.models.shape.exports import EXPORT_FOLDERS, clean_exports, set_aside, steps_in
+from torchtitan.models.shape.exports import CHECKPOINTS, EXPORT_FOLDERS, clean_exports, set_aside, steps_in
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.files import file_checksum, sync_folder, write_file
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
@@ -81,7 +81,7 @@ def open_run_directory(config: JobConfig) -> Start:
             lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
             if not checkpoint.enable:
                 raise UserError(f"{lost}, and without checkpoint.enable = true there is no checkpoint to resume from")
-            saved = whole_steps(launch_link / checkpoint.folder)
+            saved = whole_steps(launch_link / CHECKPOINTS)
             start = Start(str(launch_link.resolve()), NEWEST if saved else None, lost)
         elif checkpoint.resume:
             start = Start(str(find_resumed(config)), checkpoint.load_step)
@@ -136,11 +136,10 @@ def find_resumed(config: JobConfig) -> Path:
     if not path.is_dir():
         raise UserError(f"checkpoint.resume = {wanted!r}: there is no folder {path}. {_candidates(root, config)}")
     path = path.resolve()
-    steps = whole_steps(path / config.checkpoint.folder)
+    steps = whole_steps(path / CHECKPOINTS)
     if not steps:
         raise UserError(
-            f"checkpoint.resume = {wanted!r}: no whole checkpoint in {path / config.checkpoint.folder}. "
-            + _candidates(root, config)
+            f"checkpoint.resume = {wanted!r}: no whole checkpoint in {path / CHECKPOINTS}. " + _candidates(root, config)
         )
     if config.checkpoint.load_step >= 0 and config.checkpoint.load_step not in steps:
         raise UserError(
@@ -227,7 +226,7 @@ def _candidates(root: Path, config: JobConfig) -> str:
     """What could be resumed instead, newest first."""
     found = []
     for path in root.iterdir() if root.is_dir() else []:
-        steps = [] if path.is_symlink() else whole_steps(path / config.checkpoint.folder)
+        steps = [] if path.is_symlink() else whole_steps(path / CHECKPOINTS)
         if steps:
             found.append((path.stat().st_mtime, f"{path} (step {steps[-1]})"))
     if not found:
@@ -316,13 +315,11 @@ def other_checkpoint(folder: Path, step: int) -> str:
     return f"{folder} has no other checkpoint that can be read: start a new run"
 
 
-def go_back_to(run_dir: Path, folder: str, step: int) -> None:
+def go_back_to(run_dir: Path, step: int) -> None:
     """Delete what interrupted saves, deletions and exports left behind, and rename the checkpoints and exports after
     `step`, from which a run goes on: nothing may take them for the run's newest any more.
-
-    folder: that of the checkpoints, in the run's.
     """
-    checkpoints = run_dir / folder
+    checkpoints = run_dir / CHECKPOINTS
     for entry in checkpoints.iterdir() if checkpoints.is_dir() else []:
         if _LEFTOVER_NAME.fullmatch(entry.name) and not (
             _WHOLE_NAME.fullmatch(entry.name) and (entry / MARKER).is_file()

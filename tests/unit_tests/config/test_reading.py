@@ -112,9 +112,9 @@ def test_lists(write_config: WriteConfig, words: list[str]) -> None:
 
 
 def test_negative_and_odd_values_pass_through(write_config: WriteConfig) -> None:
-    words = ["--training.global_batch_size", "-1", "--training.local_batch_size", "16", "--job.description=--x = 'y'"]
+    words = ["--training.global_batch_size", "16", "--checkpoint.load_step", "-1", "--job.description=--x = 'y'"]
     config = load_config([*write_config(), *words])
-    assert config.training.global_batch_size == -1
+    assert config.checkpoint.load_step == -1
     assert config.job.description == "--x = 'y'"
 
 

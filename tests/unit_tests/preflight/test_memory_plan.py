@@ -127,7 +127,7 @@ def traced_peak(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
         optimizer.zero_grad()
         for _micro_batch in range(2):
             peak.most = 0
-            before_micro_batch(policy, each=True, last=False)
+            before_micro_batch(policy, last=False)
             loss = policy(ids, layout, ids, rows=rows, objective=lambda log_probs, entropy, part: -log_probs)[0]
             loss.backward()
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)

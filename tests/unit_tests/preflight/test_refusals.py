@@ -45,10 +45,8 @@ oops | 'oops' does not belong to any
 --eval.enable maybe | eval.enable = maybe | true or false
 --grpo.group_size 1 | grpo.group_size = 1 | at least 2
 --grpo.group_size 5 | global_batch_size = 32 | divisible by grpo.group_size = 5
---training.global_batch_size=-1 --training.local_batch_size 12 \
-    | training.local_batch_size = 12 | divisible by grpo.group_size = 8
 --grpo.num_minibatches 3 | grpo.num_minibatches = 3 | 4 groups
---training.global_batch_size 0 | global_batch_size = 0 | -1, or at least 1
+--training.global_batch_size 0 | global_batch_size = 0 | at least 1
 --lora.rank 100000 | lora.rank = 100000 | at most the model's hidden_size = 16
 --weight_sync.num_slots 1 | weight_sync.num_slots = 1 | at least 3
 --grpo.loss_type dap | grpo.loss_type = "dap" | dr_grpo | nearest: dapo
@@ -160,7 +158,6 @@ oops | 'oops' does not belong to any
 --checkpoint.load_step 3 | load_step = 3 | needs checkpoint.resume
 --job.dump_folder job.toml | job.dump_folder = "job.toml" | must be a folder
 --job.name a/b | job.name = "a/b" | letters
---checkpoint.folder ../x | checkpoint.folder = "../x" | inside the run
 --model.hf_assets_path chekpoint | chekpoint | nearest: checkpoint
 --model.hf_assets_path HuggingFaceTB/SmolLM2-135M | hf download HuggingFaceTB/SmolLM2-135M --local-dir
 --model.hf_assets_path '' | model.hf_assets_path = "" | config.json

@@ -29,7 +29,6 @@ from tests.unit_tests.rollout.test_rollouts import (
     take,
 )
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.rollout_tables import Curriculum
 from torchtitan.config.sources import Source
 from torchtitan.errors import UserError
 from torchtitan.rollout.data.curriculum import CurriculumStream
@@ -41,9 +40,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "curriculum.md"
 BATCHES = 6
 
 
-def make_stream(texts: list[str], redraws: bool = False, **values: Any) -> CurriculumStream:
+def make_stream(
+    texts: list[str], sampler: str = "variance", half_life: float = 100.0, pass_every: int = 10
+) -> CurriculumStream:
     maker = PromptMaker(prompt_config(), Characters())
-    return CurriculumStream([{"prompt": text} for text in texts], maker, 0, True, Curriculum(True, **values), redraws)
+    stream = CurriculumStream([{"prompt": text} for text in texts], maker, 0, True, sampler, False)
+    stream._half_life, stream._every = half_life, pass_every
+    return stream
 
 
 def play(stream: CurriculumStream, batches: int, rewards: Callable[[str], list[float]]) -> list[Prompt]:
@@ -76,7 +79,7 @@ def test_prompts_that_differ_are_drawn_more_often_and_every_prompt_comes_back() 
 
 def test_draws_follow_the_expected_variance() -> None:
     """Frequencies against the formula, in plain arithmetic, for three prompts whose estimates stay as they are."""
-    stream = make_stream(["a", "b", "c"], floor=1e-6)
+    stream = make_stream(["a", "b", "c"], pass_every=10**6)
     variances, groups, typical = [0.2, 0.05, 0.0], [2.0, 1.0, 0.5], 0.1
     stream.variances[:], stream.groups[:], stream._typical[1] = variances, groups, typical
     expected = [(n * v + 0.25 * typical) / (n + 0.25) for n, v in zip(groups, variances, strict=True)]
@@ -112,7 +115,7 @@ def test_a_prompt_without_weight_comes_in_the_pass_alone_even_if_all_others_are_
 
 def test_draws_beside_prompts_under_way_follow_the_weights_of_the_others() -> None:
     weights, counts, draws = [50.0, 1.0, 2.0, 5.0, 30.0], Counter[int](), 4000
-    stream = make_stream(["a", "b", "c", "d", "e"], floor=1e-6)
+    stream = make_stream(["a", "b", "c", "d", "e"], pass_every=10**6)
     stream._weigh, stream._drawn = (lambda *_: weights), {1: 0, 2: 4}
     for index in range(3, draws + 3):
         counts[stream._draw(index)] += 1
@@ -173,7 +176,7 @@ class SomeEqual(FakeRewards):
 
 def curriculum_config(max_staleness: int) -> JobConfig:
     config = make_config(max_staleness)
-    config.curriculum.enable = True
+    config.rollout.sampler = "variance"
     return config
 
 
@@ -218,7 +221,7 @@ def test_a_resumed_run_has_the_same_estimates_and_prompts_under_way() -> None:
         assert under_way.items() <= dict(again["drawn"]).items()
         assert again["means"] == json.loads(state)["streams"][""]["means"] and len(again["known"]) > 8
         assert told(take(rollouts, 3)) == expected
-    with pytest.raises(UserError, match="curriculum.enable changed"), running(make_config(2), actors, state=state):
+    with pytest.raises(UserError, match="rollout.sampler changed"), running(make_config(2), actors, state=state):
         pass
 
 

@@ -163,7 +163,7 @@ def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
     assert torch.equal(resumed.policy.inner.weight, saved[2])
     assert whole_steps(folder) == [2, 3]  # something else may still refuse the resume
     # The way not taken must not be what the next resume finds as the newest.
-    go_back_to(folder.parent, folder.name, 2)
+    go_back_to(folder.parent, 2)
     assert whole_steps(folder) == [2]
     assert (folder / "abandoned-step-3" / "state.json").is_file()
 
@@ -206,7 +206,7 @@ def test_interrupted_saves_are_ignored_and_removed(tmp_path: Path) -> None:
         (folder / name / "state.json").write_text("{}")
     assert whole_steps(folder) == [1]
     assert Run(tmp_path).checkpointer.load().version == 1
-    go_back_to(folder.parent, folder.name, 1)
+    go_back_to(folder.parent, 1)
     assert [entry.name for entry in folder.iterdir()] == ["step-1"]
 
 

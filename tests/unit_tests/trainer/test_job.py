@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torchtitan import grpo_train
-from torchtitan.config.job_config import JobConfig, Profiling
+from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import ConfigError, UserError
@@ -25,8 +25,7 @@ from torchtitan.utils.json_lines import EventLog, JsonLines, read_json_lines
 
 @pytest.mark.parametrize(("every", "resumed", "recorded"), [(3, 0, [3, 6]), (2, 20, [22, 24])])
 def test_every_so_many_steps_one_is_recorded(every: int, resumed: int, recorded: list[int], tmp_path: Path) -> None:
-    config = Profiling(enable_profiling=True, profile_freq=every)
-    with profile(config, tmp_path, 1, resumed) as profiler:
+    with profile(every, tmp_path, 1, resumed) as profiler:
         assert profiler is not None
         for step in range(resumed + 1, recorded[-1] + 1):
             with torch.profiler.record_function(f"own {step}"):
@@ -37,7 +36,7 @@ def test_every_so_many_steps_one_is_recorded(every: int, resumed: int, recorded:
         names = {str(event.get("name")) for event in trace["traceEvents"]}
         assert "aten::sum" in names and {name for name in names if name.startswith("own ")} == {f"own {step}"}
     assert len(list(tmp_path.rglob("*.json"))) == 2
-    with profile(Profiling(), tmp_path, 0, 0) as nothing:
+    with profile(0, tmp_path, 0, 0) as nothing:
         assert nothing is None
 
 

@@ -307,10 +307,9 @@ class Gradients:
         self.result = self.weight.grad.clone()
 
 
-def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
+def train_counting_reductions(checkpoint: str) -> dict[str, Any]:
     """One batch of several micro-batches; how often gradients were reduced, and what came of it."""
     config = run_config(checkpoint)
-    config.parallelism.fsdp_reduce_gradients = reduce  # type: ignore[assignment]
     trainer = SpiedTrainer(config)
     places: list[bool] = []
     find = fused_head.places_of
@@ -336,21 +335,19 @@ def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_gradients_may_be_reduced_once_per_optimizer_step(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_gradients_are_reduced_in_every_micro_batch(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoint = str(tiny_checkpoint())
-    alone = train_counting_reductions(checkpoint, "micro_batch")
+    alone = train_counting_reductions(checkpoint)
     function = "tests.unit_tests.trainer.test_policy_trainer:train_counting_reductions"
     # The loss is what is left of a sum of terms of both signs and of size 1: there is no share of it to be off by.
     tokens = sum(len(sample.completion_ids) for sample in make_batch(0).samples)
     rounding = 4 * torch.finfo(torch.float32).eps * math.sqrt(tokens)
-    for reduce in ("micro_batch", "optimizer_step"):
-        for rank in run_distributed(function, 2, checkpoint=checkpoint, reduce=reduce):
-            several, once = rank["micro_batches"], reduce == "optimizer_step"
-            assert several >= 2 and rank["reductions"] == (1 if once else several)
-            # A gradient that stays on its rank is there for the next micro-batch to be added to.
-            assert rank["in_place"] == [once and place > 0 for place in range(several)]
-            assert rank["figures"][0] == pytest.approx(alone["figures"][0], rel=0, abs=rounding)
-            assert rank["figures"][1:] == pytest.approx(alone["figures"][1:], rel=1e-5)
+    for rank in run_distributed(function, 2, checkpoint=checkpoint):
+        assert rank["reductions"] == rank["micro_batches"] >= 2
+        # No gradient stays on its rank for the next micro-batch to be added to.
+        assert rank["in_place"] == [False] * rank["micro_batches"]
+        assert rank["figures"][0] == pytest.approx(alone["figures"][0], rel=0, abs=rounding)
+        assert rank["figures"][1:] == pytest.approx(alone["figures"][1:], rel=1e-5)
 
 
 def train_counting_copies(checkpoint: str, reshard: str) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_going_back_sets_later_exports_aside_and_cleans_killed_ones(tmp_path: Pa
     add(".step-3-old-x_y1z2w3", "the only one")  # killed between the two renames
     (tmp_path / kind / ".step-5-old-abcdefgh").mkdir()  # killed before the first
     add("step-10-mine")  # somebody else's
-    go_back_to(tmp_path, "checkpoint", 4)
+    go_back_to(tmp_path, 4)
     kept = ["abandoned-step-10", "abandoned-step-8", "abandoned-step-8-2", "step-10-mine", "step-2", "step-3", "step-4"]
     assert sorted(entry.name for entry in (tmp_path / kind).iterdir()) == kept
     assert (tmp_path / kind / "step-3" / config_file).read_text() == "the only one"

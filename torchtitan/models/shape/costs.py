@@ -33,6 +33,8 @@ LEAST_HEAD_BYTES = 8 << 20
 LARGEST_CONVERTED_BYTES = 128 << 20
 BYTES = {"float32": 4, "bfloat16": 2}
 MUON_BUCKET_BYTES = 256 << 20
+# With activation_checkpoint.mode = selective, every layer of so many is checkpointed.
+SELECTED = 2
 """Of the matrices that a rank orthogonalises at a time"""
 
 
@@ -133,14 +135,11 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         (stays, 0, 0, root * (computed + sent) // computed * trains),
     )
     gathered, activations, logits, unreduced = max(moments, key=sum)
-    whole_gradients = 0
-    if ranks > 1 and parallelism.fsdp_reduce_gradients == "optimizer_step":
-        whole_gradients = (full + adapters) // tensor * sent
     slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
     saves = config.checkpoint.enable and config.checkpoint.async_mode == "async"
     return MemoryEstimate(
         parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // sharing),
-        gradients=trained_bytes + whole_gradients,
+        gradients=trained_bytes,
         optimizer=optimizer,
         reference=reference,
         gathered=gathered + largest * computed,
@@ -264,9 +263,8 @@ def muon_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> int:
 
 def recomputed_layers(config: JobConfig, args: ModelArgs) -> int:
     """How many layers compute their activations again in the backward."""
-    mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     layers = args.num_hidden_layers
-    return {"none": 0, "selective": -(-layers // every)}.get(mode, layers)
+    return {"none": 0, "selective": -(-layers // SELECTED)}.get(config.activation_checkpoint.mode, layers)
 
 
 def scored_passes(config: JobConfig) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config.rollout_tables import Curriculum
 from torchtitan.errors import UserError, load_function
 from torchtitan.rollout.data.prompt_stream import PromptStream
 from torchtitan.rollout.data.prompts import PromptMaker, Row
@@ -23,6 +22,11 @@ from torchtitan.rollout.types import Prompt
 PRIOR = 0.25
 # The variance of an average prompt is a moving mean over this many groups.
 TYPICAL_OVER = 128.0
+# One position in so many takes the next prompt of a pass over all of them, so that every prompt comes back.
+PASS_EVERY = 10
+# Batches after which what is known of a prompt counts half.
+HALF_LIFE = 100.0
+VARIANCE = "variance"
 ESTIMATES = ("means", "variances", "groups", "seen")
 
 
@@ -33,20 +37,19 @@ class CurriculumStream(PromptStream):
     were dropped before it. So no result counts sooner because it was quick.
     """
 
-    def __init__(
-        self, rows: Sequence[Row], maker: PromptMaker, seed: int, shuffle: bool, settings: Curriculum, redraws: bool
-    ):
-        """redraws: groups behind a batch that is handed out are all sampled again (rollout.max_staleness = 0). Their
-        prompts are then drawn again, too, so that they follow from the results alone.
+    def __init__(self, rows: Sequence[Row], maker: PromptMaker, seed: int, shuffle: bool, sampler: str, redraws: bool):
+        """sampler: rollout.sampler, `variance` or a function. redraws: groups behind a batch that is handed out are all
+        sampled again (rollout.max_staleness = 0). Their prompts are then drawn again, too, so that they follow from the
+        results alone.
 
-        Raises UserError if curriculum.sampler cannot be loaded.
+        Raises UserError if the function cannot be loaded.
         """
         super().__init__(rows, maker, seed, shuffle)
-        self._settings, self._redraws = settings, redraws
+        self._sampler, self._redraws = sampler, redraws
         self._weigh: Callable[..., Any] = expected_variance
-        if settings.sampler:
-            self._weigh = load_function(settings.sampler, "curriculum.sampler")
-        self._every = round(1 / settings.floor)
+        if sampler != VARIANCE:
+            self._weigh = load_function(sampler, "rollout.sampler")
+        self._every, self._half_life = PASS_EVERY, HALF_LIFE
         self._next = self._batches = 0
         self._drawn: dict[int, int] = {}
         """Position -> row, of all prompts that have been drawn and are not used up"""
@@ -124,7 +127,7 @@ class CurriculumStream(PromptStream):
         return f"curriculum {super()._fingerprint()}"
 
     def _learn(self, index: int, row: int, rewards: list[float]) -> None:
-        fade = 0.5 ** ((self._batches - self.seen[row]) / self._settings.half_life)
+        fade = 0.5 ** ((self._batches - self.seen[row]) / self._half_life)
         # A group counts at least as much as all before it: what a policy has learned, it has learned lately.
         before = min(1.0, self.groups[row] * fade)
         mean, variance = fmean(rewards), pvariance(rewards)
@@ -173,12 +176,12 @@ class CurriculumStream(PromptStream):
             if len(self._too_long) == len(self._rows):
                 raise self._none_fits()
             ages = self._batches - self.seen
-            fade = 0.5 ** (ages / self._settings.half_life)
+            fade = 0.5 ** (ages / self._half_life)
             given = self._weigh(self.means, self.variances, self.groups * fade, self._typical[1])
             weights = np.array(given, np.float64)
             if weights.shape != self.means.shape or not np.isfinite(weights).all() or (weights < 0).any():
                 raise UserError(
-                    f"curriculum.sampler = {self._settings.sampler!r} must return {len(self._rows)} weights, one for "
+                    f"rollout.sampler = {self._sampler!r} must return {len(self._rows)} weights, one for "
                     f"each prompt, finite and not negative; it returned {str(given)[:200]}"
                 )
             weights[list(self._too_long)] = 0

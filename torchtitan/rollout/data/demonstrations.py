@@ -168,7 +168,7 @@ class Demonstrations:
             self._streams[name] = PromptStream(rows, maker, seed, shuffle)
             self._held_out += first_held_out(held_out, maker, config.eval.num_prompts)
             counts.append(len(rows))
-        self._size, self._rows = groups_per_batch(config, ranks), sum(counts)
+        self._size, self._rows = groups_per_batch(config), sum(counts)
         self._scheduler = SourceScheduler(weights_of(config, counts), self._size)
         epochs = config.sft.epochs
         self.steps = math.ceil(epochs * self._rows / self._size) if epochs else config.training.steps

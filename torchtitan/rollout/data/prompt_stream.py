@@ -87,7 +87,7 @@ class PromptStream:
         if state["fingerprint"] != self._fingerprint():
             raise UserError(
                 "the training prompts are not those of the checkpoint (rollout.dataset, its held-out share, "
-                "rollout.shuffle, training.seed or curriculum.enable changed): restore them, or start a new run from "
+                "rollout.shuffle, training.seed or rollout.sampler changed): restore them, or start a new run from "
                 "the exported weights"
             )
         self._position = int(state["position"])

@@ -99,8 +99,8 @@ class SourceTask:
         """Return the prompts to train on."""
         config = self.config
         drawn_from = self.rows, self.maker, config.training.seed, config.rollout.shuffle
-        if config.curriculum.enable:
-            return CurriculumStream(*drawn_from, config.curriculum, config.rollout.max_staleness == 0)
+        if config.rollout.sampler:
+            return CurriculumStream(*drawn_from, config.rollout.sampler, config.rollout.max_staleness == 0)
         return PromptStream(*drawn_from)
 
     def held_out_prompts(self) -> list[Prompt]:
@@ -167,7 +167,7 @@ class Rollouts:
                 for _, set_config in sets_of(config)
             ]
         scheduler = SourceScheduler(
-            weights_of(config, [len(task.rows) for task in self.tasks]), groups_per_batch(config, ranks)
+            weights_of(config, [len(task.rows) for task in self.tasks]), groups_per_batch(config)
         )
         sources = [
             SourceFlow(task.config, task.groups, task.stream(), scheduler, number, len(self.tasks), events)
