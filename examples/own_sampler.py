@@ -2,7 +2,7 @@
 
     python examples/own_sampler.py [STEPS]
 
-In TOML: `sampler = "own_sampler:half_solved"` in [rollout] (docs/curriculum.md).
+In TOML: `sampler = "own_sampler:half_solved"` in [rollout] (docs/sources.md).
 """
 
 import sys

@@ -268,7 +268,7 @@ def train(
         tools: for environment.tools: names, or functions, run by worker processes.
         loss, advantage, correction, group_filter: for grpo.loss_type, .advantage, .off_policy_correction and
             .group_filter: a name, or a function, run by this process (docs/adding_an_objective.md).
-        sampler: for rollout.sampler: a name, or a function (docs/curriculum.md).
+        sampler: for rollout.sampler: a name, or a function (docs/sources.md).
         sources: for [[source]], the tasks of a run of several (docs/sources.md); the other arguments hold for all.
 
     Raises:

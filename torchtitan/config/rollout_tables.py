@@ -58,7 +58,7 @@ class Rollout:
 
     sampler: Annotated[str, Names(("", "variance"), own_function=True)] = ""
     """Which prompts are drawn: all of them in turn (empty), more often those whose groups differ in their rewards
-    (variance), or by weights of your own function, as package.module:function (docs/curriculum.md)"""
+    (variance), or by weights of your own function, as package.module:function (docs/sources.md)"""
 
     held_out_fraction: ShareBelowOne = 0.1
     """Share of the dataset kept out of training, for evaluation if eval.dataset is empty"""

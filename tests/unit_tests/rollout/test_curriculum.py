@@ -36,7 +36,7 @@ from torchtitan.rollout.data.prompts import PromptMaker
 from torchtitan.rollout.types import Batch, Prompt
 from torchtitan.trainer.packing import minibatches
 
-PAGE = Path(__file__).parents[3] / "docs" / "curriculum.md"
+PAGE = Path(__file__).parents[3] / "docs" / "sources.md"
 BATCHES = 6
 
 
@@ -233,7 +233,7 @@ def test_prompts_that_are_too_long_are_never_drawn() -> None:
 
 
 def test_a_sampler_of_ones_own_is_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    code = re.findall(r"```python\n(# my_samplers.*?)```", PAGE.read_text(), re.DOTALL)[0]
     (tmp_path / "my_samplers.py").write_text(code + "\ndef bad(means, *_):\n    return means[1:]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     stream = make_stream([str(i) for i in range(30)], sampler="my_samplers:hardest", half_life=1000.0)
