@@ -27,7 +27,9 @@ def plain(text: str) -> str:
 def shield(text: str, pattern: re.Pattern[str] | None) -> str:
     """Surround what the pattern finds with the shield. Shields that the text has by itself are replaced."""
     clean = text.replace(SHIELD[0], "\ufffd").replace(SHIELD[1], "\ufffd")
-    return pattern.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", clean) if pattern else clean
+    if pattern is None:
+        return clean
+    return pattern.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", clean)
 
 
 def shielded(pattern: re.Pattern[str] | None) -> re.Pattern[str] | None:

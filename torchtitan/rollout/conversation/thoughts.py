@@ -235,7 +235,9 @@ def _split_at_tags(turn: str, begin: int, reader: CallReader | None) -> list[Par
     add(len(turn), "answer", turn[place:])
     if stray:  # all up to the last closing tag that nothing opens
         first = parts[:stray]
-        text = "".join(part.text if part.kind != "thought" else part.written for part in first)
+        text = ""
+        for part in first:
+            text += part.written if part.kind == "thought" else part.text
         tag = next(tag.opening for tag in TAGS if tag.closing == unopened)
         written = "".join(part.written for part in first)
         thought = Part("thought", text, written, tag, closed=False, end=first[-1].end)

@@ -246,7 +246,9 @@ def _is_mathematics(tokens: list[str], runs: list[str]) -> bool:
         return not INFINITY.isdisjoint(runs)
     if MATHEMATICS.isdisjoint(runs):
         return False
-    return len(runs) < len(tokens) or not any(_is_word(run) and run not in MATHEMATICS for run in runs)
+    has_numbers = len(runs) < len(tokens)
+    has_words = any(_is_word(run) and run not in MATHEMATICS for run in runs)
+    return has_numbers or not has_words
 
 
 def _letter_or_space(character: str) -> str:

@@ -90,9 +90,16 @@ def reply(result: Any, log: Log) -> dict[str, Any]:
     values = [_plain_number(value) for value in result]
     if len(values) != log.samples:
         return {"error": f"returned {len(values)} rewards for {log.samples} completions"}
-    invalid = [i for i, value in enumerate(values) if value is not None and not _is_finite_number(value)]
+    rewards: list[float | None] = []
+    invalid: list[int] = []
+    for i, value in enumerate(values):
+        if value is None or _is_finite_number(value):
+            rewards.append(None if value is None else float(value))
+        else:
+            rewards.append(None)
+            invalid.append(i)
     return {
-        "values": [None if value is None or i in invalid else float(value) for i, value in enumerate(values)],
+        "values": rewards,
         "invalid": invalid,
         "extra": log.columns,
         "metrics": log.metrics,

@@ -53,7 +53,11 @@ class Guests:
     def news(self, all_guests: bool) -> dict[str, str]:
         """Return the URL of each guest that has changed since the last call (empty: it is gone), or of all."""
         names, self._changed = list(self.there if all_guests else self._changed), {}
-        return {name: self.there[name].address if name in self.there else "" for name in names}
+        urls: dict[str, str] = {}
+        for name in names:
+            guest = self.there.get(name)
+            urls[name] = "" if guest is None else guest.address
+        return urls
 
     def _on_message(self, name: str, channel: Channel, message: Message) -> None:
         self.there[name].heard_at = self._runtime.now()

@@ -339,7 +339,9 @@ class Registry:
             before.channel.close("replaced by a newer connection")
         actor = self.actors.get(name)  # one that leaves is gone with its connection
         if actor is None or actor.instance != instance:
-            kept = {} if actor is None else {what: getattr(actor, what) for what in state.KEPT}
+            kept: dict[str, Any] = {}
+            if actor is not None:
+                kept = {field: getattr(actor, field) for field in state.KEPT}
             actor = self.actors[name] = ActorRecord(None, instance, address, 0.0, **kept)
             self.snapshots.forget(name)
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""

@@ -107,7 +107,10 @@ class ScratchFiller:
     def fill(self, slot: int, sources: list[torch.Tensor]) -> None:
         """Copy and cast one tensor per shard into a slot."""
         for part in self._parts:
-            pieces = [sources[number][index] if index else sources[number] for number, index in part.pieces]
+            pieces: list[torch.Tensor] = []
+            for number, index in part.pieces:
+                source = sources[number]
+                pieces.append(source[index] if index else source)
             scratch = self._scratch[: part.end - part.start]
             torch._foreach_copy_(part.views, pieces)
             self._slots[slot][part.start : part.end].copy_(scratch, non_blocking=True)
