@@ -10,8 +10,8 @@
 #
 # The engines and the trainer all pin different versions of torch and transformers, so no two of them share an
 # environment. scripts/engines/<engine>/overrides.txt lists what an engine on a CPU must not install (CUDA-only or
-# CUDA-linked packages); site-packages beside it holds their stand-ins. Exit code 3: the packages are not available
-# here; 1: a package does not match its pinned hash, or anything else failed.
+# CUDA-linked packages); site-packages beside it, and cpu-site-packages for all of them, hold stand-ins. Exit code 3: the
+# packages are not available here; 1: a package does not match its pinned hash, or anything else failed.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -67,9 +67,11 @@ place="$HOME_OF_ENGINES/$engine"
 
 # Prints the environment's Python, after it has copied this checkout's stand-ins there.
 hand_over() {
-    local file from="$ROOT/scripts/engines/$engine/site-packages" packages=("$place"/lib/python3*/site-packages)
+    local file files from="$ROOT/scripts/engines" packages=("$place"/lib/python3*/site-packages)
+    files=("$from/$engine/site-packages"/*.py)
     # *.pth last, because a Python that starts meanwhile imports what they name.
-    for file in "$from"/*.py "$from"/*.pth; do
+    [[ "$engine" == *-cpu ]] && files+=("$from/cpu-site-packages"/*.py "$from/cpu-site-packages"/*.pth)
+    for file in "${files[@]}"; do
         [[ -f "$file" ]] || continue
         cmp -s "$file" "${packages[0]}/${file##*/}" && continue
         cp "$file" "${packages[0]}/${file##*/}.$$"
