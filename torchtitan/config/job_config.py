@@ -77,9 +77,6 @@ class Metrics:
     log_freq: Count = 1
     """Steps between two console lines (metrics.jsonl always has one object per step)"""
 
-    console: Literal["auto", "rich", "plain"] = "auto"
-    """A live display (rich), or one line per step (plain); auto chooses rich on a terminal"""
-
     enable_tensorboard: bool = True
     """Write TensorBoard event files, in tb/ of the run folder"""
 

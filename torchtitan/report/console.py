@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from torchtitan.config.job_config import Metrics
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -28,9 +27,9 @@ RATE_LINES = 20
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def make_console(config: Metrics, total_steps: int, first_step: int = 0) -> Console:
-    """Return the console that metrics.console selects; "auto" selects the live one on a terminal."""
-    if config.console == "rich" or (config.console == "auto" and sys.stderr.isatty()):
+def make_console(total_steps: int, first_step: int = 0) -> Console:
+    """Return the live console on a terminal that can move its cursor, elsewhere the one of lines."""
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return LiveConsole(total_steps, first_step)
     return Console(total_steps)
 

@@ -69,7 +69,7 @@ class MetricsLogger:
             cut_after(self.run_dir / name, -1 if resumed_step is None else resumed_step)
         self._rows = self._closing.enter_context(JsonLines(self.run_dir / METRICS_FILE, allow_nan=False))
         self._completions = self._closing.enter_context(JsonLines(self.run_dir / COMPLETIONS_FILE, ensure_ascii=False))
-        self._console = make_console(config.metrics, config.training.steps, resumed_step or 0)
+        self._console = make_console(config.training.steps, resumed_step or 0)
         self._closing.callback(self._console.close)
 
     def log_step(self, step: int, figures: Mapping[str, Figure], actors: Mapping[str, str] | None = None) -> None:

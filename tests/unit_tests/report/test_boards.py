@@ -79,7 +79,6 @@ def start(
     folder: Path, resumed: int | None = None, live_page: LivePage | None = None, **enabled: bool
 ) -> MetricsLogger:
     config = JobConfig()
-    config.metrics.console = "plain"
     config.metrics.enable_tensorboard = False
     vars(config.metrics).update(enabled)
     events = EventLog(folder / "events.jsonl")

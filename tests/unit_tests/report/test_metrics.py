@@ -42,10 +42,14 @@ class Words:
         return " ".join(f"w{number}" for number in ids)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def make_config(**settings: object) -> JobConfig:
     config = JobConfig()
     config.training.steps = 10
-    config.metrics.console = "plain"
     config.metrics.enable_tensorboard = False
     vars(config.metrics).update(settings)
     return config
@@ -221,14 +225,17 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_live_display_lets_log_lines_through_and_ends_with_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
+    stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(console.make_console(10)) is console.Console
+    monkeypatch.setenv("TERM", "xterm")
     handler = logging.StreamHandler()
     root = logging.getLogger()
     root.addHandler(handler)
     try:
-        display = console.make_console(make_config(console="rich").metrics, 10)
+        display = console.make_console(10)
         for step in (1, 2):
             display.step(step, figures(step) | {"reward/mean": 0.25 * step}, {"actor-0": "ready v1"})
         logging.getLogger("other").warning("a line from elsewhere")
