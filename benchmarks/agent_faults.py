@@ -121,7 +121,7 @@ async def play(stand: Stand, folder: Path, groups: int, faults: dict[str, int], 
     config = stand.config
     config.rollout.max_completion_tokens, config.rollout.chat_template = ROOM, True
     environment = config.environment
-    environment.isolate = False  # it leaves marks
+    environment.sandbox.isolate = False  # it leaves marks
     environment.factory = "tests.unit_tests.rollout.environment_examples:Struck"
     environment.max_turns, environment.num_workers, environment.step_timeout_s = TURNS, 2, 20.0
     tokenizer = Tokenizer(config.model.hf_assets_path)

@@ -217,8 +217,8 @@ async def measure(folder: Path, group_size: int, episodes: int, kills: int) -> t
     # Killing a worker kills what all its episodes are doing.
     environment.num_workers, environment.max_retries = 2, 5
     # The command isolates every episode; in bubblewrap, root could not start bubblewrap.
-    environment.isolate = False
-    environment.episode_timeout_s, environment.memory_limit_mb = EPISODE_SECONDS, 8192
+    environment.sandbox.isolate = False
+    environment.episode_timeout_s, environment.sandbox.memory_limit_mb = EPISODE_SECONDS, 8192
     (folder / "tmp").mkdir()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     os.environ["TMPDIR"] = str(folder / "tmp")

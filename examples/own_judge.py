@@ -2,10 +2,10 @@
 
     vllm serve Qwen/Qwen3-8B --port 8000
     PYTHONPATH=examples ./run_grpo.sh --rewards.functions arithmetic own_judge:judge --rewards.weights 1 0.2 \
-        --rewards.network --rewards.timeout_s 60
+        --rewards.sandbox.network --rewards.timeout_s 60
 
 JUDGE_URL and JUDGE_MODEL name another server and another model. For an API with a key, give Judge the name of its
-environment variable (key_variable="JUDGE_API_KEY") and the run `--rewards.variables JUDGE_API_KEY`.
+environment variable (key_variable="JUDGE_API_KEY") and the run `--rewards.sandbox.variables JUDGE_API_KEY`.
 """
 
 import os

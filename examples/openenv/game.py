@@ -2,7 +2,7 @@
 
     python examples/openenv/server.py --port 8000             with a Python that has openenv 0.10
     OPENENV_URL=http://127.0.0.1:8000 PYTHONPATH=examples/openenv ./run_grpo.sh --environment.factory game:Game \\
-        --environment.network …
+        --environment.sandbox.network …
 
 Where openenv is installed beside the trainer, its GenericEnvClient does the same.
 """

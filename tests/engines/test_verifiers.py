@@ -71,15 +71,15 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
     config = make_config(model, startup_timeout_s=PATIENCE_S)
     config.rollout.max_completion_tokens = 16
     environment = config.environment
-    environment.verifiers, environment.verifiers_python = "weather_env", str(python)
-    environment.verifiers_renderer, environment.memory_limit_mb = "qwen3", 8192
+    environment.verifiers.id, environment.verifiers.python = "weather_env", str(python)
+    environment.verifiers.renderer, environment.sandbox.memory_limit_mb = "qwen3", 8192
     async with playing(config, run_dir, END) as behind:
         behind.sampling.n = EPISODES
 
         async def group(runtime: str, options: dict[str, Any]) -> list[Trajectory]:
             own = copy.deepcopy(config)
-            own.environment.verifiers_runtime, own.environment.verifiers_runtime_args = runtime, options
-            own.environment.isolate = "auto" if runtime == "subprocess" else False
+            own.environment.verifiers.runtime = {"type": runtime, **options}
+            own.environment.sandbox.isolate = "auto" if runtime == "subprocess" else False
             agents = AgentPool(own, EventLog(run_dir / "events.jsonl"), run_dir / f"{runtime}.log")
             await agents.start()
             try:

@@ -55,7 +55,7 @@ async def test_the_embedded_engine_judges(tmp_path: Path, monkeypatch: pytest.Mo
     model = make_chat_model(tmp_path / "chat", taught=False)
     config = make_config(model)
     config.rewards.functions, config.rewards.timeout_s = ["my_judge:judge"], PATIENCE_S
-    config.rewards.network, config.rewards.variables = True, ["JUDGE_KEY"]
+    config.rewards.sandbox.network, config.rewards.sandbox.variables = True, ["JUDGE_KEY"]
     settings: dict[str, Any] = {"url": "http://later", "model": "chat", "rubric": "Right?", "max_tokens": 24}
     settings |= {"timeout_s": PATIENCE_S / 2, "max_retries": 0}
     tokenizer = Tokenizer(model)

@@ -19,7 +19,7 @@ def test_twenty_steps_of_its_game(debug_checkpoint: Path, processes: Processes, 
     command = [sys.executable, "-m", "tests.openenv_server"]
     port = processes.start_server("openenv", command)
     options: list[Any] = [
-        "--environment.factory", "game:Game", "--environment.max_turns", "3", "--environment.network",
+        "--environment.factory", "game:Game", "--environment.max_turns", "3", "--environment.sandbox.network",
         "--rewards.functions", "--training.steps", "20", "--training.global_batch_size", "64",
         "--training.seq_len", "64", "--optimizer.lr", "5e-4", "--rollout.max_completion_tokens", "32",
         "--inference.num_actors", "1", "--eval.enable", "false",

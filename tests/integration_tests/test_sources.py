@@ -19,9 +19,6 @@ DIGITS = "tests.unit_tests.rollout.reward_examples:share_of_digits"
 WEIGHTS = {"sums": 1.0, "fragile": 1.0, "long": 1.5}
 GROUPS = 12
 SOURCES = f"""
-[environment]
-max_retries = 0
-
 [[source]]
 name = "sums"
 rewards.functions = ["{DIGITS}"]
@@ -29,7 +26,7 @@ rewards.functions = ["{DIGITS}"]
 [[source]]
 name = "fragile"
 rollout.dataset = "%s"
-environment = {{ factory = "tests.fragile_environment:Fragile", isolate = false }}
+environment = {{ factory = "tests.fragile_environment:Fragile", sandbox.isolate = false }}
 rewards.functions = []
 required = false
 

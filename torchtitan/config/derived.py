@@ -329,7 +329,7 @@ def environment_name(config: JobConfig) -> str:
 
 def plays_through_gateway(config: JobConfig) -> bool:
     """Whether programs with a loop of their own talk to the policy."""
-    return bool(config.environment.agent or config.environment.verifiers)
+    return bool(config.environment.agent or config.environment.verifiers.id)
 
 
 def has_environment(config: JobConfig) -> bool:

@@ -18,6 +18,7 @@ from torchtitan.config.values import (
     Column,
     Count,
     CountOrZero,
+    Must,
     Names,
     NotNegative,
     Options,
@@ -96,6 +97,29 @@ class Rollout:
 
 
 @dataclass(config=TABLE)
+class Sandbox:
+    """What runs in workers: reward functions; environments, tools and agents."""
+
+    isolate: Literal["auto", True, False] = "auto"
+    """Run it with read-only files except a scratch folder, without network, unable to see other processes (Linux:
+    bubblewrap, or user namespaces; docs/reliability.md); agents reach the gateway all the same. auto: where that can be
+    had, as the run says at its start"""
+
+    memory_limit_mb: Annotated[int, Range(16)] = 2048
+    """Memory, in MiB, that a worker may use beyond what it starts with, or each agent with all that it starts; what is
+    only reserved does not count"""
+
+    network: bool = False
+    """What is isolated has this machine's network, which judges need"""
+
+    readable: list[str] = field(default_factory=list)
+    """Files and folders of the home folder that isolated code can read as well (docs/reliability.md)"""
+
+    variables: list[str] = field(default_factory=list)
+    """Environment variables with keys that it gets; others that look like keys are taken away"""
+
+
+@dataclass(config=TABLE)
 class Rewards:
     functions: list[str] = field(default_factory=lambda: ["arithmetic"])
     """Built-in names or `package.module:function`, called as TRL calls reward functions"""
@@ -113,22 +137,7 @@ class Rewards:
     timeout_s: Positive = 10.0
     """Deadline of one reward call, which covers one group's completions"""
 
-    memory_limit_mb: Annotated[int, Range(16)] = 2048
-    """Memory, in MiB, that a reward worker may use beyond what it starts with; what is only reserved does not count"""
-
-    isolate: Literal["auto", True, False] = "auto"
-    """Run the functions with read-only files except a scratch folder, without network, unable to see other processes
-    (Linux: bubblewrap, or user namespaces; docs/reliability.md). auto: where that can be had, as the run says at its
-    start"""
-
-    network: bool = False
-    """Isolated functions have this machine's network, which a judge needs"""
-
-    readable: list[str] = field(default_factory=list)
-    """Files and folders of the home folder that isolated functions can read as well (docs/reliability.md)"""
-
-    variables: list[str] = field(default_factory=list)
-    """Environment variables with keys that the functions get; others that look like keys are taken away"""
+    sandbox: Sandbox = field(default_factory=Sandbox)
 
 
 @dataclass(config=TABLE)
@@ -173,6 +182,45 @@ class Eval:
     """Deadline of one evaluation; if it passes, the evaluation is logged as missing and training goes on"""
 
 
+RUNTIMES = ("subprocess", "docker", "podman", "apptainer", "prime", "modal", "e2b")
+VerifiersRuntime = Annotated[
+    Options, Must(lambda value: value.get("type") in RUNTIMES, f"its type must be {' or '.join(RUNTIMES)}")
+]
+
+
+@dataclass(config=TABLE)
+class Verifiers:
+    id: str = ""
+    """Id of a verifiers taskset; it runs through the gateway, in a Python environment of its own"""
+
+    harness: str = ""
+    """Id of the harness that runs the taskset; empty uses the taskset's own"""
+
+    renderer: str = "auto"
+    """Renderer of the `renderers` package that turns its messages into tokens, such as qwen3"""
+
+    python: PathText = ""
+    """Python interpreter that has verifiers; empty uses the environment that scripts/install_engine.sh made"""
+
+    runtime: VerifiersRuntime = field(default_factory=lambda: {"type": "subprocess"})
+    """Where verifiers runs the programs of a harness, and the options of that runtime, as verifiers names them:
+    {type = "docker", image = "python:3.11-slim", memory = 2}; or podman, apptainer, prime, modal or e2b"""
+
+
+@dataclass(config=TABLE)
+class Gateway:
+    host: str = "127.0.0.1"
+    """Address that the gateway binds to. With another one than the loopback, other machines and containers reach it;
+    each episode has a key, but the connection is not encrypted"""
+
+    port: Annotated[int, Range(0, 65535)] = 0
+    """Port of the gateway; 0 uses any free port"""
+
+    url: str = ""
+    """Where programs reach the gateway, without /v1, such as the URL of a reverse proxy: {port} stands for the port.
+    Empty is http:// with host and port"""
+
+
 @dataclass(config=TABLE)
 class Environment:
     factory: str = ""
@@ -184,35 +232,6 @@ class Environment:
     agent: str = ""
     """A program with its own loop, which queries the policy through the gateway: a command line, or
     `package.module:function`, which gets base_url, key and row and returns a reward"""
-
-    verifiers: str = ""
-    """Id of a verifiers taskset; it runs through the gateway, in a Python environment of its own"""
-
-    verifiers_harness: str = ""
-    """Id of the harness that runs the taskset; empty uses the taskset's own"""
-
-    verifiers_renderer: str = "auto"
-    """Renderer of the `renderers` package that turns its messages into tokens, such as qwen3"""
-
-    verifiers_python: PathText = ""
-    """Python interpreter that has verifiers; empty uses the environment that scripts/install_engine.sh made"""
-
-    verifiers_runtime: Literal["subprocess", "docker", "podman", "apptainer", "prime", "modal", "e2b"] = "subprocess"
-    """Where verifiers runs the programs of a harness"""
-
-    verifiers_runtime_args: Options = field(default_factory=dict)
-    """Options of that runtime, as verifiers names them: {image = "python:3.11-slim", memory = 2}"""
-
-    gateway_host: str = "127.0.0.1"
-    """Address that the gateway binds to. With another one than the loopback, other machines and containers reach it;
-    each episode has a key, but the connection is not encrypted"""
-
-    gateway_port: Annotated[int, Range(0, 65535)] = 0
-    """Port of the gateway; 0 uses any free port"""
-
-    gateway_url: str = ""
-    """Where programs reach the gateway, without /v1, such as the URL of a reverse proxy: {port} stands for the port.
-    Empty is http:// with gateway_host and the port"""
 
     episode_timeout_s: Positive = 600.0
     """Deadline of a whole episode of an agent"""
@@ -226,9 +245,6 @@ class Environment:
     """Most turns of an episode; one that is not done by then is cut off (rollout.max_completion_tokens covers all
     turns)"""
 
-    max_retries: CountOrZero = 2
-    """How often an episode is redone that failed, but not by its own turn; then its group has one sample less"""
-
     on_failure: Literal["zero", "leave_out"] = "zero"
     """A sample whose own turn made its environment fail has reward 0 in training (zero), as it has not passed in an
     evaluation, or is left out of its group: then nothing keeps a policy from failing where it would be wrong"""
@@ -236,27 +252,20 @@ class Environment:
     num_workers: Count = 1
     """Environment worker processes; each hosts many episodes"""
 
-    start_timeout_s: Positive = 30.0
-    """Deadline for building and resetting an environment"""
-
     step_timeout_s: Positive = 10.0
     """Deadline of one turn's step, or of all its tool calls"""
 
-    memory_limit_mb: Annotated[int, Range(16)] = 2048
-    """Memory, in MiB, that an environment worker may use beyond what it starts with, or each agent with all that it
-    starts; what is only reserved does not count"""
+    sandbox: Sandbox = field(default_factory=Sandbox)
 
-    isolate: Literal["auto", True, False] = "auto"
-    """Run environments, tools and agents as rewards.isolate runs functions; agents reach the gateway all the same"""
+    verifiers: Verifiers = field(default_factory=Verifiers)
 
-    network: bool = False
-    """Isolated programs have this machine's network"""
+    gateway: Gateway = field(default_factory=Gateway)
 
-    readable: list[str] = field(default_factory=list)
-    """Files and folders of the home folder that isolated programs can read as well"""
+    max_retries: ClassVar[int] = 2
+    """How often an episode is redone that failed, but not by its own turn; then its group has one sample less"""
 
-    variables: list[str] = field(default_factory=list)
-    """Environment variables with keys that the programs get; others that look like keys are taken away"""
+    start_timeout_s: ClassVar[float] = 30.0
+    """Deadline for building and resetting an environment"""
 
 
 @dataclass(config=TABLE)

@@ -43,12 +43,12 @@ def check_sources(check: Check) -> None:
     text = "needs an [environment] or tools, which write between the turns"
     check.refuse("grpo.observation_coefficient", observes and without, text)
     tasks = tasks_of(check.config).values()
-    gateways = {environment_key(own): own.environment.gateway_port for own in tasks if plays_through_gateway(own)}
+    gateways = {environment_key(own): own.environment.gateway.port for own in tasks if plays_through_gateway(own)}
     for port, count in Counter(gateways.values()).items():
         if port and count > 1:
-            text = f"environment.gateway_port = {port} is that of {count} gateways: sources and evaluation sets whose"
+            text = f"environment.gateway.port = {port} is that of {count} gateways: sources and evaluation sets whose"
             text += " [environment] or stop_token_ids differ have one each. Give each its own port, or 0 for a free one"
-            check.say("environment.gateway_port", text)
+            check.say("environment.gateway.port", text)
 
 
 def _problems(config: JobConfig) -> list[str]:

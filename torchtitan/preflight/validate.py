@@ -33,7 +33,7 @@ from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe
 from torchtitan.config.reading import OVERRIDES, Draft, Problem, read_command_line
-from torchtitan.config.rollout_tables import Environment, Rewards
+from torchtitan.config.rollout_tables import Sandbox
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.shape.compute_type import choose_types
@@ -346,30 +346,30 @@ def _check_rewards(check: Check) -> None:
     check.refuse(key, len(set(functions)) < len(functions), "each function may be named only once")
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
-    _check_isolation(check, "rewards", rewards)
+    _check_isolation(check, "rewards.sandbox", rewards.sandbox)
     judge = evaluation.reward_function if evaluation.enable else ""
     if judge not in ("", environment_name(check.config)) and (problem := reward_problem(judge)):
         check.say("eval.reward_function", f"eval.reward_function: {problem}")
 
 
-def _check_isolation(check: Check, name: str, table: Rewards | Environment) -> None:
+def _check_isolation(check: Check, name: str, sandbox: Sandbox) -> None:
     if not check.planning:
         try:
-            find_isolation(table.isolate, table.network)
+            find_isolation(sandbox.isolate, sandbox.network)
         except UserError as error:
             check.refuse(f"{name}.isolate", True, str(error))
-        missing = [one for one in table.variables if one not in os.environ]
+        missing = [one for one in sandbox.variables if one not in os.environ]
         check.refuse(f"{name}.variables", missing, f"there is no environment variable {', '.join(missing)}")
-        absent = [path for path in table.readable if not Path(path).expanduser().exists()]
+        absent = [path for path in sandbox.readable if not Path(path).expanduser().exists()]
         check.refuse(f"{name}.readable", absent, f"there is no file or folder {', '.join(absent)}")
 
 
 def _check_environment(check: Check) -> None:
     environment = check.config.environment
-    _check_isolation(check, "environment", environment)
-    elsewhere = environment.verifiers and environment.verifiers_runtime != "subprocess"
-    text = f"must be false: verifiers_runtime = {show(environment.verifiers_runtime)} needs its server and its keys"
-    check.refuse("environment.isolate", elsewhere and environment.isolate is not False, text)
+    _check_isolation(check, "environment.sandbox", environment.sandbox)
+    elsewhere = environment.verifiers.id and environment.verifiers.runtime["type"] != "subprocess"
+    text = "must be false: the runtime of environment.verifiers needs its server and its keys"
+    check.refuse("environment.sandbox.isolate", elsewhere and environment.sandbox.isolate is not False, text)
     parser, known_parsers = environment.tool_parser, (AUTO, *FORMATS)
     named = [("factory", "environment", environment.factory)]
     if problem := name_problem(parser, "tool parser", known_parsers):
@@ -383,7 +383,8 @@ def _check_environment(check: Check) -> None:
             check.refuse("environment.agent", True, f"it cannot be split into words as a shell does: {error}")
         else:
             check.refuse("environment.agent", shutil.which(program) is None, f"there is no program {program!r} here")
-    kinds = [name for name in ("agent", "verifiers") if getattr(environment, name)]
+    programs = {"agent": environment.agent, "verifiers.id": environment.verifiers.id}
+    kinds = [name for name, program in programs.items() if program]
     others = bool(environment.factory or environment.tools)
     for kind in kinds:
         alone = "cannot be combined with environment.factory, environment.tools or another kind of environment"
@@ -393,17 +394,17 @@ def _check_environment(check: Check) -> None:
             check.say(f"environment.{key}", f"environment.{key}: {problem}")
     text = "each function may be named only once"
     check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
-    url, host = environment.gateway_url, environment.gateway_host.strip()
+    url, host = environment.gateway.url, environment.gateway.host.strip()
     text = "must be http:// or https:// with a host, without /v1"
-    check.refuse("environment.gateway_url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
-    text = "says not where programs reach the gateway: set environment.gateway_url, or one address of this machine"
-    check.refuse("environment.gateway_host", host in ("", "0.0.0.0", "::") and not url, text)
+    check.refuse("environment.gateway.url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
+    text = "says not where programs reach the gateway: set environment.gateway.url, or one address of this machine"
+    check.refuse("environment.gateway.host", host in ("", "0.0.0.0", "::") and not url, text)
     without = parser != AUTO and not has_environment(check.config)
     check.refuse(
         "environment.tool_parser", without, "needs environment.tools, environment.factory or environment.agent"
     )
-    text = "verifiers reads calls itself (environment.verifiers_renderer)"
-    check.refuse("environment.tool_parser", parser not in known_parsers and environment.verifiers, text)
+    text = "verifiers reads calls itself (environment.verifiers.renderer)"
+    check.refuse("environment.tool_parser", parser not in known_parsers and environment.verifiers.id, text)
 
 
 def _check_evaluation(check: Check) -> None:

@@ -135,8 +135,8 @@ def test_every_key_that_a_source_may_have_is_checked_as_in_its_table() -> None:
         ([{"name": "a", "rollout": {"max_completion_tokens": 4096}}, {"name": "b"}], "source a: rollout.max_com"),
         ([{"name": "a", "rewards.weights": [1.0, 2.0]}], "rewards.weights = .* must be empty, or have one weight"),
         ([{"name": "a", "environment": {"factory": "x:Y"}}], "environment.factory: .* module x"),
-        ([{"name": name, "environment": {"agent": agent, "gateway_port": 8123}}
-          for name, agent in (("a", "true"), ("b", "false"))], "gateway_port = 8123 is that of 2 gateways"),
+        ([{"name": name, "environment": {"agent": agent, "gateway": {"port": 8123}}}
+          for name, agent in (("a", "true"), ("b", "false"))], "gateway.port = 8123 is that of 2 gateways"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_with_their_source(sources: Any, said: str) -> None:

@@ -93,12 +93,12 @@ oops | 'oops' does not belong to any
 --environment.agent "'unclosed" | environment.agent = "'unclosed" | No closing quotation
 --environment.agent ' ' | environment.agent = " " | there is no program ''
 --environment.agent 'no-such-program x' | environment.agent | no-such-program
---environment.gateway_host 0.0.0.0 | environment.gateway_host = "0.0.0.0" | set environment.gateway_url
---environment.gateway_url run.example:80 | environment.gateway_url | must be http:// or https://
---environment.gateway_url http://run.example/v1 | environment.gateway_url | without /v1
---environment.verifiers_runtime vm | environment.verifiers_runtime | subprocess
---environment.verifiers x --environment.verifiers_runtime docker | environment.isolate | must be false
---rewards.variables NO_SUCH_VARIABLE | rewards.variables | no environment variable NO_SUCH_VARIABLE
+--environment.gateway.host 0.0.0.0 | environment.gateway.host = "0.0.0.0" | set environment.gateway.url
+--environment.gateway.url run.example:80 | environment.gateway.url | must be http:// or https://
+--environment.gateway.url http://run.example/v1 | environment.gateway.url | without /v1
+--environment.verifiers.runtime.type vm | environment.verifiers.runtime | subprocess
+--environment.verifiers.id x --environment.verifiers.runtime.type docker | environment.sandbox.isolate | must be false
+--rewards.sandbox.variables NO_SUCH_VARIABLE | rewards.sandbox.variables | no environment variable NO_SUCH_VARIABLE
 --environment.agent tests.agent_examples:play --environment.tools tests.agent_examples:raises \
     | environment.agent | cannot be combined with
 --eval.reward_function acc | eval.reward_function | "acc"

@@ -41,7 +41,7 @@ def run(
     config.environment.tool_parser = parser
     config.environment.tools = [f"{HERE}:{name}" for name in tools]
     config.environment.num_workers, config.environment.step_timeout_s = 2, 2.0
-    config.environment.memory_limit_mb, config.environment.isolate = 512, isolate
+    config.environment.sandbox.memory_limit_mb, config.environment.sandbox.isolate = 512, isolate
 
     async def with_pool() -> Any:
         pool = EnvironmentPool(config, EventLog(tmp_path / "events.jsonl"), tmp_path / "environments.log")
@@ -272,7 +272,7 @@ def test_a_tool_that_lacks_a_key_says_so_to_people_too(
 
     assert run(tmp_path, work, tools=("forecast",), isolate=isolate) == json.dumps({"error": "'WEATHER_KEY'"})
     (event,) = events(tmp_path, "environment_failed")
-    assert 'environment.variables = ["WEATHER_KEY"]' in event["reason"] and "secret" not in event["reason"]
+    assert 'environment.sandbox.variables = ["WEATHER_KEY"]' in event["reason"] and "secret" not in event["reason"]
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_processes_of_an_agent_end_with_its_command(tmp_path: Path, ends: str) -
     config, mark = JobConfig(), tmp_path / "pid"
     rest = {"itself": "echo 0.5", "with its limit": "wait", "with its worker": "kill -9 $PPID; wait"}[ends]
     config.environment.agent = f"bash -c 'sleep 1000 & echo $! > {mark}; {rest}'"
-    config.environment.isolate = False
+    config.environment.sandbox.isolate = False
 
     async def play() -> Any:
         pool = AgentPool(config, EventLog(tmp_path / "events.jsonl"))

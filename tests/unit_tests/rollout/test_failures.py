@@ -55,13 +55,14 @@ class Rewards:
         return [(None, {}) for _ in trajectories]
 
 
-def make_config(factory: str, **settings: object) -> JobConfig:
+def make_config(factory: str, isolate: bool | str = "auto", **settings: object) -> JobConfig:
     config = JobConfig()
     config.environment.factory, config.environment.max_turns = f"{HERE}:{factory}", 1
     config.environment.step_timeout_s = 30.0
     config.rewards.functions = []
     config.eval.pass_at_k, config.eval.samples_per_prompt, config.eval.greedy = [1], SAMPLES, False
     vars(config.environment).update(settings)
+    config.environment.sandbox.isolate = isolate
     return config
 
 

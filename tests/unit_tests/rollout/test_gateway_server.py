@@ -94,7 +94,7 @@ async def test_programs_elsewhere_get_the_address_that_reaches_them(tmp_path: Pa
     """Behind a reverse proxy: its URL is advertised, while the run's own connection is local."""
     config = JobConfig()
     config.model.hf_assets_path = str(write_chat_tokenizer(tmp_path / "chat"))
-    config.environment.gateway_host, config.environment.gateway_url = "0.0.0.0", "https://run.example/{port}/"
+    config.environment.gateway.host, config.environment.gateway.url = "0.0.0.0", "https://run.example/{port}/"
     (tmp_path / "logs").mkdir()
     gateway = Gateway(config, None, EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
     try:

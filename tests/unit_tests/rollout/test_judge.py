@@ -85,8 +85,8 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Jud
             await runner.cleanup()
         config = JobConfig()
         config.rewards.functions, config.rewards.timeout_s = [function], PATIENCE_S
-        config.rewards.network = True
-        config.rewards.variables = [settings["key_variable"]] if "key_variable" in settings else []
+        config.rewards.sandbox.network = True
+        config.rewards.sandbox.variables = [settings["key_variable"]] if "key_variable" in settings else []
         pool = RewardPool(config)
         try:
             await pool.start()

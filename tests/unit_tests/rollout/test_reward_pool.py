@@ -28,7 +28,8 @@ def make_config(*functions: str, **settings: Any) -> JobConfig:
     config.rewards.functions = [name if name in ("arithmetic", "accuracy") else f"{HERE}:{name}" for name in functions]
     config.rollout.max_completion_tokens = 16
     config.rewards.timeout_s = 5.0
-    vars(config.rewards).update(settings)
+    for key, value in settings.items():
+        setattr(config.rewards.sandbox if hasattr(config.rewards.sandbox, key) else config.rewards, key, value)
     return config
 
 
@@ -113,8 +114,8 @@ def test_async_functions_run_side_by_side_and_not_more_than_allowed(monkeypatch:
 
 def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "problem_of", lambda tool: f"{tool} is not installed")
-    with pytest.raises(ConfigError, match="rewards.isolate.*bwrap is not installed; unshare is not installed"):
-        ready(draft_of({}, {"rewards.isolate": True}))
+    with pytest.raises(ConfigError, match="rewards.sandbox.isolate.*bwrap is not installed; unshare is not installed"):
+        ready(draft_of({}, {"rewards.sandbox.isolate": True}))
     assert isolation.find_isolation("auto", False)[1].startswith("not isolated: this system cannot")
 
 

@@ -203,7 +203,9 @@ def test_an_agent_may_reserve_what_it_does_not_use(code: str, reward: float | No
     message = {"base_url": "http://127.0.0.1:1/v1", "key": "key", "row": {}}
     playing = agent_worker.run_command(words, message, 256)
     if reward is None:
-        with pytest.raises(RuntimeError, match=r"used more than 256 MiB of memory \(environment.memory_limit_mb\)"):
+        with pytest.raises(
+            RuntimeError, match=r"used more than 256 MiB of memory \(environment.sandbox.memory_limit_mb\)"
+        ):
             asyncio.run(asyncio.wait_for(playing, PATIENCE_S))
     else:
         assert asyncio.run(asyncio.wait_for(playing, PATIENCE_S)) == {"reward": reward}
@@ -335,7 +337,7 @@ def test_isolation_is_missed_where_code_of_others_asks_for_it(
 ) -> None:
     monkeypatch.setattr(isolation, "problem_of", lambda tool: f"{tool} is not installed")
     config = JobConfig()
-    config.rewards.functions, config.rewards.isolate = [function], isolate
+    config.rewards.functions, config.rewards.sandbox.isolate = [function], isolate
     reason = RewardPool(config).missing_isolation
     assert ("unshare is not installed" in reason) == is_missed == bool(reason)
 
@@ -355,4 +357,4 @@ def test_a_hidden_file_that_is_missed_names_the_key(home: Path) -> None:
     if all(isolation.problem_of(tool) for tool in isolation.NAMES):
         pytest.skip("no isolation can be had here")
     reason = asyncio.run(asyncio.wait_for(failure(), PATIENCE_S))
-    assert f'rewards.readable = ["{home}/notes.txt"] would show it' in reason
+    assert f'rewards.sandbox.readable = ["{home}/notes.txt"] would show it' in reason

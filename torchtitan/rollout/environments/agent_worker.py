@@ -173,7 +173,7 @@ async def _run_in(
         await asyncio.wait([reading, reading_errors], timeout=QUOTED_WITHIN_S)
         raise RuntimeError(
             f"{words[0]} was stopped: it, or what it has started, used more than {memory_limit_mb} MiB of memory "
-            "(environment.memory_limit_mb)"
+            "(environment.sandbox.memory_limit_mb)"
         )
     await reading
     await asyncio.wait([reading_errors], timeout=QUOTED_WITHIN_S)

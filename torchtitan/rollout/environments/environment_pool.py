@@ -248,20 +248,21 @@ class AgentPool(EnvironmentPool):
         environment, settings = config.environment, self._settings
         settings.needs_gateway = True
         # Agents' programs reserve far more memory than they use: not what they reserve is limited, but what they use.
-        settings.setup = {"agent": environment.agent, "memory_limit_mb": environment.memory_limit_mb}
-        settings.memory_per_user_mb = environment.memory_limit_mb
+        settings.setup = {"agent": environment.agent, "memory_limit_mb": environment.sandbox.memory_limit_mb}
+        settings.memory_per_user_mb = environment.sandbox.memory_limit_mb
         settings.keeps_processes = False
         # The files of a command line, and verifiers' tokenizer.
         settings.visible += [*shlex.split(environment.agent), config.model.hf_assets_path]
-        if environment.verifiers:
-            settings.python = find_python("verifiers", environment.verifiers_python, "environment.verifiers_python")
+        verifiers = environment.verifiers
+        if verifiers.id:
+            settings.python = find_python("verifiers", verifiers.python, "environment.verifiers.python")
             settings.setup |= {
-                "taskset": environment.verifiers,
+                "taskset": verifiers.id,
                 "model": config.model.hf_assets_path,
-                "harness": environment.verifiers_harness,
-                "renderer": environment.verifiers_renderer,
+                "harness": verifiers.harness,
+                "renderer": verifiers.renderer,
                 "max_turns": environment.max_turns,
-                "runtime": {"type": environment.verifiers_runtime, **environment.verifiers_runtime_args},
+                "runtime": verifiers.runtime,
                 # Do not add our import paths, which have other versions of the same packages.
                 "path": [str(Path.cwd())],
             }

@@ -34,7 +34,7 @@ Engines = InferencePool | ReplicaPool
 # Of an answer that is much longer than what fits, only this many characters per token that fits are encoded at first.
 # Where the text is cut, a few tokens may differ.
 ENCODED_CHARACTERS, CERTAIN_SHARE = 8, 1.5
-# An episode without a call in a process that ends is begun again so often, besides environment.max_retries.
+# An episode without a call in a process that ends is begun again so often, besides Environment.max_retries.
 MAX_STRAYS = 20
 # What may become of an attempt at an episode, besides a trajectory with an outcome.
 EPISODES = ("episodes_redone", "episodes_lost", "episodes_failed", "episodes_without_room")
@@ -339,7 +339,7 @@ class AgentPlayer(Player):
             request.sampling,
             min_version=min_version,
             shares=group,
-            many=bool(environment.verifiers),
+            many=bool(environment.verifiers.id),
         )
         failure: CallFailed | None = None
         reward = None

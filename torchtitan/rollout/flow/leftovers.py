@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import JobConfig, value_at
 
 # By table. Prompts are compared apart (prompt_stream.py), and time limits or numbers of workers change no sample.
 KEYS = {
@@ -19,17 +19,17 @@ KEYS = {
     ),
     "rewards": ("functions", "weights", "answer_column"),
     "environment": (
-        "factory", "tools", "agent", "verifiers", "verifiers_harness", "tool_parser", "max_turns", "on_failure",
+        "factory", "tools", "agent", "verifiers.id", "verifiers.harness", "tool_parser", "max_turns", "on_failure",
     ),
     "distill": (
-        "teacher", "server", "divergence", "top_k", "hint_column", "hint_template", "add_rewards",
+        "teacher", "server.url", "divergence", "top_k", "hint_column", "hint_template", "add_rewards",
     ),
 }  # fmt: skip
 
 
 def sampled_as(config: JobConfig) -> dict[str, Any]:
     """Return these keys with their values, as JSON has them. config: that of one source."""
-    values = {f"{table}.{key}": getattr(getattr(config, table), key) for table, keys in KEYS.items() for key in keys}
+    values = {f"{table}.{key}": value_at(config, f"{table}.{key}") for table, keys in KEYS.items() for key in keys}
     return dict(json.loads(json.dumps(values, default=str)))
 
 

@@ -111,7 +111,7 @@ class SourceTask:
         """Check what can be checked once the environments have started. Raises UserError."""
         if self._backend.environments is not None:
             self.maker.tools = self._backend.environments.tools
-            renders = self._backend.gateway is not None and not self.config.environment.verifiers
+            renders = self._backend.gateway is not None and not self.config.environment.verifiers.id
             if renders and self.maker.renderer.tokenizer.has_chat_template:
                 self.maker.renderer.warn_of_branches()
             if self._backend.gateway is None and any(is_chat(row, self.config) for row in self.rows):

@@ -133,11 +133,11 @@ class Gateway:
         """Start the process and connect to it. Raises UserError."""
         await self.close()
         self._port_file.unlink(missing_ok=True)
-        host = self._environment.gateway_host.strip()
+        host = self._environment.gateway.host.strip()
         command = [
             sys.executable, "-m", "torchtitan.rollout.gateway.server",
             "--host", host,
-            "--port", str(self._environment.gateway_port),
+            "--port", str(self._environment.gateway.port),
             "--port-file", str(self._port_file),
             "--token-env", TOKEN_ENV,
             "--parent-pid", str(os.getpid()),
@@ -147,7 +147,7 @@ class Gateway:
         port = await self._process.read_port(self._port_file, time.monotonic() + START_TIMEOUT_S)
         self._address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         listening_url = base_url(*self._address)
-        self.url = self._environment.gateway_url.rstrip("/").replace("{port}", str(port)) or listening_url
+        self.url = self._environment.gateway.url.rstrip("/").replace("{port}", str(port)) or listening_url
         self._http = aiohttp.ClientSession()
         headers = {"Authorization": f"Bearer {self._token}"}
         try:

@@ -1,6 +1,6 @@
 """A language model as a reward: one behind an OpenAI API scores the completions of a group, or ranks them.
 
-    # my_rewards.py; rewards.functions = ["my_rewards:judge"], rewards.network = true
+    # my_rewards.py; rewards.functions = ["my_rewards:judge"], rewards.sandbox.network = true
     judge = Judge("http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B", rubric="Short answers are good.")
 
 It runs in a reward worker. A judge that does not answer, or not in the form that is asked for, gives no reward (None).
@@ -71,7 +71,7 @@ class Judge:
     mode: Literal["score", "rank"] = "score"
     """A score from 0 to 10 for each completion, or one ranking of a group's completions"""
     key_variable: str = ""
-    """Environment variable that holds the key of the API (rewards.variables hands it over); empty sends none"""
+    """Environment variable that holds the key of the API (rewards.sandbox.variables hands it over); empty sends none"""
     max_tokens: int = 512
     """Longest answer of the judge"""
     timeout_s: float = 8.0
@@ -98,7 +98,9 @@ class Judge:
         if self.mode not in FORMS:
             problems.append(f"mode = {self.mode!r} must be score or rank")
         if self.key_variable and self.key_variable not in os.environ:
-            problems.append(f"there is no environment variable {self.key_variable}: name it in rewards.variables")
+            problems.append(
+                f"there is no environment variable {self.key_variable}: name it in rewards.sandbox.variables"
+            )
         if problems:
             raise ValueError("Judge: " + "; ".join(problems))
         self._judgements: OrderedDict[str, Any] = OrderedDict()

@@ -64,7 +64,7 @@ class RewardPool:
     def __init__(self, config: JobConfig, log_file: Path | None = None, run_dir: Path | None = None):
         """run_dir: the run's folder, which isolated functions do not see.
 
-        Raises UserError if rewards.isolate = true is not possible here."""
+        Raises UserError if rewards.sandbox.isolate = true is not possible here."""
         rewards = config.rewards
         self._sources = tasks_of(config)
         named: list[str] = []

@@ -37,15 +37,16 @@ class WorkerPool:
         log_file: for its output, and `flooded` is called once that is cut; run_dir: hidden from isolated workers;
         replaced: called for every worker that is replaced.
 
-        Raises UserError if the table's isolate = true is not possible here.
+        Raises UserError if the sandbox's isolate = true is not possible here.
         """
-        isolation, self._sandbox_description = find_isolation(table.isolate, table.network)
+        sandbox = table.sandbox
+        isolation, self._sandbox_description = find_isolation(sandbox.isolate, sandbox.network)
         self._settings = WorkerSettings(
-            what, module, {**setup, "memory_mb": table.memory_limit_mb}, log_file, flooded, run_dir,
-            table.readable, table.variables, isolation, type(table).__name__.lower(),
+            what, module, {**setup, "memory_mb": sandbox.memory_limit_mb}, log_file, flooded, run_dir,
+            sandbox.readable, sandbox.variables, isolation, type(table).__name__.lower(),
         )  # fmt: skip
-        self._settings.restricted = table.isolate is not False
-        self._misses_isolation = isolation is None and table.isolate == "auto"
+        self._settings.restricted = sandbox.isolate is not False
+        self._misses_isolation = isolation is None and sandbox.isolate == "auto"
         self._count, self._replaced = table.num_workers, replaced
         self._workers: list[WorkerProcess] = []
         self._retired: set[WorkerProcess] = set()

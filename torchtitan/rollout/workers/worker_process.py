@@ -403,10 +403,10 @@ class WorkerProcess:
 
     def explained(self, error: str) -> str:
         """Return an error of the user's code, with the key that helps if what the process lacks may have caused it."""
-        table, isolation = self._settings.table, self._settings.isolation
+        sandbox, isolation = f"{self._settings.table}.sandbox", self._settings.isolation
         missing = [name for name in self._withheld if name in error]
         if missing:
-            return f"{error} (keys are withheld: {table}.variables = {json.dumps(missing)} would change that)"
+            return f"{error} (keys are withheld: {sandbox}.variables = {json.dumps(missing)} would change that)"
         if isolation is None:
             return error
         # What a program printed may say anything.
@@ -414,15 +414,15 @@ class WorkerProcess:
         if str(Path.cwd()) in SCRATCH and any(cause in message for cause in ("No module named", "No such file")):
             return f"{error} (it is isolated and cannot see the working folder {Path.cwd()}: start in another one)"
         if (module := MISSING_MODULE.search(message)) and _find(module[1]) is not None:
-            return f"{error} (it is isolated: {table}.readable would show it the folder in which that module lies)"
+            return f"{error} (it is isolated: {sandbox}.readable would show it the folder in which that module lies)"
         withheld = list(filter(is_withheld, PATH_IN_TEXT.findall(message)))
         if withheld:
-            key = f"{table}.readable = {json.dumps(withheld[:1])}"
+            key = f"{sandbox}.readable = {json.dumps(withheld[:1])}"
             return f"{error} (it is isolated and sees little of the home folder: {key} would show it that)"
         for setting, causes in CAUSES.items():
             already_set = isolation.network and "network" in setting
             if not already_set and any(cause in message for cause in causes):
-                return f"{error} (it is isolated: {table}.{setting} would change that)"
+                return f"{error} (it is isolated: {sandbox}.{setting} would change that)"
         return error
 
     async def _read_output(self) -> None:

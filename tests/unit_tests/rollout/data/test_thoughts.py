@@ -120,7 +120,7 @@ def sampled(tokenizer: Tokenizer, text: str, finish: Any = "stop") -> Completion
 def make_config(tokenizer: Tokenizer, *functions: str) -> JobConfig:
     config = JobConfig()
     config.model.hf_assets_path, config.rollout.chat_template = str(tokenizer.directory), True
-    config.rewards.functions, config.rewards.isolate = list(functions), False
+    config.rewards.functions, config.rewards.sandbox.isolate = list(functions), False
     config.rewards.num_workers, config.training.seq_len = 1, 4096
     return config
 
