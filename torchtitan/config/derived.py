@@ -92,7 +92,7 @@ def for_source(config: JobConfig, source: Source) -> JobConfig:
     return own
 
 
-def without_masters(config: JobConfig) -> str | None:
+def warn_no_fp32_masters(config: JobConfig) -> str | None:
     """What to say of a run whose master weights are rounded to bfloat16; None where they are not."""
     if config.training.dtype != "bfloat16" or config.lora.rank:
         return None
@@ -141,7 +141,7 @@ def shard_degree(parallelism: Parallelism, ranks: int) -> int:
     return max(1, ranks // (parallelism.data_parallel_replicate_degree * ranks_per_pack(parallelism)))
 
 
-def keeps_unshared(config: JobConfig) -> bool:
+def keeps_unsharded_params(config: JobConfig) -> bool:
     """Whether a rank keeps the gathered form of parameters that it holds alone, and the sum of their gradients, through
     all micro-batches of an optimizer step: their sums are as precise then, and adapters have no use for the memory."""
     training = config.training
@@ -296,7 +296,7 @@ def trains_only_adapters(config: JobConfig) -> bool:
     return config.lora.rank > 0 and not config.lora.modules_to_save
 
 
-def keeps_start(config: JobConfig) -> bool:
+def keeps_initial_adapters(config: JobConfig) -> bool:
     """Whether the policy holds a frozen copy of the adapters that it began with, as the reference of a KL term."""
     return trains_only_adapters(config) and bool(config.lora.adapter_path) and "" in references_of(config)
 
@@ -324,23 +324,23 @@ def frozen_weights(config: JobConfig) -> dict[str, str]:
 def environment_name(config: JobConfig) -> str:
     """The name of the reward that the environment gives: that of its class, or agent; empty where there is none."""
     environment = config.environment
-    return environment.factory.rpartition(":")[2] or ("agent" if plays_through_gateway(config) else "")
+    return environment.factory.rpartition(":")[2] or ("agent" if uses_gateway(config) else "")
 
 
-def plays_through_gateway(config: JobConfig) -> bool:
+def uses_gateway(config: JobConfig) -> bool:
     """Whether programs with a loop of their own talk to the policy."""
     return bool(config.environment.agent or config.environment.verifiers.id)
 
 
 def has_environment(config: JobConfig) -> bool:
     """Whether the policy talks to an environment or to tools, over several turns."""
-    return bool(config.environment.factory or config.environment.tools) or plays_through_gateway(config)
+    return bool(config.environment.factory or config.environment.tools) or uses_gateway(config)
 
 
 def environment_key(config: JobConfig) -> str:
     """What the sources have in common that share the processes of an environment; empty without an environment."""
     # Only the gateway has to know where completions end.
-    ends = config.rollout.stop_token_ids if plays_through_gateway(config) else None
+    ends = config.rollout.stop_token_ids if uses_gateway(config) else None
     return repr((config.environment, ends)) if has_environment(config) else ""
 
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan.config.derived import keeps_start, keeps_unshared
+from torchtitan.config.derived import keeps_initial_adapters, keeps_unsharded_params
 from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
@@ -213,7 +213,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
         load_into(policy, directory)
     if config.lora.rank and config.lora.adapter_path:
         load_adapter(policy, config.lora.adapter_path)
-        if keeps_start(config):
+        if keeps_initial_adapters(config):
             copy_start_(policy)
     elif config.lora.rank:
         initialize_adapters(policy, config.training.seed)
@@ -256,7 +256,7 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     if config.lora.base_bits == 4:
         quantize_projections(policy, config.lora.modules_to_save)
     if config.lora.rank:
-        add_adapters(policy, config.lora, keeps_start(config))
+        add_adapters(policy, config.lora, keeps_initial_adapters(config))
     if config.compile.enable:
         for layer in policy.layers:
             # A mixture's exchange of tokens stays outside the graph.
@@ -437,7 +437,7 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
             if (_experts_mesh(dims) if module in experts else dims.fsdp_mesh).size() > 1:
                 # With no other rank it would be a pass over all gradients.
                 module.set_gradient_divide_factor(1.0)
-            elif keeps_unshared(config):
+            elif keeps_unsharded_params(config):
                 unshared.append(module)
             module.set_force_sum_reduction_for_comms(True)
     policy.unshared = unshared

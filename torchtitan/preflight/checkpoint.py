@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from torchtitan.config.derived import has_environment, plays_through_gateway, sources_of
+from torchtitan.config.derived import has_environment, sources_of, uses_gateway
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
@@ -100,7 +100,7 @@ def _check_tokens(check: Check, vocabulary: int) -> None:
 
 
 def _uses_template(config: JobConfig) -> bool:
-    return config.rollout.chat_template or plays_through_gateway(config)
+    return config.rollout.chat_template or uses_gateway(config)
 
 
 def _written(tokenizer: Tokenizer) -> list[int]:

@@ -6,9 +6,9 @@ from torchtitan.config.derived import (
     from_torchrun,
     has_engines,
     is_colocated,
-    plays_through_gateway,
     started_actors,
     trains_on_gpu,
+    uses_gateway,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -86,7 +86,7 @@ def connections(config: JobConfig) -> int:
         return 0
     actors = len(config.inference.servers) or started_actors(config) or 1
     requests = actors * (config.inference.max_sequences + 1)
-    return actors + requests * (3 if plays_through_gateway(config) else 1)
+    return actors + requests * (3 if uses_gateway(config) else 1)
 
 
 def few_descriptors(config: JobConfig) -> str:

@@ -12,7 +12,7 @@ from torchtitan.config.derived import (
     shares_devices,
     stages_on_device,
     trains_on_gpu,
-    without_masters,
+    warn_no_fp32_masters,
 )
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
@@ -138,7 +138,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
     counts_epochs = config.job.stage == "sft" and config.sft.epochs
     warnings = (
-        without_masters(config),
+        warn_no_fp32_masters(config),
         None if counts_epochs else long_warmup(config),
         differing_nccl(config, engine_python(config)),
         tight_memory(config, ranks),

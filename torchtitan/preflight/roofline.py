@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import keeps_unshared, shard_degree
+from torchtitan.config.derived import keeps_unsharded_params, shard_degree
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.shape.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
 from torchtitan.models.shape.model_args import ModelArgs
@@ -141,7 +141,7 @@ def _by_fsdp(config: JobConfig, args: ModelArgs, ranks: int, micro_batches: floa
         (dense, shards, stays, ranks // tensor),
         (stacks / spread, shards * tensor / spread, 0.0, ranks // spread),
     ):
-        alone = keeps_unshared(config) and sharing == 1
+        alone = keeps_unsharded_params(config) and sharing == 1
         gathered = micro_batches * owned * scored_passes(config)
         gathered += (grpo.num_minibatches if alone else micro_batches) * (2 * owned - kept) * trained
         if over > 1:

@@ -9,10 +9,10 @@ from torchtitan.config.derived import (
     environment_name,
     groups_per_batch,
     has_environment,
-    plays_through_gateway,
     reward_weights,
     sources_of,
     teacher_of,
+    uses_gateway,
     weights_of,
 )
 from torchtitan.config.evaluations import tasks_of
@@ -43,7 +43,7 @@ def check_sources(check: Check) -> None:
     text = "needs an [environment] or tools, which write between the turns"
     check.refuse("grpo.observation_coefficient", observes and without, text)
     tasks = tasks_of(check.config).values()
-    gateways = {environment_key(own): own.environment.gateway.port for own in tasks if plays_through_gateway(own)}
+    gateways = {environment_key(own): own.environment.gateway.port for own in tasks if uses_gateway(own)}
     for port, count in Counter(gateways.values()).items():
         if port and count > 1:
             text = f"environment.gateway.port = {port} is that of {count} gateways: sources and evaluation sets whose"

@@ -28,7 +28,7 @@ from torchtitan.config.derived import (
     stop_tokens,
     trains_on_gpu,
     verification,
-    without_masters,
+    warn_no_fp32_masters,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
@@ -369,7 +369,7 @@ class TrainingJob:
 
     def _describe_devices(self, address: str) -> None:
         """Log what a user should know of this machine's devices, and where the ranks meet (collective)."""
-        if device.rank() == 0 and (rounded := without_masters(self.config)) is not None:
+        if device.rank() == 0 and (rounded := warn_no_fp32_masters(self.config)) is not None:
             logger.warning(rounded)
         if device.rank() == 0 and device.device().type == "cuda" and not trains_on_gpu():
             logger.warning(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import (
     is_colocated,
-    keeps_start,
-    keeps_unshared,
+    keeps_initial_adapters,
+    keeps_unsharded_params,
     references_of,
     shard_degree,
     trains_on_gpu,
@@ -55,7 +55,7 @@ class MemoryEstimate:
       root (embedding and head) and one layer are gathered in mixed_precision_param; in a layer's backward, the root,
       that layer and the next; at the end of the backward, the root alone. Of a layer's experts, those of one rank of
       expert_parallel_degree count; of quantised projections, the largest one also counts in the type that it is
-      computed in. What a rank holds alone is gathered of all layers (`keeps_unshared`). On one rank, an offloaded
+      computed in. What a rank holds alone is gathered of all layers (keeps_unsharded_params). On one rank, an offloaded
       reference is copied to the device in the same units.
     - activations: for each of the T tokens that a full micro-batch computes (common prefixes count once), a layer keeps
       its residual stream, normed inputs and projection outputs for the backward: about 5 hidden + 3 query + 4 key/value
@@ -138,7 +138,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
     saves = config.checkpoint.enable and config.checkpoint.async_mode == "async"
     return MemoryEstimate(
-        parameters=-(-(base + (1 + keeps_start(config)) * adapters * BYTES["float32"]) // sharing),
+        parameters=-(-(base + (1 + keeps_initial_adapters(config)) * adapters * BYTES["float32"]) // sharing),
         gradients=trained_bytes,
         optimizer=optimizer,
         reference=reference,
@@ -183,7 +183,7 @@ def _gathered_bytes(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[int
     held = dense * computed + int(quantized * QUANTIZED_BITS / 8)
     shared = alone = 0
     for part, over in (held // tensor, tensor), (experts * computed // spread, spread):
-        if keeps_unshared(config) and over == ranks:
+        if keeps_unsharded_params(config) and over == ranks:
             alone += part
         else:
             shared += part

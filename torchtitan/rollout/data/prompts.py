@@ -18,8 +18,8 @@ from torchtitan.config.derived import (
     has_engines,
     has_environment,
     judging_reward,
-    plays_through_gateway,
     source_name,
+    uses_gateway,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, blaming, load_object
@@ -69,7 +69,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
     functions = trained_on if evaluation.dataset else trained_on | judging
     _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions, renderer)
-    if renderer is not None and not plays_through_gateway(config):
+    if renderer is not None and not uses_gateway(config):
         warn_of_unread_keys(_conversations(rows, config), renderer.tokenizer)
     if not evaluation.dataset:
         train, held_out = hold_out(rows, rollout.held_out_fraction, rollout.prompt_column)
@@ -167,7 +167,7 @@ def _chat_columns(config: JobConfig) -> list[str]:
 def _with_chats(rows: list[Row], config: JobConfig, dataset: str, key: str) -> list[Row]:
     """Return the rows with chats as lists also where a file stores them as JSON text. Raises UserError for text that is
     nearly that."""
-    if plays_through_gateway(config):  # an agent reads its task itself
+    if uses_gateway(config):  # an agent reads its task itself
         return rows
     read = []
     for number, row in enumerate(rows, start=1):
@@ -277,9 +277,9 @@ def _check_rows(
         problem = None
         if config.job.stage == "sft":
             problem = _completion_problem(row, config)
-        elif not plays_through_gateway(config):
+        elif not uses_gateway(config):
             problem = _ending_problem(prompt)
-        if not problem and is_chat(row, config) and not plays_through_gateway(config):
+        if not problem and is_chat(row, config) and not uses_gateway(config):
             problem = _tools_problem(row, config, renderer)
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")

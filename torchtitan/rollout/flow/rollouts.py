@@ -17,9 +17,9 @@ from typing import Any, TypeVar, overload
 from torchtitan.config.derived import (
     environment_key,
     groups_per_batch,
-    plays_through_gateway,
     source_name,
     sources_of,
+    uses_gateway,
     weights_of,
 )
 from torchtitan.config.evaluations import sets_of, tasks_of
@@ -86,7 +86,7 @@ class SourceTask:
         self.rows, self._held_out = load_datasets(config, None if is_sft else self.maker.renderer)
         if not is_sft:
             check_unknown_text(self.rows, config, tokenizer)
-            if not plays_through_gateway(config):  # an agent writes the prompts itself
+            if not uses_gateway(config):  # an agent writes the prompts itself
                 refuse_surplus_tokens([*self.rows, *self._held_out], self.maker, vocabulary_of(config))
         episodes: Player | None = None
         if isinstance(backend.environments, AgentPool) and backend.gateway is not None:
@@ -274,7 +274,7 @@ def make_backends(
             longest = max(other.rollout.max_completion_tokens for other in same_environment)
             source_config.rollout = replace(source_config.rollout, max_completion_tokens=longest)
             log_file = run_dir / "logs" / f"environments{number}.log"
-            if plays_through_gateway(source_config):
+            if uses_gateway(source_config):
                 gateway = Gateway(source_config, pool, events, run_dir, f"gateway{number}")
                 made[key] = EpisodeBackend(AgentPool(source_config, events, log_file, run_dir), gateway)
             else:
