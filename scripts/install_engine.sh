@@ -59,7 +59,7 @@ fi
 requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>=0.4")
 
 # A colocated run's trainer runs in vLLM's environment, and imports these as well. None of them requires torch.
-if [[ "$engine" == vllm* ]]; then requirements+=("pydantic>=2.10,<3" "tensorboard>=2.15" "math-verify>=0.9,<0.10"); fi
+if [[ "$engine" == vllm* ]]; then requirements+=("pydantic>=2.10,<3" "tomli>=2.0,<3" "tensorboard>=2.15" "math-verify>=0.9,<0.10"); fi
 
 # A changed list of requirements needs a new environment.
 recipe="$({ printf '%s\n' "${requirements[@]}" -- "${after[@]}"; cat "$overrides" 2>/dev/null || true; } | cksum | cut -d' ' -f1)"

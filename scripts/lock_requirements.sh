@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes scripts/requirements.lock: versions and hashes of all that the trainer needs with the extras data and test, for
-# every Python from 3.10 on. LOCKED=1 scripts/setup_env.sh installs them.
+# every Python from 3.11 on. LOCKED=1 scripts/setup_env.sh installs them.
 #
 #   PYTHON=.venv/bin/python scripts/lock_requirements.sh
 #
@@ -17,7 +17,7 @@ trap 'rm -f "$known"' EXIT
 sed -i "s/\$/ ; python_full_version == '$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])').*'/" "$known"
 
 resolve() {
-    uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --extra data --extra test \
+    uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --extra data --extra test \
         --constraint "$known" --no-header --no-annotate "$@"
 }
 mapfile -t left_out < <(resolve | sed -nE 's/^((torch|triton|nvidia-|cuda-)[^=]*)==.*/--no-emit-package=\1/p' | sort -u)

@@ -7,7 +7,7 @@
 # Which Python: $PYTHON if it is set; else the active virtual environment, if it has everything already; else ./.venv,
 # which is made on first use. An environment of your own gets packages installed only if $PYTHON names it.
 #
-#   PYTHON=…                Python 3.10 or newer; outside a virtual environment, it is used to make ./.venv
+#   PYTHON=…                Python 3.11 or newer; outside a virtual environment, it is used to make ./.venv
 #   TORCH_VERSION=…         the torch to install if there is none. Default: 2.14.0 in a CUDA build, whose NCCL is that of
 #                           the engines (scripts/engines/pins.json); 2.11.0 for a driver older than 580, as the last
 #                           with builds for CUDA 12.8; else 2.13.0
@@ -29,13 +29,13 @@ setup_has_driver() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/d
 
 setup_find_base_python() {
     local candidate
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
-        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+    for candidate in python3 python3.13 python3.12 python3.11 python; do
+        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             command -v "$candidate"
             return 0
         fi
     done
-    setup_say "there is no Python 3.10 or newer on the PATH: install one, or set PYTHON=…"
+    setup_say "there is no Python 3.11 or newer on the PATH: install one, or set PYTHON=…"
     return 1
 }
 

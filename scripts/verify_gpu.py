@@ -22,10 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+import tomli
 
 ROOT = Path(__file__).resolve().parent.parent
 # A command that is told to end gets so long.
@@ -62,7 +59,7 @@ class Result:
 
 
 def read_checks(path: Path) -> list[Check]:
-    return [Check(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["check"]]
+    return [Check(**entry) for entry in tomli.loads(path.read_text(encoding="utf-8"))["check"]]
 
 
 def run_check(check: Check, log: Path) -> Result:

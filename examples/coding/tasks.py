@@ -108,7 +108,7 @@ async def solved(package, files, python):
     command = ["python", "-m", "pytest", *options, "test_hidden.py"]
     try:
         done = await sandbox.run(python, kept, command, "report.xml", timeout_s=JUDGE_S)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return False
     report = done.files.get("report.xml", "")
     return f'errors="0" failures="0" skipped="0" tests="{len(hidden)}"' in report

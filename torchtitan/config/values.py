@@ -13,21 +13,16 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
+import tomli
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from torchtitan.errors import nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Nothing but an integer where a number is asked for is converted; the string under a field documents it (reference.py,
 # as pydantic would read every table's source in every process). A table's checks are made when it is first filled.
@@ -183,14 +178,14 @@ def read_toml(file: str) -> tuple[dict[str, Any], str]:
             shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
             path = shipped if shipped.is_file() else path
         # Some editors begin a file with a byte order mark.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig")), ""
+        return tomli.loads(path.read_text(encoding="utf-8-sig")), ""
     except FileNotFoundError:
         text = f"does not exist (looked in {path.parent.absolute()})"
         if path.parent.is_dir():
             text += nearest(path.name, [other.name for other in path.parent.glob("*.toml")])
     except OSError as error:
         text = f"cannot be read: {error.strerror}"
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         text = f"is not valid TOML: {error}"
     except RecursionError:
         text = "cannot be read: its lists or tables are nested too deeply"
@@ -207,8 +202,8 @@ def value_of_words(words: list[str]) -> Any:
 
 def _value(word: str) -> Any:
     try:
-        tables = tomllib.loads(f"value = {word}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+        tables = tomli.loads(f"value = {word}")
+    except (tomli.TOMLDecodeError, RecursionError):
         return word
     # More than one key: the word had a line break in it.
     return tables["value"] if len(tables) == 1 and is_free(tables) else word

@@ -5,7 +5,6 @@ answers. This module does not import torch.
 from __future__ import annotations
 
 import abc
-import asyncio
 import base64
 import time
 from collections.abc import Callable, Sequence
@@ -196,7 +195,7 @@ class JsonClient:
                     raise
                 left_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
                 status, pieces = await self._exchange(method, path, left_s, body, most_bytes, _Connection())
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise ActorError(phase, f"{path} gave no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:

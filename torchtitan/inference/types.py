@@ -17,10 +17,9 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from typing_extensions import Self
 
 from torchtitan.models.shape.mixture_args import MISSING
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from torchtitan.report.curves import Curves, evaluation_table
 from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE
@@ -17,11 +18,6 @@ from torchtitan.report.sync_metrics import FOLDER, OUTCOMES, VERSIONS_FILE, read
 from torchtitan.report.timeline import read_timeline
 from torchtitan.report.timeline_view import last_steps
 from torchtitan.utils.json_lines import JsonTail
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Row = dict[str, Any]
 Table = dict[str, Any]
@@ -108,8 +104,8 @@ class RunReader:
         path = self._run_dir / CONFIG_FILE
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         try:
-            return tomllib.loads(text), text[:MAX_CONFIGURATION]
-        except tomllib.TOMLDecodeError:
+            return tomli.loads(text), text[:MAX_CONFIGURATION]
+        except tomli.TOMLDecodeError:
             return {}, text[:MAX_CONFIGURATION]  # a person's edit; the text shows it
 
     def _events(self) -> tuple[list[list[Any]], Row | None, Row | None]:

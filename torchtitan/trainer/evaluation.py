@@ -270,9 +270,9 @@ async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) 
         done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
         results = [task.result() for task in tasks if task in done]
         if len(results) < len(tasks) or not left:
-            raise asyncio.TimeoutError
+            raise TimeoutError
         return results
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise TimeoutError(f"not done within {left:g} s: a call took too long, or eval.timeout_s passed") from None
     finally:
         for task in tasks:

@@ -345,7 +345,7 @@ class ChildProcess:
                 os.kill(process.pid, signal.SIGTERM)
             try:
                 await asyncio.wait_for(process.wait(), grace_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 logger.warning("%s did not end within %g s after SIGTERM, killing it", self._what, grace_s)
         self._kill_group(process)
         for descendant in descendants:  # some have left the group
@@ -354,7 +354,7 @@ class ChildProcess:
         try:
             # This waits for the pipes too, and a process that has hidden from us may still hold them.
             await asyncio.wait_for(process.wait(), kill_grace_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             logger.warning("%s (%d), or a process that it has started, outlived SIGKILL", self._what, process.pid)
         finally:
             if isinstance(process, Process):

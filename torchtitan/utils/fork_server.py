@@ -147,7 +147,7 @@ class ForkServer:
                 raise StarterLost(str(error)) from error
         try:
             line = await asyncio.wait_for(reader.readline(), START_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             line = f"nothing within {START_TIMEOUT_S:g} s".encode()
         except OSError:
             line = b""

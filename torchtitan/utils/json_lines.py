@@ -11,9 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from typing_extensions import Self
+from typing import Any, BinaryIO, Self
 
 from torchtitan.errors import UserError
 

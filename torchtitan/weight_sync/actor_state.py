@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 
 
-class ActorState(str, enum.Enum):
+class ActorState(enum.StrEnum):
     """The state of an actor. Its value is the word in JSON, logs and metrics."""
 
     STARTING = "starting"

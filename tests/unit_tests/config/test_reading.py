@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,12 +25,6 @@ from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import ClipRange
 from torchtitan.inference.engines.options import engine_words
 from torchtitan.preflight.validate import load_config
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 ROOT = Path(__file__).resolve().parents[3]
 # Of files, functions and classes that are called like a table.
@@ -149,7 +144,7 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
         *("--no-enable-prefix-caching", "--seed", "-1", "--load-format", "dummy"),
     ]
     draft = Draft()
-    draft.add(tomllib.loads(config_to_toml(config)), "x.toml")
+    draft.add(tomli.loads(config_to_toml(config)), "x.toml")
     assert draft.build() == (config, [])
 
 
@@ -207,7 +202,7 @@ def test_what_is_written_reads_back(data: st.DataObject) -> None:
     for name in data.draw(st.lists(st.sampled_from(sorted(known_keys().keys() - {"eval.set"})), max_size=12)):
         table, _, key = name.rpartition(".")
         setattr(value_at(config, table), key, data.draw(values_of(known_keys()[name].annotation)))
-    again = tomllib.loads(config_to_toml(config))
+    again = tomli.loads(config_to_toml(config))
     assert again | {"source": [], "eval": again["eval"] | {"set": []}} == asdict(config)
     # What is read is what was written, in type too; all that the draft may refuse is a number or name out of bounds.
     draft = Draft()

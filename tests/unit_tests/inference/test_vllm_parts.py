@@ -374,12 +374,9 @@ def test_a_reserved_port_is_vllms_and_nobody_elses(reserved: socket.socket) -> N
 
 
 def test_the_entry_point_names_a_function() -> None:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    import tomli
 
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    project = tomli.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, name = project["entry-points"]["vllm.general_plugins"]["torchtitan"].split(":")
     assert callable(getattr(importlib.import_module(module), name))
 

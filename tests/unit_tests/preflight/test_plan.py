@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import asdict, replace
 
 import pytest
+import tomli
 
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config import derived
@@ -18,11 +18,6 @@ from torchtitan.preflight import memory
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import load_config
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def estimate(config: JobConfig, ranks: int = 1) -> MemoryEstimate:
@@ -36,7 +31,7 @@ def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixtu
     assert main(["--dry_run", *arguments]) == 0
     printed = capsys.readouterr().out
     # What it prints is itself the configuration.
-    assert tomllib.loads(printed) | {"source": []} == asdict(load_config(arguments))
+    assert tomli.loads(printed) | {"source": []} == asdict(load_config(arguments))
     with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
     assert exit_info.value.code == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tomli
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -27,11 +27,6 @@ from torchtitan.trainer.run_dir import (
 )
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.json_lines import read_json_lines
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def make_config(root: Path, resume: str = "", load_step: int = -1) -> JobConfig:
@@ -90,7 +85,7 @@ def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
     assert claim(config, run_dir) == {"rollout.temperature": "1.0 -> 0.7"} and claim(config, run_dir) == {}
     assert (tmp_path / "latest").resolve() == run_dir != other
     assert open_run_directory(make_config(tmp_path, resume="latest")).run_dir == str(run_dir)
-    kept = [tomllib.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config.toml")]
+    kept = [tomli.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config.toml")]
     assert [entry["checkpoint"]["resume"] for entry in kept] == ["", str(run_dir)]
 
 

@@ -45,7 +45,7 @@ class ActorMemory:
         """Return whether what the last `aim` asked for is reached, or replaced by another `aim`, within `timeout_s`."""
         try:
             await asyncio.wait_for(self.reached.wait(), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return False
         return True
 

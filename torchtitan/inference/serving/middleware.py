@@ -215,7 +215,7 @@ class PrefixKeyMiddleware:
         body = b"".join(message.get("body", b"") for message in messages)
         try:
             key = await asyncio.wait_for(self._key_in_use(scope), MAX_PAUSE_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             await _refuse(send, 503, f"the engine has been paused for {MAX_PAUSE_S:g} s")
             return
         with contextlib.suppress(ValueError, TypeError):  # the engine says what is wrong with it

@@ -101,7 +101,7 @@ class RolloutFlow:
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - started)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 self._count_wait(time.monotonic() - started)
                 return None
             self._count_wait(time.monotonic() - started)

@@ -124,7 +124,7 @@ class Gateway:
     async def _order(self, order: Awaitable[bytes]) -> bytes:
         try:
             return await asyncio.wait_for(order, ORDER_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise GatewayLost(f"the gateway gave no answer within {ORDER_TIMEOUT_S:g} s") from None
         except (ConnectionError, PeerFailed) as error:
             raise GatewayLost(str(error)) from error
@@ -160,7 +160,7 @@ class Gateway:
             )
             self._serving = asyncio.create_task(self._serve(peer))
             await asyncio.wait_for(peer.call("set_up", **self._settings), START_TIMEOUT_S)
-        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, PeerFailed) as error:
+        except (TimeoutError, aiohttp.ClientError, ConnectionError, PeerFailed) as error:
             await self.close()
             raise UserError(f"the gateway does not start: {error!r}; {self._process.log_tail()}") from error
         self._peer = peer

@@ -26,7 +26,7 @@ async def read_body(request: web.Request, timeout_s: float) -> dict[str, Any]:
     """Return the object in a request's body. Raises WrongCall."""
     try:
         data = await asyncio.wait_for(request.read(), timeout_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise WrongCall(f"the body took longer than {timeout_s:g} s", status=408) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large() from None

@@ -200,7 +200,7 @@ class GatewayServer:
                     return _refused(dialect, _ended())
                 exchange.break_off()
                 raise  # the program has disconnected
-            except (ConnectionError, asyncio.TimeoutError):
+            except (TimeoutError, ConnectionError):
                 exchange.break_off()
                 if request.transport is not None:
                     request.transport.abort()
@@ -320,7 +320,7 @@ class GatewayServer:
                 if not access.ended:
                     raise  # the program has disconnected
                 await stream.fail(*_error_of(_ended()))
-            except (ConnectionError, asyncio.TimeoutError):
+            except (TimeoutError, ConnectionError):
                 raise  # the same, or it takes nothing
             except Exception as error:
                 message, status, code = _error_of(error, bool(exchange.answers))
@@ -427,7 +427,7 @@ class GatewayServer:
             body = await asyncio.wait_for(answers, self._settings.timeout_s)
             sampled = [Completion.from_json(sequence) for sequence in decode(list[Object], body, len(body))]
             ended = [await self._reader.cut(completion, call, prompt_ids) for completion in sampled]
-        except (PeerFailed, ConnectionError, asyncio.TimeoutError, WrongForm) as error:
+        except (TimeoutError, PeerFailed, ConnectionError, WrongForm) as error:
             session.failed.add(hash(tuple(prompt_ids)))
             raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
         finally:

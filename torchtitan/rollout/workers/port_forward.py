@@ -69,7 +69,7 @@ class PortForward:
                 await asyncio.gather(_pass_on(reader, their_writer), _pass_on(their_reader, writer))
             finally:
                 their_writer.close()
-        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
+        except (TimeoutError, OSError, asyncio.CancelledError):
             pass  # one side has left, or this is the end: the program sees that its connection is closed
         finally:
             writer.close()

@@ -209,7 +209,7 @@ class WorkerProcess:
                 reply = await asyncio.wait_for(self._introduce(setup), START_TIMEOUT_S)
                 if self.forward is not None and "error" not in reply:
                     await self.forward.open()
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 reason = f"not ready within {START_TIMEOUT_S:g} s"
             except (OSError, WrongForm, asyncio.IncompleteReadError) as error:
                 await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
@@ -239,7 +239,7 @@ class WorkerProcess:
         try:
             self._send({**message, "id": number, "most_bytes": most_bytes})
             head, reply = await asyncio.wait_for(call.future, timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.broken = True  # a hanging thread cannot be stopped
             raise CallFailed("timeout", f"{self._what} gave no answer within {timeout_s:g} s") from None
         except OSError as failure:
