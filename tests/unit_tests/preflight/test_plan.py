@@ -30,8 +30,10 @@ def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixtu
     arguments = write_config()
     assert main(["--dry_run", *arguments]) == 0
     printed = capsys.readouterr().out
-    # What it prints is itself the configuration.
-    assert tomli.loads(printed) | {"source": []} == asdict(load_config(arguments))
+    # What it prints is itself the configuration; arrays of tables that it has none of are not there.
+    loaded = tomli.loads(printed) | {"source": []}
+    loaded["eval"]["set"] = []
+    assert loaded == asdict(load_config(arguments))
     with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
     assert exit_info.value.code == 0
