@@ -17,7 +17,10 @@ TOP_FOLDERS = (
     "torchtitan", "tests", "benchmarks", "scripts", "examples", "train_configs", "deploy", "docs", ".ci"
 )  # fmt: skip
 # What the reader writes, what a run writes, and placeholders: a page says so where it names them.
-OF_THE_READER = r"my_\w+\.py|my\.toml|scenario\.toml|file\.py|.*/(TASK\.toml|NAME)|config\.toml|configuration_\*\.py"
+OF_THE_READER = (
+    r"my_\w+\.py|my\.toml|scenario\.toml|file\.py|.*/(TASK\.toml|NAME)|config\.toml"
+    r"|(configuration|modeling)_\*\.py"
+)
 # Scripts of earlier figures, which measurements.md names and says where they are.
 IN_THE_HISTORY = ("measurements.md",)
 

@@ -264,6 +264,21 @@ def test_every_version_has_a_row_also_one_that_a_newer_one_has_overtaken(tmp_pat
     assert outcomes == {2: "overtaken", 3: "dropped", 4: "skipped", 6: "overtaken"}
 
 
+def test_a_version_made_again_after_a_resume_is_not_overtaken_by_one_of_the_launch_before(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.start("e1", "a")
+    for version in (1, 3):
+        journal.publish(version)
+    # The run was killed, and goes on from step 1. Of 2, the registry has not heard yet.
+    metrics = SyncMetrics(tmp_path, [{"policy_version": 1}])
+    journal.start("e2", "a")
+    metrics.step({"policy_version": 2})
+    assert (2, None) not in rows_of(tmp_path)
+    journal.publish(2)
+    metrics.close()
+    assert (2, None) not in rows_of(tmp_path)
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_versions_of_a_lost_part_of_the_journal_are_not_overtaken(tmp_path: Path, is_whole: bool) -> None:
     """A long journal loses its oldest part, while metrics.jsonl is there from the first step."""
