@@ -15,7 +15,7 @@ from torchtitan.config.sources import OF_PROMPTS, Source, Task
 from torchtitan.config.values import TABLE
 
 EVAL_KEYS = (
-    "dataset", "dataset_split", "num_prompts", "samples_per_prompt", "pass_at_k", "interval", "temperature", "greedy",
+    "dataset", "num_prompts", "samples_per_prompt", "pass_at_k", "interval", "temperature", "greedy",
     "reward_function",
 )  # fmt: skip
 """Keys of [eval] that a set may have"""

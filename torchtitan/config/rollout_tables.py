@@ -37,10 +37,8 @@ class Rollout:
     dataset: PathText = "arithmetic"
     """`arithmetic`, `guess` or `calculator` (built in), a .jsonl or .parquet file, a function without arguments that
     returns the same rows every time (`package.module:function`), or a Hugging Face dataset `owner/name` or
-    `owner/name:config` (needs the `data` extra)"""
-
-    dataset_split: str = "train"
-    """Split of a Hugging Face dataset"""
+    `owner/name:config`, of which all rows of the split train are used, or of another one as in `owner/name[test]`
+    (needs the `data` extra)"""
 
     prompt_column: Column = "prompt"
     """Column that holds the prompt: text, or a list of chat messages"""
@@ -149,10 +147,8 @@ class Eval:
     """Steps between two evaluations; 0 evaluates only before the first step and at the end"""
 
     dataset: PathText = ""
-    """Held-out prompts, named like rollout.dataset; empty uses the held-out share of rollout.dataset"""
-
-    dataset_split: str = "test"
-    """Split of eval.dataset, if that is a Hugging Face dataset"""
+    """Held-out prompts, named like rollout.dataset, but of a Hugging Face dataset the split test if the name has none;
+    empty uses the held-out share of rollout.dataset"""
 
     num_prompts: Count = 128
     """Prompts per evaluation"""
@@ -317,7 +313,7 @@ class Inference:
     health_timeout_s: Positive = 10.0
     """An actor that does not answer for this long is taken out of service"""
 
-    max_restarts: CountOrZero = 5
+    max_restarts: ClassVar[int] = 5
     """How often one started actor is restarted before it is given up"""
 
     max_retries: ClassVar[int] = 3

@@ -56,8 +56,8 @@ class Source(Task):
 
 
 SOURCE_KEYS = (
-    *OF_PROMPTS, "rollout.dataset", "rollout.dataset_split", "rollout.held_out_fraction", "rewards.functions",
-    "rewards.weights", "eval.dataset", "eval.dataset_split", "distill.teacher", "distill.server",
+    *OF_PROMPTS, "rollout.dataset", "rollout.held_out_fraction", "rewards.functions",
+    "rewards.weights", "eval.dataset", "distill.teacher", "distill.server",
     "distill.hint_column", "distill.hint_template", "grpo.group_filter",
 )  # fmt: skip
 """Keys of other tables, and whole tables, that a source may have"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -137,10 +137,6 @@ class Comm:
     train_timeout_seconds: Count = 120
     """Deadline of every later collective"""
 
-    interface: str = ""
-    """Network interface of the ranks on every machine, such as ib0 (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). Empty:
-    gloo uses the interface that leads to rank 0, and NCCL chooses one itself"""
-
 
 @dataclass(config=TABLE)
 class Training:
@@ -265,10 +261,6 @@ class Distill:
     jsd_beta: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.5
     """The teacher's share of the mixture of jsd: towards 0 it acts like forward_kl, towards 1 like reverse_kl"""
 
-    top_k: Count = 20
-    """With a server and a divergence over the vocabulary: how many of the teacher's likeliest tokens are requested
-    for every position; all others count as one. vLLM allows 20 unless it is started with --max-logprobs"""
-
     hint_column: str = ""
     """Column of rollout.dataset with a text that only the teacher reads, such as a worked answer. Without a teacher,
     the policy itself is the teacher, as it is at every step (self-distillation)"""
@@ -281,6 +273,10 @@ class Distill:
 
     add_rewards: bool = False
     """Train on the rewards as well, as GRPO does; otherwise they are only logged"""
+
+    top_k: ClassVar[int] = 20
+    """With a server and a divergence over the vocabulary: how many of the teacher's likeliest tokens are requested
+    for every position, at most vLLM's max-logprobs; all others count as one"""
 
 
 @dataclass(config=TABLE)

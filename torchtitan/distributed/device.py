@@ -135,7 +135,7 @@ def init_process_group(comm: Comm) -> str:
         raise ConfigError(["MASTER_ADDR is not in the environment: torchrun (run_grpo.sh) starts several ranks"])
     address = ""
     if local_world_size() < world_size():
-        address = choose_interface(comm.interface, os.environ["MASTER_ADDR"])
+        address = choose_interface(os.environ["MASTER_ADDR"])
     if local_world_size() == world_size() and "lo" in psutil.net_if_addrs():
         # All ranks are on this machine, so nothing needs to listen on external interfaces.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -45,7 +45,7 @@ from torchtitan.preflight.memory import few_descriptors, tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.preflight.sources import check_sources
 from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS
-from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem
+from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem, split_of
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import find_isolation
@@ -303,11 +303,11 @@ def _evaluates_training_data(config: JobConfig) -> bool:
     if rollout.replay or has_environment(config):
         return False
     is_file = rollout.dataset.endswith(FILE_ENDINGS)
-    both = (rollout.dataset, evaluation.dataset)
-    if len(set(map(os.path.realpath, both) if is_file else both)) > 1:
-        return False
-    has_splits = not is_file and rollout.dataset not in BUILT_IN and not FUNCTION.fullmatch(rollout.dataset)
-    return not has_splits or rollout.dataset_split == evaluation.dataset_split
+    if is_file:
+        return os.path.realpath(rollout.dataset) == os.path.realpath(evaluation.dataset)
+    if rollout.dataset in BUILT_IN or FUNCTION.fullmatch(rollout.dataset):
+        return rollout.dataset == evaluation.dataset
+    return split_of(rollout.dataset, "train") == split_of(evaluation.dataset, "test")
 
 
 def _check_dataset(check: Check, key: str, name: str) -> None:

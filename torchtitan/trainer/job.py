@@ -63,7 +63,7 @@ from torchtitan.weight_sync.facade import WeightSync
 logger = logging.getLogger(__name__)
 
 # What machines of one job may differ in.
-PER_MACHINE_KEYS = ("comm.interface", "training.threads")
+PER_MACHINE_KEYS = ("training.threads",)
 
 
 class TrainingJob:

@@ -14,7 +14,6 @@ from torchtitan.errors import UserError
 from torchtitan.utils.machine import is_loopback
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 
 
 def listen_at(host: str, port: int, backlog: int | None = None) -> socket.socket:
@@ -23,11 +22,11 @@ def listen_at(host: str, port: int, backlog: int | None = None) -> socket.socket
     return socket.create_server((host, port), family=family, backlog=backlog)
 
 
-def choose_interface(wanted: str, leader: str) -> str:
-    """Make gloo use an interface, and NCCL too if `wanted` (comm.interface) names it; for ranks on several machines.
+def choose_interface(leader: str) -> str:
+    """Make gloo use an interface; for ranks on several machines.
 
-    Without a name, the interface is GLOO_SOCKET_IFNAME, or the one by which this machine reaches `leader` (rank 0's
-    MASTER_ADDR). NCCL then chooses for itself, because it prefers InfiniBand.
+    The interface is GLOO_SOCKET_IFNAME, or the one by which this machine reaches `leader` (rank 0's MASTER_ADDR). NCCL
+    reads NCCL_SOCKET_IFNAME, and otherwise chooses for itself, because it prefers InfiniBand.
 
     Returns:
         The address and its interface, such as "10.0.0.8 (ib0)".
@@ -36,11 +35,11 @@ def choose_interface(wanted: str, leader: str) -> str:
         UserError: there is no such interface here, it has no address, or other machines cannot reach it.
     """
     here = _addresses()
-    name = wanted or os.environ.get(GLOO_VARIABLE, "")
+    name = os.environ.get(GLOO_VARIABLE, "")
     listed = ", ".join(f"{other} {address}" for other, address in here.items())
     if name and name not in here:
         raise UserError(
-            f"comm.interface = {name!r}: {socket.gethostname()} has no such interface with an address, only: {listed}"
+            f"{GLOO_VARIABLE} = {name!r}: {socket.gethostname()} has no such interface with an address, only: {listed}"
         )
     if not name:
         own_address = address_towards(leader)
@@ -48,11 +47,9 @@ def choose_interface(wanted: str, leader: str) -> str:
         if ipaddress.ip_address(here.get(name, own_address)).is_loopback and not is_loopback(leader):
             raise UserError(
                 f"rank 0's address {leader!r} is {own_address} on {socket.gethostname()} itself (see /etc/hosts), "
-                f"where other machines reach nothing: set comm.interface to one of: {listed}"
+                f"where other machines reach nothing: set {GLOO_VARIABLE} to one of: {listed}"
             )
     os.environ[GLOO_VARIABLE] = name
-    if wanted:
-        os.environ[NCCL_VARIABLE] = f"={wanted}"  # an exact match, not a prefix
     return f"{here.get(name, leader)} ({name})"
 
 

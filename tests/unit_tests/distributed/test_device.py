@@ -26,31 +26,36 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has these interfaces, and no variables that name one; call it with the address that leads to rank 0."""
-    for name in (addresses.GLOO_VARIABLE, addresses.NCCL_VARIABLE):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv(addresses.GLOO_VARIABLE, "")
+    monkeypatch.delenv(addresses.GLOO_VARIABLE)
     listed = {name: [SimpleNamespace(family=socket.AF_INET, address=one)] for name, one in HERE.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
     return lambda own: monkeypatch.setattr(addresses, "address_towards", lambda leader: own)
 
 
-def test_gloo_takes_the_way_to_rank_0_and_nccl_its_own(machine: Callable[[str], None]) -> None:
+def test_gloo_takes_the_interface_towards_rank_0(machine: Callable[[str], None]) -> None:
     machine("10.0.0.8")
-    assert addresses.choose_interface("", "gpu1") == "10.0.0.8 (eth0)"
-    assert os.environ[addresses.GLOO_VARIABLE] == "eth0" and addresses.NCCL_VARIABLE not in os.environ
+    assert addresses.choose_interface("gpu1") == "10.0.0.8 (eth0)"
+    assert os.environ[addresses.GLOO_VARIABLE] == "eth0"
 
 
-def test_a_setting_counts_for_both(machine: Callable[[str], None]) -> None:
-    assert addresses.choose_interface("ib0", "gpu1") == "192.168.1.8 (ib0)"
-    assert (os.environ[addresses.GLOO_VARIABLE], os.environ[addresses.NCCL_VARIABLE]) == ("ib0", "=ib0")
+def test_the_interface_of_the_environment_is_used(
+    machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(addresses.GLOO_VARIABLE, "ib0")
+    assert addresses.choose_interface("gpu1") == "192.168.1.8 (ib0)"
+    assert os.environ[addresses.GLOO_VARIABLE] == "ib0"
 
 
-def test_an_unreachable_address_is_refused_with_the_interfaces_there_are(machine: Callable[[str], None]) -> None:
+def test_an_unreachable_address_is_refused_with_the_interfaces_there_are(
+    machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine("127.0.1.1")  # as Debian has a machine's own name in /etc/hosts
-    with pytest.raises(UserError, match="'gpu1' is 127.0.1.1 .*comm.interface to one of: .*eth0 10.0.0.8"):
-        addresses.choose_interface("", "gpu1")
-    with pytest.raises(UserError, match="comm.interface = 'ib9': .* ib0 192.168.1.8"):
-        addresses.choose_interface("ib9", "gpu1")
+    with pytest.raises(UserError, match="'gpu1' is 127.0.1.1 .*GLOO_SOCKET_IFNAME to one of: .*eth0 10.0.0.8"):
+        addresses.choose_interface("gpu1")
+    monkeypatch.setenv(addresses.GLOO_VARIABLE, "ib9")
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME = 'ib9': .* ib0 192.168.1.8"):
+        addresses.choose_interface("gpu1")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any)
 async def test_a_teachers_answer_that_cannot_be_is_refused(row: Any, reason: str) -> None:
     rows = [None, {"5": {"logprob": -0.5}, "9": {"logprob": -1.0}}, {"1": {"logprob": -2.0}, **row}]
     with serving(lambda path, body: (200, {"choices": [{"prompt_logprobs": rows}]})) as url:
-        config = Distill(server=TeacherServer(url, "vllm"), divergence="forward_kl", top_k=2)
+        config = Distill(server=TeacherServer(url, "vllm"), divergence="forward_kl")
+        config.top_k = 2
         teacher = Teacher(config, vocabulary=12)
         with pytest.raises(UserError, match=reason):
             await teacher.ask([3, 5, 7])

@@ -187,6 +187,8 @@ def test_hugging_face_names_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -
             return [{"prompt": f"{name} {subset} {split}", "answer": "1"}]
 
     monkeypatch.setitem(sys.modules, "datasets", Library)
+    assert load_rows("openai/gsm8k[train]", "test") == [{"prompt": "openai/gsm8k None train", "answer": "1"}]
+    assert load_rows("openai/gsm8k:main[test]") == [{"prompt": "openai/gsm8k main test", "answer": "1"}]
     assert load_rows("openai/gsm8k:main", "test") == [{"prompt": "openai/gsm8k main test", "answer": "1"}]
     with pytest.raises(UserError, match="not on the hub"):
         load_rows("no/such")

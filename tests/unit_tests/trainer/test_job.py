@@ -42,7 +42,7 @@ def test_every_so_many_steps_one_is_recorded(every: int, resumed: int, recorded:
 
 def test_a_rank_with_other_values_than_rank_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     other = JobConfig()
-    other.optimizer.lr, other.job.config_file, other.comm.interface = 0.5, "elsewhere.toml", "ib0"
+    other.optimizer.lr, other.job.config_file, other.training.threads = 0.5, "elsewhere.toml", 3
     monkeypatch.setattr(job, "gather_bytes", lambda data: [data, json.dumps(asdict(other)).encode()])
     with pytest.raises(
         UserError, match=r"rank 1 and rank 0 have different configurations: optimizer.lr = 0.5 -> 1e-06 on rank 0"

@@ -300,7 +300,7 @@ class Actor:
             if self._memory.without_weights:
                 return  # a new process would take memory that the trainer uses now
             if not await process.may_restart(time.monotonic() - self._ready_at if self._ready_at else 0.0):
-                self._give_up(f"restarted {self.restarts} times (inference.max_restarts); last: {self.last_reason}")
+                self._give_up(f"restarted {self.restarts} times ; last: {self.last_reason}")
                 return
         self.state = ActorState.STARTING
         if self.restarts:

@@ -63,7 +63,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     # Demonstrations need answers only if evaluations sample.
     trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
     judging = {judging_reward(config)} if evaluation.enable and has_engines(config) else set()
-    rows = _with_chats(load_rows(rollout.dataset, rollout.dataset_split), config, rollout.dataset, "rollout.dataset")
+    rows = _with_chats(load_rows(rollout.dataset), config, rollout.dataset, "rollout.dataset")
     if renderer is not None and (config.environment.agent or any(is_chat(row, config) for row in rows)):
         renderer.warn_of_ends()
     # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
@@ -79,7 +79,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
                 f"the {len(rows)} rows of {rollout.dataset}"
             )
         return train, held_out
-    held_out = load_rows(evaluation.dataset, evaluation.dataset_split)
+    held_out = load_rows(evaluation.dataset, split="test")
     held_out = _with_chats(held_out, config, evaluation.dataset, "eval.dataset")
     _check_rows(held_out, config, evaluation.dataset, "eval.dataset", judging, renderer)
     return rows, held_out
@@ -87,7 +87,8 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
 
 def load_rows(dataset: str, split: str = "train") -> list[Row]:
     """Return all rows of `dataset`: a built-in task, a .jsonl or .parquet path, those of a function
-    `package.module:function`, or `owner/name` or `owner/name:config` on the Hugging Face Hub.
+    `package.module:function`, or `owner/name` or `owner/name:config` on the Hugging Face Hub, with `split` unless the
+    name ends with another one in brackets.
 
     Raises:
         UserError: the file is missing, empty or malformed, or the dataset cannot be loaded.
@@ -235,8 +236,16 @@ def _read_parquet(path: Path) -> list[Row]:
         raise UserError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _load_hugging_face(dataset: str, split: str) -> list[Row]:
-    name, _, subset = dataset.partition(":")
+def split_of(dataset: str, usual: str) -> tuple[str, str]:
+    """(the name without a split, the split) of a Hugging Face dataset such as openai/gsm8k:main[test]; `usual`: the
+    split of a name without one."""
+    name, _, split = dataset.removesuffix("]").partition("[")
+    return name, split or usual
+
+
+def _load_hugging_face(dataset: str, usual_split: str) -> list[Row]:
+    whole, split = split_of(dataset, usual_split)
+    name, _, subset = whole.partition(":")
     if Path(dataset).expanduser().is_file():
         raise UserError(f"dataset file {dataset} must end with {' or '.join(FILE_ENDINGS)}: convert it")
     try:
