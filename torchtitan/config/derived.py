@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtitan.config.engines import engine_specs
-from torchtitan.config.job_config import JobConfig, Parallelism, WeightSync, with_values
+from torchtitan.config.job_config import JobConfig, with_values
 from torchtitan.config.sources import Source
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import ConfigError
@@ -29,9 +29,6 @@ ON_GPU: Mapping[str, Any] = {
     "checkpoint.async_mode": "async",
 }
 ENGINE_ON_GPU: Mapping[str, Any] = {"inference.dtype": "bfloat16"}
-# Bytes per second that deadlines take for granted where they follow from the size of a version.
-APPLIED_PER_SECOND = 5e8
-PULLED_PER_SECOND = 2.5e8
 SLURM = "slurm:"
 # More is a slip of the pen, and would fill the memory.
 MAX_SERVERS = 4096
@@ -127,18 +124,6 @@ def from_torchrun(name: str, default: str = "", least: int = 0) -> int:
 def world_size() -> int:
     """Ranks of this job: torchrun's WORLD_SIZE, or 1. Raises ConfigError."""
     return from_torchrun("WORLD_SIZE", "1", least=1)
-
-
-def ranks_per_pack(parallelism: Parallelism) -> int:
-    """Ranks that work on the same micro-batches."""
-    return parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-
-
-def shard_degree(parallelism: Parallelism, ranks: int) -> int:
-    """Ranks that share one copy of the policy, besides context and tensor parallelism."""
-    if parallelism.data_parallel_shard_degree != -1:
-        return parallelism.data_parallel_shard_degree
-    return max(1, ranks // (parallelism.data_parallel_replicate_degree * ranks_per_pack(parallelism)))
 
 
 def keeps_unsharded_params(config: JobConfig) -> bool:
@@ -275,30 +260,9 @@ def verification(config: JobConfig) -> str:
     return "digest" if config.inference.spec.digests and config.lora.rank == 0 else "probe"
 
 
-def apply_timeout(sync: WeightSync, applied_bytes: int, drain_s: float) -> float:
-    """Seconds of weight_sync.apply_timeout_s; where it is 0, what writing so many bytes may take, and draining."""
-    return sync.apply_timeout_s or 10.0 + drain_s + applied_bytes / APPLIED_PER_SECOND
-
-
-def drain_seconds(config: JobConfig) -> float:
-    """How long running requests may go on before new weights come, in the time for which an apply may take."""
-    return config.inference.drain_timeout_s if config.inference.update_mode == "drain" else 0.0
-
-
-def lease(version_bytes: int) -> float:
-    """Longest time, in seconds, for which slow actors may go on pulling a version of so many bytes that is no longer
-    the newest; an actor that fails to finish one in this time three times in a row is given up."""
-    return 60.0 + version_bytes / PULLED_PER_SECOND
-
-
-def trains_only_adapters(config: JobConfig) -> bool:
-    """Whether only the policy's adapters change, so that a KL term needs no second policy."""
-    return config.lora.rank > 0 and not config.lora.modules_to_save
-
-
 def keeps_initial_adapters(config: JobConfig) -> bool:
     """Whether the policy holds a frozen copy of the adapters that it began with, as the reference of a KL term."""
-    return trains_only_adapters(config) and bool(config.lora.adapter_path) and "" in references_of(config)
+    return config.lora.trains_only_adapters and bool(config.lora.adapter_path) and "" in references_of(config)
 
 
 def teachers_of(config: JobConfig) -> dict[str, str]:
@@ -311,7 +275,7 @@ def teachers_of(config: JobConfig) -> dict[str, str]:
 def frozen_weights(config: JobConfig) -> dict[str, str]:
     """The directories, by the key that names each, of weights that the run goes on using but does not train: those that
     adapters are added to, those of a KL term's reference that does not follow the policy, and those of teachers."""
-    is_fixed = trains_only_adapters(config) or config.grpo.reference_ema_decay == 0
+    is_fixed = config.lora.trains_only_adapters or config.grpo.reference_ema_decay == 0
     stays_close = "" in references_of(config) and is_fixed
     found = {}
     if config.lora.rank or stays_close:
@@ -321,29 +285,6 @@ def frozen_weights(config: JobConfig) -> dict[str, str]:
     return found | teachers_of(config)
 
 
-def environment_name(config: JobConfig) -> str:
-    """The name of the reward that the environment gives: that of its class, or agent; empty where there is none."""
-    environment = config.environment
-    return environment.factory.rpartition(":")[2] or ("agent" if uses_gateway(config) else "")
-
-
-def uses_gateway(config: JobConfig) -> bool:
-    """Whether programs with a loop of their own talk to the policy."""
-    return bool(config.environment.agent or config.environment.verifiers.id)
-
-
-def has_environment(config: JobConfig) -> bool:
-    """Whether the policy talks to an environment or to tools, over several turns."""
-    return bool(config.environment.factory or config.environment.tools) or uses_gateway(config)
-
-
-def environment_key(config: JobConfig) -> str:
-    """What the sources have in common that share the processes of an environment; empty without an environment."""
-    # Only the gateway has to know where completions end.
-    ends = config.rollout.stop_token_ids if uses_gateway(config) else None
-    return repr((config.environment, ends)) if has_environment(config) else ""
-
-
 def reward_weights(config: JobConfig) -> dict[str, float]:
     """The weight of every reward of all sources by its name: those of the functions, and the environment's own with
     weight 1."""
@@ -351,7 +292,7 @@ def reward_weights(config: JobConfig) -> dict[str, float]:
     for _, own in sources_of(config):
         functions = own.rewards.functions
         weights |= dict(zip(functions, own.rewards.weights or [1.0] * len(functions), strict=True))
-        weights |= {name: 1.0 for name in [environment_name(own)] if name}
+        weights |= {name: 1.0 for name in [own.environment.reward_name] if name}
     return weights
 
 
@@ -363,7 +304,7 @@ def reward_labels(config: JobConfig) -> dict[str, str]:
 
 def judging_reward(config: JobConfig) -> str:
     """The reward by which an evaluation decides whether a sample passes."""
-    return config.eval.reward_function or [*config.rewards.functions, environment_name(config)][0]
+    return config.eval.reward_function or [*config.rewards.functions, config.environment.reward_name][0]
 
 
 def expand_servers(servers: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.derived import environment_name, for_source, source_name, sources_of
+from torchtitan.config.derived import for_source, source_name, sources_of
 from torchtitan.config.job_config import JobConfig, with_values
 from torchtitan.config.sources import OF_PROMPTS, Source, Task
 from torchtitan.config.values import TABLE
@@ -57,5 +57,5 @@ def _for_set(base: JobConfig, eval_set: EvalSet) -> JobConfig:
     if "eval.pass_at_k" not in values:
         own.eval.pass_at_k = [k for k in own.eval.pass_at_k if k <= own.eval.samples_per_prompt] or [1]
     if "eval.reward_function" not in values and any(key.startswith("environment.") for key in values):
-        own.eval.reward_function = environment_name(own)
+        own.eval.reward_function = own.environment.reward_name
     return own

@@ -31,6 +31,10 @@ from torchtitan.config.values import (
     Weights,
 )
 
+# Bytes per second that deadlines take for granted where they follow from the size of a version.
+APPLIED_PER_SECOND = 5e8
+PULLED_PER_SECOND = 2.5e8
+
 
 @dataclass(config=TABLE)
 class Rollout:
@@ -263,6 +267,29 @@ class Environment:
     start_timeout_s: ClassVar[float] = 30.0
     """Deadline for building and resetting an environment"""
 
+    @property
+    def uses_gateway(self) -> bool:
+        """Whether programs with a loop of their own talk to the policy."""
+        return bool(self.agent or self.verifiers.id)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the policy talks to an environment or to tools, over several turns."""
+        return bool(self.factory or self.tools) or self.uses_gateway
+
+    @property
+    def reward_name(self) -> str:
+        """The name of the reward that the environment gives: that of its class, or agent; empty where there is none."""
+        return self.factory.rpartition(":")[2] or ("agent" if self.uses_gateway else "")
+
+    def key(self, stop_token_ids: list[int]) -> str:
+        """What the sources have in common that share the processes of this environment; empty if it is not used.
+        stop_token_ids: the source's own."""
+        if not self.is_used:
+            return ""
+        # Only the gateway has to know where completions end.
+        return repr((self, stop_token_ids if self.uses_gateway else None))
+
 
 @dataclass(config=TABLE)
 @with_tables(engine_tables())
@@ -333,6 +360,11 @@ class Inference:
         table: EngineTable = getattr(self, self.backend, None) or EngineTable()
         return table
 
+    @property
+    def drain_s(self) -> float:
+        """How long running requests may go on before new weights come, in the time for which an apply may take."""
+        return self.drain_timeout_s if self.update_mode == "drain" else 0.0
+
     def engine_key(self, name: str) -> str:
         """A key of the chosen engine's table, for messages."""
         return f"inference.{self.backend}.{name}"
@@ -391,3 +423,13 @@ class WeightSync:
     def slots_per_rank(self) -> int:
         """num_slots, and with delta one for the version that deltas are taken against."""
         return self.num_slots + self.table.delta
+
+    def apply_deadline(self, applied_bytes: int, drain_s: float) -> float:
+        """Seconds of apply_timeout_s; where it is 0, what writing so many bytes may take, and draining."""
+        return self.apply_timeout_s or 10.0 + drain_s + applied_bytes / APPLIED_PER_SECOND
+
+    @staticmethod
+    def pull_deadline(version_bytes: int) -> float:
+        """Longest time, in seconds, for which slow actors may go on pulling a version of so many bytes that is no
+        longer the newest; an actor that fails to finish one in this time three times in a row is given up."""
+        return 60.0 + version_bytes / PULLED_PER_SECOND

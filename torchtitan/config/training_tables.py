@@ -88,6 +88,11 @@ class Lora:
     base_bits: Literal[4, 16] = 16
     """Bits of the layers' frozen projections: 4 quantises them (QLoRA, NF4), 16 keeps them in training.dtype"""
 
+    @property
+    def trains_only_adapters(self) -> bool:
+        """Whether only the policy's adapters change, so that a KL term needs no second policy."""
+        return self.rank > 0 and not self.modules_to_save
+
 
 @dataclass(config=TABLE)
 class ActivationCheckpoint:
@@ -127,6 +132,17 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward; default frees those of all layers but the last, and keeps what a rank
     holds alone (experts, all of a single rank) until the optimizer step"""
+
+    @property
+    def ranks_per_pack(self) -> int:
+        """Ranks that work on the same micro-batches."""
+        return self.tensor_parallel_degree * self.context_parallel_degree
+
+    def shard_degree(self, ranks: int) -> int:
+        """Ranks of so many that share one copy of the policy, besides context and tensor parallelism."""
+        if self.data_parallel_shard_degree != -1:
+            return self.data_parallel_shard_degree
+        return max(1, ranks // (self.data_parallel_replicate_degree * self.ranks_per_pack))
 
 
 @dataclass(config=TABLE)

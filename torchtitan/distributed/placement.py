@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from typing_extensions import TypeIs
 
-from torchtitan.config.derived import from_torchrun, shard_degree
+from torchtitan.config.derived import from_torchrun
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.device import device, ensure_process_group
 
@@ -50,7 +50,7 @@ class ParallelDims:
         rank = from_torchrun("RANK", "0") if rank is None else rank
         replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
         experts, context = parallelism.expert_parallel_degree, parallelism.context_parallel_degree
-        return cls(replicate, shard_degree(parallelism, world_size), tensor, world_size, rank, experts, context)
+        return cls(replicate, parallelism.shard_degree(world_size), tensor, world_size, rank, experts, context)
 
     @property
     def dp_size(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from torchtitan.config.derived import has_environment, sources_of, uses_gateway
+from torchtitan.config.derived import sources_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
@@ -94,13 +94,13 @@ def _check_tokens(check: Check, vocabulary: int) -> None:
         return  # a start reads the data itself
     for _, own in sources_of(config):
         local = own.rollout.dataset in BUILT_IN or Path(own.rollout.dataset).expanduser().is_file()
-        if local and not has_environment(own):
+        if local and not own.environment.is_used:
             maker = (DemonstrationMaker if own.job.stage == "sft" else PromptMaker)(own, tokenizer)
             refuse_surplus_tokens(load_datasets(own)[0], maker, vocabulary)
 
 
 def _uses_template(config: JobConfig) -> bool:
-    return config.rollout.chat_template or uses_gateway(config)
+    return config.rollout.chat_template or config.environment.uses_gateway
 
 
 def _written(tokenizer: Tokenizer) -> list[int]:

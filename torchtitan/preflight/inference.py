@@ -5,14 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from torchtitan.config.derived import (
-    SLURM,
-    drain_seconds,
-    from_torchrun,
-    has_engines,
-    sleeps_between_batches,
-    slurm_urls,
-)
+from torchtitan.config.derived import SLURM, from_torchrun, has_engines, sleeps_between_batches, slurm_urls
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
@@ -101,7 +94,7 @@ def check_weight_sync(check: Check) -> None:
     text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
     offloaded = config.training.enable_cpu_offload is True and transport.on_device
     refuse("training.enable_cpu_offload", offloaded, text)
-    drain_s = drain_seconds(config)
+    drain_s = config.inference.drain_s
     text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"
     refuse("weight_sync.apply_timeout_s", 0 < sync.apply_timeout_s <= drain_s, text)
     text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan.config.derived import (
-    from_torchrun,
-    has_engines,
-    is_colocated,
-    started_actors,
-    trains_on_gpu,
-    uses_gateway,
-)
+from torchtitan.config.derived import from_torchrun, has_engines, is_colocated, started_actors, trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -86,7 +79,7 @@ def connections(config: JobConfig) -> int:
         return 0
     actors = len(config.inference.servers) or started_actors(config) or 1
     requests = actors * (config.inference.max_sequences + 1)
-    return actors + requests * (3 if uses_gateway(config) else 1)
+    return actors + requests * (3 if config.environment.uses_gateway else 1)
 
 
 def few_descriptors(config: JobConfig) -> str:

@@ -11,14 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import (
-    compares_vocabulary,
-    has_engines,
-    has_environment,
-    ranks_per_pack,
-    shard_degree,
-    teacher_of,
-)
+from torchtitan.config.derived import compares_vocabulary, has_engines, teacher_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
@@ -227,7 +220,7 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
         return
     text = f"must be 0: the routers of {args.family} have no bias"
     check.refuse("training.expert_bias_rate", config.training.expert_bias_rate > 0 and not experts.bias, text)
-    ranks = shard_degree(config.parallelism, check.ranks) * ranks_per_pack(config.parallelism)
+    ranks = config.parallelism.shard_degree(check.ranks) * config.parallelism.ranks_per_pack
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
     check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × context × tensor parallelism")
     rest = ranks // degree
@@ -282,7 +275,7 @@ def _check_sft(check: Check) -> None:
     grpo, rollout, stage = config.grpo, config.rollout, "in job.stage = sft, where nothing is sampled to train on"
     refuse("rollout.replay", rollout.replay, f"must be empty {stage}")
     refuse("rollout.temperature", rollout.temperature != 1, "must be 1 in job.stage = sft: it would scale the logits")
-    refuse("job.stage", has_environment(config), "it has no use for [environment]")
+    refuse("job.stage", config.environment.is_used, "it has no use for [environment]")
     for key, asked, off in (
         ("recompute_old_log_probs", grpo.recompute_old_log_probs, "false"),
         ("routing_replay", grpo.routing_replay, "false"),
@@ -315,7 +308,7 @@ def _check_distill(check: Check) -> None:
         text = "needs distill.divergence = forward_kl, reverse_kl or jsd: sampled has the policy's own prompt"
         refuse("distill.hint_column", distill.hint_column, text)
     text = "needs single-turn prompts: no [environment]"
-    refuse("distill.hint_column", distill.hint_column and has_environment(config), text)
+    refuse("distill.hint_column", distill.hint_column and config.environment.is_used, text)
     if distill.server.url:
         url = re.fullmatch(r"https?://[^/\s]+/?", distill.server.url)
         refuse("distill.server.url", url is None, "must be a URL such as http://127.0.0.1:8000")
@@ -324,7 +317,7 @@ def _check_distill(check: Check) -> None:
         cut = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
         text = "must be 1, with top_k = 0 and min_p = 0, with distill.server.url: a server ignores truncation"
         refuse("rollout.top_p", cut, text)
-    functions = config.rewards.functions or config.eval.reward_function or has_environment(config)
+    functions = config.rewards.functions or config.eval.reward_function or config.environment.is_used
     refuse("eval.enable", config.eval.enable and not functions, "must be false without [rewards] functions to judge")
     if distill.teacher and not check.planning:
         _check_teacher(check, config)

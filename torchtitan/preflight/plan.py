@@ -8,7 +8,6 @@ from torchtitan.config.derived import (
     is_colocated,
     long_warmup,
     longest_completion,
-    shard_degree,
     shares_devices,
     stages_on_device,
     trains_on_gpu,
@@ -151,7 +150,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         f"device: {_device(config)}",
         *[f"auto: {chosen}"] * bool(chosen),
         f"ranks: {ranks}",
-        f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {shard_degree(parallelism, ranks)} shard × "
+        f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {parallelism.shard_degree(ranks)} shard × "
         f"{context}{parallelism.tensor_parallel_degree} tensor parallel{_experts(config)}",
         f"actors: {_actors(config, ranks)}",
         *_connections(config),

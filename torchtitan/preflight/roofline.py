@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import keeps_unsharded_params, shard_degree
+from torchtitan.config.derived import keeps_unsharded_params
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.shape.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
 from torchtitan.models.shape.model_args import ModelArgs
@@ -81,7 +81,7 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     # The head's gradient is summed in fp32, rounded and scaled, and the embedding's is filled.
     elementwise += micro_batches * updated * head / tensor * (4 + 4 * width)
     # The gradient's norm and its clipping, and AdamW.
-    shards = shard_degree(parallelism, ranks) * context
+    shards = parallelism.shard_degree(ranks) * context
     elementwise += (updated > 0) * args.num_parameters() / (shards * tensor) * 40
     copied, overlapped = _by_fsdp(config, args, ranks, micro_batches)
     between = share * layers * exchanged * (forwards + trained)
@@ -126,7 +126,7 @@ def _by_fsdp(config: JobConfig, args: ModelArgs, ranks: int, micro_batches: floa
     """Bytes that FSDP2 copies, and those that it sends."""
     parallelism, training, grpo = config.parallelism, config.training, config.grpo
     tensor, spread = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
-    shards = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree
+    shards = parallelism.shard_degree(ranks) * parallelism.context_parallel_degree
     master, reduced = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
     width, trained = BYTES[training.mixed_precision_param], grpo.num_iterations
     reductions = 0.0 if config.lora.rank else trained * micro_batches

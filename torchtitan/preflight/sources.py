@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torchtitan.config.derived import (
-    environment_key,
-    environment_name,
-    groups_per_batch,
-    has_environment,
-    reward_weights,
-    sources_of,
-    teacher_of,
-    uses_gateway,
-    weights_of,
-)
+from torchtitan.config.derived import groups_per_batch, reward_weights, sources_of, teacher_of, weights_of
 from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import nearest
@@ -36,14 +26,18 @@ def check_sources(check: Check) -> None:
             check.say("eval.set", f"[[eval.set]] {one['name']}: source = {source!r}: {text}")
     grpo = check.config.grpo
     observes = grpo.observation_coefficient > 0
-    without = not any(has_environment(own) for _, own in sources_of(check.config))
+    without = not any(own.environment.is_used for _, own in sources_of(check.config))
     by_turn = grpo.advantage_level == "turn"
     text = "needs environment.factory: only an environment rewards single turns"
     check.refuse("grpo.advantage_level", by_turn and without, text)
     text = "needs an [environment] or tools, which write between the turns"
     check.refuse("grpo.observation_coefficient", observes and without, text)
     tasks = tasks_of(check.config).values()
-    gateways = {environment_key(own): own.environment.gateway.port for own in tasks if uses_gateway(own)}
+    gateways = {
+        own.environment.key(own.rollout.stop_token_ids): own.environment.gateway.port
+        for own in tasks
+        if own.environment.uses_gateway
+    }
     for port, count in Counter(gateways.values()).items():
         if port and count > 1:
             text = f"environment.gateway.port = {port} is that of {count} gateways: sources and evaluation sets whose"
@@ -56,7 +50,7 @@ def _problems(config: JobConfig) -> list[str]:
     twice = [name for name, count in Counter(one.name for one in sources).items() if count > 1]
     texts += [f"name = {name!r} stands more than once: every source needs a name of its own" for name in twice]
     owns = [own for _, own in sources_of(config)]
-    rewards = [name for own in owns for name in (*own.rewards.functions, environment_name(own))]
+    rewards = [name for own in owns for name in (*own.rewards.functions, own.environment.reward_name)]
     labels = {name.rpartition(":")[2] for name in rewards}
     texts += [
         f"name = {one.name!r} is the name of a reward, whose metrics have it already: choose another name"

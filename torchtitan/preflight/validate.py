@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derived import (
-    environment_name,
     expand_servers,
     from_torchrun,
     group_size,
     has_engines,
-    has_environment,
     learns_from_rewards,
     sources_of,
     world_size,
@@ -252,7 +250,7 @@ def _check_objective(check: Check) -> None:
         on_policy = "grpo.async_weight_update = false with rollout.max_staleness = 0"
         refuse(key, True, f"{text}{bounds.get(key, caps)}, or {on_policy}, or grpo.allow_uncorrected = true")
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
-    single = single and not environment_name(check.config)
+    single = single and not check.config.environment.reward_name
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
     both = grpo.advantage_level == "turn" and grpo.reward_aggregation == "normalize_each"
     refuse("grpo.advantage_level", both, "needs grpo.reward_aggregation = sum")
@@ -300,7 +298,7 @@ def _check_rollout(check: Check) -> None:
 def _evaluates_training_data(config: JobConfig) -> bool:
     rollout, evaluation = config.rollout, config.eval
     # An environment may have only a few initial states, and none of them reveals an answer.
-    if rollout.replay or has_environment(config):
+    if rollout.replay or config.environment.is_used:
         return False
     is_file = rollout.dataset.endswith(FILE_ENDINGS)
     if is_file:
@@ -338,7 +336,7 @@ def _check_rewards(check: Check) -> None:
     rewards, evaluation = check.config.rewards, check.config.eval
     key, functions = "rewards.functions", rewards.functions
     text = f"must name at least one of {', '.join(BUILTIN)} (or set environment.factory, which gives a reward)"
-    needed = learns_from_rewards(check.config) and not environment_name(check.config)
+    needed = learns_from_rewards(check.config) and not check.config.environment.reward_name
     check.refuse(key, not functions and needed, text)
     for name in functions:
         if problem := reward_problem(name):
@@ -348,7 +346,7 @@ def _check_rewards(check: Check) -> None:
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
     _check_isolation(check, "rewards.sandbox", rewards.sandbox)
     judge = evaluation.reward_function if evaluation.enable else ""
-    if judge not in ("", environment_name(check.config)) and (problem := reward_problem(judge)):
+    if judge not in ("", check.config.environment.reward_name) and (problem := reward_problem(judge)):
         check.say("eval.reward_function", f"eval.reward_function: {problem}")
 
 
@@ -399,7 +397,7 @@ def _check_environment(check: Check) -> None:
     check.refuse("environment.gateway.url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
     text = "says not where programs reach the gateway: set environment.gateway.url, or one address of this machine"
     check.refuse("environment.gateway.host", host in ("", "0.0.0.0", "::") and not url, text)
-    without = parser != AUTO and not has_environment(check.config)
+    without = parser != AUTO and not check.config.environment.is_used
     check.refuse(
         "environment.tool_parser", without, "needs environment.tools, environment.factory or environment.agent"
     )

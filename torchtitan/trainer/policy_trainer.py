@@ -17,7 +17,6 @@ from torchtitan.config.derived import (
     compares_vocabulary,
     learns_from_rewards,
     longest_completion,
-    ranks_per_pack,
     references_of,
     reward_weights,
     sources_of,
@@ -215,7 +214,7 @@ class PolicyTrainer:
             torch.stack((all_log_probs.double().sum(), all_log_probs.new_tensor(len(all_log_probs)).double()))
         ).tolist()
         loss = -total / max(tokens, 1.0)
-        return {"eval/loss": loss, "eval/tokens": tokens / ranks_per_pack(self.config.parallelism)}
+        return {"eval/loss": loss, "eval/tokens": tokens / self.config.parallelism.ranks_per_pack}
 
     def _operations(self, packs: list[MicroBatch]) -> float:
         """What the model needs for these micro-batches."""

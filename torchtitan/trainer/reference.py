@@ -7,7 +7,7 @@ import copy
 
 import torch
 
-from torchtitan.config.derived import keeps_initial_adapters, teacher_config, trains_only_adapters
+from torchtitan.config.derived import keeps_initial_adapters, teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims, local_tensor
 from torchtitan.models.decoder import Decoder
@@ -24,7 +24,7 @@ def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> R
     """
     if config.job.stage == "distill":
         return ReferencePolicy(teacher_config(config), dims)
-    if trains_only_adapters(config):
+    if config.lora.trains_only_adapters:
         return OwnReference(policy, keeps_initial_adapters(config))
     return ReferencePolicy(config, dims)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.config.derived import drain_seconds, has_engines
+from torchtitan.config.derived import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -88,7 +88,7 @@ def open_weight_path(
             local_rank=device.local_rank(),
             registry=registry,
             dtype=config.inference.dtype,
-            drain_s=drain_seconds(config),
+            drain_s=config.inference.drain_s,
             applied_bytes=applied_bytes(config, policy.args),
             guests=demands(config) if config.inference.discover and rank == 0 else None,
         )

@@ -9,7 +9,6 @@ import torch
 
 from tests.deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import Actor, Job, Shape
-from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.config.job_config import WeightSync
 from torchtitan.distributed.placement import unique_parameters
 
@@ -55,9 +54,9 @@ def test_version_of_72b_parameters_is_accepted_with_the_defaults() -> None:
         slots=config.num_slots,
         interval=90.0,
         actor_seconds=(),
-        lease_s=lease(size),
+        lease_s=config.pull_deadline(size),
         progress_timeout_s=config.progress_timeout_s,
-        apply_timeout_s=apply_timeout(config, size, 0.0),
+        apply_timeout_s=config.apply_deadline(size, 0.0),
     )
     machine = Machine(0)
     job = Job(machine, shape)

@@ -11,9 +11,7 @@ from torchtitan.config.derived import (
     keeps_initial_adapters,
     keeps_unsharded_params,
     references_of,
-    shard_degree,
     trains_on_gpu,
-    trains_only_adapters,
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
@@ -107,7 +105,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
     """Estimate one rank's memory; MemoryEstimate explains how."""
     training, parallelism = config.training, config.parallelism
     tensor = parallelism.tensor_parallel_degree
-    sharing = shard_degree(parallelism, ranks) * parallelism.context_parallel_degree * tensor
+    sharing = parallelism.shard_degree(ranks) * parallelism.context_parallel_degree * tensor
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     full, adapters = trained_parameters(config, args)
     trained = -(-(full + adapters) // sharing)
@@ -164,7 +162,7 @@ def _references_bytes(config: JobConfig, args: ModelArgs, base: int) -> int:
         if config.job.stage == "distill":
             teacher = read_teacher_shape(own_config)
             size += teacher.num_parameters() * BYTES[config.training.dtype]
-        elif not trains_only_adapters(config):
+        elif not config.lora.trains_only_adapters:
             adapters = trained_parameters(config, args)[1] if config.lora.adapter_path else 0
             size += base + adapters * BYTES["float32"]
     return size

@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import (
-    environment_name,
-    has_engines,
-    has_environment,
-    judging_reward,
-    source_name,
-    uses_gateway,
-)
+from torchtitan.config.derived import has_engines, judging_reward, source_name
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.models.shape.checkpoint_files import pointer_problem
@@ -69,7 +62,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     # Without eval.dataset the rows serve both purposes, so they must suit both sets of functions.
     functions = trained_on if evaluation.dataset else trained_on | judging
     _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions, renderer)
-    if renderer is not None and not uses_gateway(config):
+    if renderer is not None and not config.environment.uses_gateway:
         warn_of_unread_keys(_conversations(rows, config), renderer.tokenizer)
     if not evaluation.dataset:
         train, held_out = hold_out(rows, rollout.held_out_fraction, rollout.prompt_column)
@@ -157,7 +150,7 @@ def _conversations(rows: Sequence[Row], config: JobConfig) -> Iterator[tuple[int
     for number, row in enumerate(rows, start=1):
         chats = [row[column] for column in _chat_columns(config) if isinstance(row.get(column), list)]
         if chats:
-            tools = [] if has_environment(config) else plain_tools(row.get("tools"))
+            tools = [] if config.environment.is_used else plain_tools(row.get("tools"))
             yield number, [message for chat in chats for message in chat], tools
 
 
@@ -168,7 +161,7 @@ def _chat_columns(config: JobConfig) -> list[str]:
 def _with_chats(rows: list[Row], config: JobConfig, dataset: str, key: str) -> list[Row]:
     """Return the rows with chats as lists also where a file stores them as JSON text. Raises UserError for text that is
     nearly that."""
-    if uses_gateway(config):  # an agent reads its task itself
+    if config.environment.uses_gateway:  # an agent reads its task itself
         return rows
     read = []
     for number, row in enumerate(rows, start=1):
@@ -267,7 +260,7 @@ def _check_rows(
     if config.distill.hint_column and key == "rollout.dataset":
         wanted[config.distill.hint_column] = "distill.hint_column"
     # A function without a reference gives no reward; another one, or an environment, may.
-    needs_value = bool(functions) and functions <= NEEDS_ANSWER and not environment_name(config)
+    needs_value = bool(functions) and functions <= NEEDS_ANSWER and not config.environment.reward_name
     for number, row in enumerate(rows, start=1):
         for column, setting in wanted.items():
             if column not in row:
@@ -286,9 +279,9 @@ def _check_rows(
         problem = None
         if config.job.stage == "sft":
             problem = _completion_problem(row, config)
-        elif not uses_gateway(config):
+        elif not config.environment.uses_gateway:
             problem = _ending_problem(prompt)
-        if not problem and is_chat(row, config) and not uses_gateway(config):
+        if not problem and is_chat(row, config) and not config.environment.uses_gateway:
             problem = _tools_problem(row, config, renderer)
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
@@ -299,7 +292,7 @@ def _check_columns(rows: Sequence[Row], config: JobConfig, where: str, functions
     """Check the columns that reward functions get: their names, and the references."""
     column = config.rewards.answer_column
     names = {name for row in rows for name in row} - {config.rollout.prompt_column, column}
-    custom_functions = {name for name in functions - {environment_name(config), ""} if not is_built_in(name)}
+    custom_functions = {name for name in functions - {config.environment.reward_name, ""} if not is_built_in(name)}
     if custom_functions and (hidden := ARGUMENTS & names):
         raise UserError(
             f"{where}: a reward function would not see column{'s' if len(hidden) > 1 else ''} "
@@ -341,7 +334,7 @@ def _ending_problem(prompt: Any) -> str | None:
 def _tools_problem(row: Row, config: JobConfig, renderer: ChatRenderer | None) -> str | None:
     texts = (row[config.rollout.prompt_column], row.get(config.sft.completion_column))
     try:
-        tools = [] if has_environment(config) else plain_tools(row.get("tools"))
+        tools = [] if config.environment.is_used else plain_tools(row.get("tools"))
         if renderer is not None:
             chats = [text for text in texts if isinstance(text, list)]
             messages = [plain_message(message) for message in itertools.chain.from_iterable(chats)]
@@ -388,7 +381,7 @@ class PromptMaker:
         self.limit = f"training.seq_len - rollout.max_completion_tokens = {self.longest}"
         self.tools: list[dict[str, Any]] = []
         """JSON schemas of the environment's tools, which chat templates write into prompts"""
-        self._has_environment = has_environment(config)
+        self._has_environment = config.environment.is_used
         if self._rollout.chat_template and not tokenizer.has_chat_template:
             raise UserError(
                 "rollout.chat_template = true, but the checkpoint's tokenizer files hold no chat template: take an "

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchtitan.config.derived import uses_gateway
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -24,7 +23,7 @@ WARN_SHARE = 0.01
 def check_unknown_text(rows: Sequence[dict[str, Any]], config: JobConfig, tokenizer: Tokenizer) -> None:
     """Warn of rows that are <unk> in part. Raises UserError for a prompt or an answer that is nothing else."""
     unknown = tokenizer.unknown_id
-    if unknown is None or uses_gateway(config):  # an agent writes the prompts itself
+    if unknown is None or config.environment.uses_gateway:  # an agent writes the prompts itself
         return
     total = lost = 0
     example = ""

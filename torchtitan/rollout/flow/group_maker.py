@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.config.derived import environment_name, learns_from_rewards
+from torchtitan.config.derived import learns_from_rewards
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import Distill
 from torchtitan.errors import UserError
@@ -55,7 +55,7 @@ class GroupMaker:
         self._epoch = epoch
         self.episodes = episodes
         self.single_turn = episodes is None
-        self._environment = environment_name(config)
+        self._environment = config.environment.reward_name
         self._groups = 0
         self.teacher = Teacher(config.distill, vocabulary_of(config)) if config.distill.server.url else None
         self.stop_token_ids = list(dict.fromkeys([*config.rollout.stop_token_ids, *tokenizer.eos_token_ids]))

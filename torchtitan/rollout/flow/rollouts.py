@@ -14,14 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, overload
 
-from torchtitan.config.derived import (
-    environment_key,
-    groups_per_batch,
-    source_name,
-    sources_of,
-    uses_gateway,
-    weights_of,
-)
+from torchtitan.config.derived import groups_per_batch, source_name, sources_of, weights_of
 from torchtitan.config.evaluations import sets_of, tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
@@ -86,7 +79,7 @@ class SourceTask:
         self.rows, self._held_out = load_datasets(config, None if is_sft else self.maker.renderer)
         if not is_sft:
             check_unknown_text(self.rows, config, tokenizer)
-            if not uses_gateway(config):  # an agent writes the prompts itself
+            if not config.environment.uses_gateway:  # an agent writes the prompts itself
                 refuse_surplus_tokens([*self.rows, *self._held_out], self.maker, vocabulary_of(config))
         episodes: Player | None = None
         if isinstance(backend.environments, AgentPool) and backend.gateway is not None:
@@ -263,7 +256,7 @@ def make_backends(
     made: dict[str, EpisodeBackend] = {}
     sources = list(tasks_of(config).items())
     for name, source_config in sources:
-        key = environment_key(source_config)
+        key = source_config.environment.key(source_config.rollout.stop_token_ids)
         if not key:
             continue
         if key not in made:
@@ -274,7 +267,7 @@ def make_backends(
             longest = max(other.rollout.max_completion_tokens for other in same_environment)
             source_config.rollout = replace(source_config.rollout, max_completion_tokens=longest)
             log_file = run_dir / "logs" / f"environments{number}.log"
-            if uses_gateway(source_config):
+            if source_config.environment.uses_gateway:
                 gateway = Gateway(source_config, pool, events, run_dir, f"gateway{number}")
                 made[key] = EpisodeBackend(AgentPool(source_config, events, log_file, run_dir), gateway)
             else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.config.derived import environment_name, reward_weights
+from torchtitan.config.derived import reward_weights
 from torchtitan.config.evaluations import tasks_of
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.conversation.thoughts import last_text, read_turn
@@ -71,7 +71,7 @@ class RewardPool:
         environments: set[str] = set()
         for source_config in self._sources.values():
             named += source_config.rewards.functions
-            environments.add(environment_name(source_config))
+            environments.add(source_config.environment.reward_name)
         named += [source_config.eval.reward_function for source_config in self._sources.values()]
         self._all_functions = [name for name in dict.fromkeys(named) if name and name not in environments]
         self._timeout_s = rewards.timeout_s

@@ -85,17 +85,14 @@ class RegistrySettings:
         applied_bytes: int = 0,
     ) -> RegistrySettings:
         """Derive the settings from the configuration. drain_s, applied_bytes: see WeightSync."""
-        # Imported here because the registry and shard server processes run without pydantic.
-        from torchtitan.config.derived import apply_timeout, lease
-
         return cls(
             world_size=world_size,
             guests=guests or {},
             retained=config.num_slots - 2,
-            lease_s=lease(version_bytes),
+            lease_s=config.pull_deadline(version_bytes),
             relay_fanout=config.relay_fanout if config.table.relay else 0,
             progress_timeout_s=config.progress_timeout_s,
-            apply_timeout_s=apply_timeout(config, max(version_bytes, applied_bytes), drain_s),
+            apply_timeout_s=config.apply_deadline(max(version_bytes, applied_bytes), drain_s),
             sees_bytes=TRANSPORTS[config.transport].sends,
             delta=config.table.delta and TRANSPORTS[config.transport].over_channel,
         )

@@ -15,14 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from torchtitan.config.derived import (
-    apply_timeout,
-    drain_seconds,
-    shares_devices,
-    sleeps_between_batches,
-    verification,
-    world_size,
-)
+from torchtitan.config.derived import shares_devices, sleeps_between_batches, verification, world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import UserError
@@ -91,7 +84,7 @@ def agent_settings(engine: ForeignEngine, config: JobConfig) -> list[str]:
 
 def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     inference, sync, args = config.inference, config.weight_sync, read_shape(config)
-    size, drain_s = applied_bytes(config, args), drain_seconds(config)
+    size, drain_s = applied_bytes(config, args), config.inference.drain_s
     route = engine.find_route(inference.engine.route)
     # The pool may add our own options after these, so the engine's options travel as one value.
     engine_args = dict(inference.engine.args) | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
@@ -99,7 +92,7 @@ def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
         "--route", route,
         "--tensor-parallel-size", str(inference.engine.tensor_parallel_size),
         "--sleep-level", str(inference.engine.sleep_level if sleeps_between_batches(config) else 0),
-        "--update-timeout", str((apply_timeout(sync, size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
+        "--update-timeout", str((sync.apply_deadline(size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
         # These transports move a version from device to device.
         *(["--stage-on-device"] if TRANSPORTS[sync.transport].on_device else []),
