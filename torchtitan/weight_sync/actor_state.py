@@ -55,6 +55,11 @@ class ActorState(enum.StrEnum):
         return self.value
 
 
+# What an actor says of itself; the others are for those who watch it.
+REPORTED = (
+    ActorState.JOINING, ActorState.PULLING, ActorState.APPLYING, ActorState.READY, ActorState.PAUSED, ActorState.ASLEEP,
+    ActorState.POISONED, ActorState.LEAVING,
+)  # fmt: skip
 # A version is on its way to the actor; the registry has deadlines for that.
 UPDATING = (ActorState.PULLING, ActorState.APPLYING)
 # An actor may serve in these states, if it holds a version.

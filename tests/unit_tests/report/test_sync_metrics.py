@@ -64,7 +64,7 @@ class Journal:
 
     def stage(self, version: int, actor: str) -> None:
         self.write("ended", actor=actor, version=version, outcome="staged", reason="")
-        self.deliveries.stage(actor)
+        self.deliveries.stage(actor, version)
 
     def apply(self, version: int, actor: str, **figures: Any) -> None:
         self.stage(version, actor)
@@ -73,7 +73,7 @@ class Journal:
 
     def end(self, version: int, actor: str, outcome: Outcome = "aborted", reason: str = "why") -> None:
         self.write("ended", actor=actor, version=version, outcome="gone", reason=reason)
-        self.deliveries.end(actor, outcome, reason)
+        self.deliveries.end(actor, version, outcome, reason)
 
     def evict(self, actor: str, state: str) -> None:
         self.write("evicted", actor=actor, state=state, version=0, reason="late")

@@ -274,6 +274,22 @@ def test_each_pull_has_one_row_of_what_became_of_it() -> None:
     assert all(row["offered_at"] <= row["ended_at"] for row in world.events("delivery"))
 
 
+def test_poisoned_version_that_is_served_does_not_end_the_pull_of_the_next_one() -> None:
+    """An engine may find what it serves to be wrong while the next version arrives."""
+    world = World()
+    ranks, actor = world.ranks(), world.actor()
+    for version in range(2):
+        world.publish(ranks, version + 1, version)
+        actor.say("pulling", serial=version + 1, version=version)
+        if version == 1:
+            actor.say("poisoned", version=0, reason="its weights are not what was sent")
+        actor.say("ended", version=version, outcome="staged", reason="")
+        actor.say("serving", version=version, digest=world.digest, figures={"apply_s": 1.0})
+    rows = [(row["version"], row["outcome"], row["attempt"]) for row in world.events("delivery")]
+    assert rows == [(0, "applied", 1), (1, "applied", 1)]
+    assert all(row["begun_at"] <= row["staged_at"] <= row["ended_at"] for row in world.events("delivery"))
+
+
 def test_pin_reaches_all_actors_and_those_that_come_later() -> None:
     world = World()
     trainer, ranks, actor, other = world.trainer(), world.ranks(), world.actor(), world.actor("other")

@@ -64,7 +64,7 @@ class Deliveries:
         if actor in self._pulls:
             if self._pulls[actor].version == version:
                 return
-            self.end(actor, "aborted", "the actor began another pull")
+            self._end_pull(actor, "aborted", "the actor began another pull")
         self._supersede(actor, version)
         newest, attempt = self._tried.get(actor, (-1, 0))
         attempt = 1 if version > newest else attempt + 1
@@ -72,18 +72,16 @@ class Deliveries:
         offered_at = self._offered.get(actor, {}).get(version)
         self._pulls[actor] = Delivery(self._epoch, actor, version, offered_at, attempt, self._clock())
 
-    def stage(self, actor: str) -> None:
+    def stage(self, actor: str, version: int) -> None:
         """The actor has received the whole version."""
-        if actor in self._pulls:
+        if self._pulled_version(actor) == version:
             self._pulls[actor].staged_at = self._clock()
 
-    def end(self, actor: str, outcome: Outcome, reason: str) -> None:
-        """The pull in progress has delivered nothing. Does nothing if there is none."""
-        if actor in self._pulls:
-            delivery = self._pulls.pop(actor)
-            state = ActorState.PULLING if delivery.staged_at is None else ActorState.APPLYING
-            if delivery.attempt <= MAX_IN_VAIN:
-                self._write_row(delivery, outcome, state=state, reason=reason)
+    def end(self, actor: str, version: int, outcome: Outcome, reason: str) -> None:
+        """The pull of this version has delivered nothing. Does nothing if there is none: what an actor says of a
+        version that it serves is not the end of its pull of another one."""
+        if self._pulled_version(actor) == version:
+            self._end_pull(actor, outcome, reason)
 
     def serves(self, actor: str, version: int, figures: Message) -> None:
         """The actor serves this version. figures: what it has measured; empty if it only repeats what it serves."""
@@ -101,14 +99,27 @@ class Deliveries:
 
     def evict(self, actor: str, reason: str) -> None:
         """The actor is out. When it comes back, it is offered the newest version anew."""
-        self.end(actor, "evicted", reason)
+        self._end_pull(actor, "evicted", reason)
         self._offered.pop(actor, None)
 
     def forget(self, actor: str) -> None:
         """The actor has ended, or has been out for long."""
-        self.end(actor, "aborted", "the actor has left")
+        self._end_pull(actor, "aborted", "the actor has left")
         for known in (self._offered, self._tried, self._served):
             known.pop(actor, None)
+
+    def _pulled_version(self, actor: str) -> int | None:
+        """The version that the actor pulls; None if it pulls none."""
+        delivery = self._pulls.get(actor)
+        return None if delivery is None else delivery.version
+
+    def _end_pull(self, actor: str, outcome: Outcome, reason: str) -> None:
+        """End the actor's pull, whichever it is. Does nothing if there is none."""
+        delivery = self._pulls.pop(actor, None)
+        if delivery is None or delivery.attempt > MAX_IN_VAIN:
+            return
+        state = ActorState.PULLING if delivery.staged_at is None else ActorState.APPLYING
+        self._write_row(delivery, outcome, state=state, reason=reason)
 
     def _supersede(self, actor: str, below: int) -> None:
         """The actor will not ask for offered versions before `below`."""

@@ -419,7 +419,7 @@ class Registry:
             actor.reason = message["reason"]
             actor.failures += 1
             self._write("poisoned", {"actor": name, "version": message["version"], "reason": message["reason"]})
-            self._deliveries.end(name, "poisoned", message["reason"])
+            self._deliveries.end(name, message["version"], "poisoned", message["reason"])
         else:
             raise ProtocolError(f"an actor does not send {kind!r}")
         self._changed(name, routine=kind in ("pulling", "ended", "serving") and not actor.failures)
@@ -439,9 +439,9 @@ class Registry:
             actor.failures, actor.reason = actor.failures + 1, message["reason"]
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
         if outcome == "staged":
-            self._deliveries.stage(name)
+            self._deliveries.stage(name, message["version"])
         else:
-            self._deliveries.end(name, ENDS[outcome], message["reason"])
+            self._deliveries.end(name, message["version"], ENDS[outcome], message["reason"])
 
     def _check_published(self, name: str, version: int) -> str | None:
         """Return the digest of a version that an actor names; None if that was so long ago that nobody knows it. Raises

@@ -203,8 +203,8 @@ SCHEMA: dict[str, Fields] = {
     # Leader -> worker: apply the version that all have staged
     "apply": {"version": integer},
     # Trainer (rank 0) <-> registry. status: how many actors are in which state and serve which version (see
-    # state.tally), and details of those that have changed, or, if `whole`, as after a look, of all. guests: where the
-    # guests are that have changed or, if `whole`, all; empty: it is gone
+    # state.tally), and details of those that have changed, or, if `complete`, as after a look, of all. guests: where
+    # the guests are that have changed or, if `complete`, all; empty: it is gone
     "pin": {"version?": maybe(integer)},
     "look": {},
     "status": {
