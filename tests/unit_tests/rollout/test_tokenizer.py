@@ -130,7 +130,9 @@ def test_vocabulary_and_unknown_ids(pair: tuple[Tokenizer, Any]) -> None:
 def test_end_tokens_come_from_all_files(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     assert Tokenizer(tmp_path).eos_token_ids == [2]
-    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
+    for config in ('{"text_config": {"eos_token_id": 0}}', '{"eos_token_id": 0}'):  # a composite's, and another's
+        (tmp_path / "config.json").write_text(config)
+        assert Tokenizer(tmp_path).eos_token_ids == [0, 2]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     assert Tokenizer(tmp_path).eos_token_ids == [2, 0]
 

@@ -205,8 +205,9 @@ class Tokenizer:
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
             settings = _read_json(self.directory / name)
-            # That of a composite may say it of its text model only.
-            value = settings.get("eos_token_id") or (settings.get("text_config") or {}).get("eos_token_id")
+            value = settings.get("eos_token_id")  # may be 0
+            if value is None:  # a composite may say it of its text model only
+                value = (settings.get("text_config") or {}).get("eos_token_id")
             if isinstance(value, list):
                 found += value
             elif value is not None:
