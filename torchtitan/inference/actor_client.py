@@ -30,7 +30,7 @@ from torchtitan.inference.types import (
 from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
 from torchtitan.utils.reader_process import Pieces
 from torchtitan.utils.typed_json import Object, WrongForm, decode
-from torchtitan.weight_sync.actor_state import ActorState
+from torchtitan.weight_sync.actor_state import REPORTED, SERVING, ActorState
 from torchtitan.weight_sync.wire import runtime as wire
 
 if TYPE_CHECKING:
@@ -104,6 +104,14 @@ class ActorHealth:
     """Seconds since the engine behind the actor was last seen alive, if it is a separate process"""
     asleep: tuple[Tag, ...] = ()
     """Parts of its memory that the actor has given back; it serves nothing until it has all of them again"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no actor can say: the pool would wait for ever, or give it up, without a word."""
+        for state in (self.state, self.weights_state):
+            if state is not None and state not in REPORTED:
+                raise ValueError(f"an actor does not say of itself that it is {state}")
+        if self.serves and self.state not in SERVING:
+            raise ValueError(f"it says that it serves while it is {self.state}")
 
     @property
     def leaves(self) -> bool:

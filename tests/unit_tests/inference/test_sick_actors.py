@@ -14,7 +14,7 @@ from aiohttp import web
 from tests.patience import asynchronous, eventually
 from tests.unit_tests.inference.stand_in_actor import StandInActor
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.actor_client import TOKEN_VARIABLE
+from torchtitan.inference.actor_client import TOKEN_VARIABLE, ActorError, parse_health
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.utils.json_lines import EventLog
@@ -90,6 +90,20 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynchronous
 async def test_answers_that_are_none_are_redone_elsewhere(tmp_path: Path, kind: str) -> None:
     await all_are_answered(tmp_path, lambda: web.Response(text=ANSWERS[kind]))
+
+
+@pytest.mark.parametrize("state", ["starting", "suspect", "late", "evicted", "given_up", "well"])
+def test_health_with_a_state_that_only_others_give_an_actor_is_malformed(state: str) -> None:
+    for answer in ({"state": state, "serves": False}, {"state": "ready", "serves": True, "weights": {"state": state}}):
+        with pytest.raises(ActorError, match="malformed"):
+            parse_health(answer)
+
+
+@pytest.mark.parametrize("state", ["joining", "paused", "asleep", "poisoned", "leaving"])
+def test_health_that_serves_in_a_state_without_service_is_malformed(state: str) -> None:
+    assert not parse_health({"state": state, "serves": False}).serves
+    with pytest.raises(ActorError, match=f"it says that it serves while it is {state}"):
+        parse_health({"state": state, "serves": True})
 
 
 @pytest.mark.parametrize("version", [1, 2**62, -1])

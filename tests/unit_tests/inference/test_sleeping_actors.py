@@ -47,6 +47,7 @@ class Sleeper(Liar):
         self.failing = ""
         """sleep or wake: the order that comes to nothing"""
         self.weights_state = ActorState.READY
+        self.probes = 0
         self.frozen = False
         self.draining = False
         """It takes nothing new, and finishes what runs before a version"""
@@ -56,6 +57,7 @@ class Sleeper(Liar):
         self.wrong: list[str] = []
 
     async def health(self, timeout_s: float) -> ActorHealth:
+        self.probes += 1
         if self.frozen:
             await asyncio.sleep(timeout_s)
             raise ActorError("health", "no answer")
@@ -271,6 +273,26 @@ def test_an_actor_with_a_version_on_its_way_is_not_pressed(tmp_path: Path) -> No
 
     (event,) = of(run(tmp_path, scenario, make_config(sleep_timeout_s=1.0)), "actor_stays_awake")
     assert event["actor"] == "actor-0" and "not asleep within 1 s" in event["reason"]
+
+
+def test_an_actor_that_wakes_behind_a_version_is_looked_at_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "PROBE_S", 60.0)
+
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        await pool.sleep()
+        await pool.wake("weights")
+        first.weights_state = ActorState.APPLYING
+        waking = asyncio.ensure_future(pool.wake("kv_cache"))
+        probes = first.probes
+        await eventually(lambda: not second.asleep and first.probes > probes + 5)
+        first.weights_state = ActorState.READY
+        await waking
+        assert not first.asleep
+
+    config = make_config(health_timeout_s=600.0, sleep_timeout_s=10.0)
+    assert not of(run(tmp_path, scenario, config), "actor_stays_asleep")
 
 
 def test_a_run_that_ends_leaves_servers_awake(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import NO_DESCRIPTOR, describe_lack_of_descriptors
 from torchtitan.weight_sync.actor_state import OUT, SERVING, UPDATING, ActorState
 
-# The intervals between probes of an actor that requests wait for, of one that is about to join, and of others: they are
-# probed at least ten times before inference.health_timeout_s has passed.
+# The intervals between probes of an actor that requests wait for, of one that is about to join or to change what it
+# holds of its memory, and of others: they are probed at least ten times before inference.health_timeout_s has passed.
 FAST_PROBE_S = 0.02
 JOINING_PROBE_S = 0.1
 PROBE_S = 1.0
@@ -472,7 +472,8 @@ class Actor:
     async def _wait(self) -> None:
         """Wait until the next probe is due or requested, or the process ends."""
         interval = min(PROBE_S, self._config.health_timeout_s / 10)
-        if not self._serves and self.state not in (*ABSENT, ActorState.ASLEEP):
+        is_settled = self._memory.reached.is_set() and (self._serves or self.state is ActorState.ASLEEP)
+        if self.state not in ABSENT and not is_settled:
             interval = min(interval, JOINING_PROBE_S)
         if self.starved:
             interval = min(interval, FAST_PROBE_S)
