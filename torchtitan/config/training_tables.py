@@ -46,7 +46,8 @@ class Model:
     transformers"""
 
     flavor: str = ""
-    """Shape from the table of public shapes (e.g. 0.6B); empty reads it from hf_assets_path/config.json"""
+    """Shape from the table of public shapes (e.g. 0.6B), for plans and runs without a checkpoint. One in hf_assets_path
+    must have this shape, and its config.json says the rest"""
 
     hf_assets_path: PathText = ""
     """Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json), the folder of a run, whose last

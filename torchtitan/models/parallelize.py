@@ -43,7 +43,7 @@ from torchtitan.models.layers.elementwise import RotaryTables
 from torchtitan.models.layers.gated_delta import GatedDeltaNet, HeadShard
 from torchtitan.models.layers.mixture import MoE, Routing
 from torchtitan.models.lora import add_adapters, copy_start_, initialize_adapters, quantize_projections
-from torchtitan.models.shape.checkpoint_shape import ForeignArgs, read_args, read_flavor
+from torchtitan.models.shape.checkpoint_shape import ForeignArgs, read_shape
 from torchtitan.models.shape.costs import SELECTED
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.utils.dtypes import DTYPES
@@ -196,10 +196,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     calls it. Raises UserError if the checkpoint does not fit.
     """
     directory = config.model.hf_assets_path
-    if config.model.flavor:
-        args = read_flavor(config)
-    else:
-        args = read_args(directory, config.model.implementation)
+    args = read_shape(config)
     policy = _make(args).to(DTYPES[config.training.dtype])
     policy.lm_head.fused = config.model.logprob_head != "full"
     policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None

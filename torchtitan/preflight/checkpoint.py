@@ -135,7 +135,7 @@ def unusual_tokens(config: JobConfig) -> str:
 def untrained_parts(config: JobConfig) -> str:
     """Return what to say of heads of multi-token prediction, which are not trained; empty for a checkpoint without."""
     directory = Path(config.model.hf_assets_path)
-    if config.model.flavor or not any(directory.glob("*.safetensors")):
+    if not config.model.hf_assets_path or not any(directory.glob("*.safetensors")):
         return ""
     if not any(map(read_shape(config).is_prediction_layer, tensor_files(directory))):
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.hf_checkpoint import export_policy, load_adapter, load_policy, save_adapter
+from torchtitan.models.hf_checkpoint import checkpoint_dtype, export_policy, load_adapter, load_policy, save_adapter
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape.checkpoint_files import tensor_files
-from torchtitan.models.shape.checkpoint_shape import ForeignArgs, read_args
+from torchtitan.models.shape.checkpoint_shape import FLAVORS, ForeignArgs, read_args
 from torchtitan.models.shape.composite import text_config
 from torchtitan.preflight.checkpoint import untrained_parts
 
@@ -328,6 +329,26 @@ def test_a_run_with_prediction_heads_says_that_they_grow_stale(tmp_path: Path) -
     directory = make_composite(tmp_path / "with", "qwen3_5")
     assert f"prediction in {directory} are not trained: exports keep them" in untrained_parts(_config(directory))
     assert not untrained_parts(_config(make_composite(tmp_path / "without", "qwen3_vl")))
+
+
+def test_a_flavor_with_a_composite_is_read_warned_of_and_exported_as_its_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_composite(tmp_path / "composite", "qwen3_5")
+    args = read_args(directory)
+    public = replace(args, composite=None, source="", rms_norm_eps=0.5)
+    monkeypatch.setitem(FLAVORS["qwen3_5_text"], "tiny", public)
+    config = _config(directory, {"model.name": "qwen3_5_text", "model.flavor": "tiny"})
+    assert "prediction" in untrained_parts(config)
+    policy = build_policy(config, ParallelDims(1, 1, 1, 1))
+    assert policy.args == args
+    export_policy(policy, tmp_path / "export", assets_from=directory, dtype=checkpoint_dtype(policy))
+    written, original = _tensors(tmp_path / "export"), _tensors(directory)
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
+    monkeypatch.setitem(FLAVORS["qwen3_5_text"], "tiny", replace(public, num_hidden_layers=40))
+    with pytest.raises(UserError, match=r'model.flavor = "tiny" is not the model in .*num_hidden_layers 40, there 3'):
+        build_policy(config, ParallelDims(1, 1, 1, 1))
 
 
 def test_a_composite_with_quantised_experts_is_refused_by_name() -> None:

@@ -427,7 +427,8 @@ def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, mon
 
 def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: WriteConfig) -> None:
     arguments = [*write_config(), "--model.name", "qwen3", "--model.flavor", "debug"]
-    load_config(arguments)
+    with pytest.raises(ConfigError, match='model.flavor = "debug" is not the model in checkpoint'):
+        load_config(arguments)
     Path("run").mkdir()
     Path("run/journal.jsonl").touch()
     for file in ("model.safetensors", "config.json"):

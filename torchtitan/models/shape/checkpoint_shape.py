@@ -33,7 +33,13 @@ from torchtitan.models.shape.families import (
     read_windows,
 )
 from torchtitan.models.shape.mixture_args import COUNT_KEYS, ExpertArgs
-from torchtitan.models.shape.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_model_args
+from torchtitan.models.shape.model_args import (
+    FEED_FORWARD_PROJECTIONS,
+    PROJECTIONS,
+    REQUIRED_KEYS,
+    ModelArgs,
+    read_model_args,
+)
 
 
 def _shape(family: str, vocabulary: int, context: int, *sizes: int, **others: Any) -> ModelArgs:
@@ -333,33 +339,25 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     return saved_modules, lora.rank * adapter_rows
 
 
-def read_flavor(config: JobConfig) -> ModelArgs:
-    """Return the shape of model.flavor. If model.hf_assets_path holds a composite checkpoint, the result says where the
-    text model is in its files. Raises UserError."""
-    model, directory = config.model, Path(config.model.hf_assets_path)
-    args = find_flavor(model.name, model.flavor)
-    if not model.hf_assets_path or not any(directory.glob("*.safetensors")):
-        return args
-    path = directory / "config.json"
-    composite = read_text(directory, read_json(path))[1] if path.is_file() else None
-    return replace(args, composite=composite)
-
-
 def read_teacher_shape(config: JobConfig) -> ModelArgs:
     """Like read_shape, for distill.teacher."""
     return read_shape(teacher_config(config), "distill.teacher")
 
 
 def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArgs:
-    """Return the shape of the policy. key: the configuration key.
+    """Return the shape of the policy: that of the checkpoint or, where there is none, of model.flavor. key: the
+    configuration key.
 
     Raises:
-        UserError: unknown flavor; missing, unreadable or unsupported config.json. The message names key and value.
+        UserError: unknown flavor, or one that is not the checkpoint's; missing, unreadable or unsupported config.json.
+            The message names key and value.
     """
     model = config.model
-    if model.flavor:
-        return read_flavor(config)
     path, given = Path(model.hf_assets_path) / "config.json", f"{key} = {show(model.hf_assets_path)}"
+    flavor = find_flavor(model.name, model.flavor) if model.flavor else None
+    has_checkpoint = model.hf_assets_path and path.is_file() and any(path.parent.glob("*.safetensors"))
+    if flavor is not None and not has_checkpoint:
+        return flavor
     if not path.exists():
         gone = aside_text(path.parent)
         raise UserError(f"{given}: there is no config.json in it (looked in {Path.cwd()}){gone}")
@@ -377,7 +375,20 @@ def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArg
             f'model.name = "{model.name}" is not allowed: the checkpoint in {model.hf_assets_path} is of family '
             f"{args.family}; set model.name to auto"
         )
+    if flavor is not None and (differences := _differences(flavor, args)):
+        text = f"is not the model in {model.hf_assets_path} ({differences}): leave it out, or name its checkpoint"
+        raise UserError(f"model.flavor = {show(model.flavor)} {text}")
     return args
+
+
+def _differences(flavor: ModelArgs, args: ModelArgs) -> str:
+    """Name the sizes that a flavor and a checkpoint do not share."""
+    found = []
+    for name in ("family", *REQUIRED_KEYS, "num_key_value_heads"):
+        of_flavor, of_checkpoint = getattr(flavor, name), getattr(args, name)
+        if of_flavor != of_checkpoint:
+            found.append(f"{name} {of_flavor}, there {of_checkpoint}")
+    return ", ".join(found)
 
 
 def vocabulary_of(config: JobConfig) -> int | None:

@@ -70,7 +70,11 @@ class GroupMaker:
         """Why the latest sample without a reward has none."""
         episode = "" if self.episodes is None else self.episodes.last_failure
         lost = episode and f"an episode was lost: {episode}"
-        return self.rewards.last_failure or lost or "the functions returned None"
+        return (
+            self.rewards.last_failure
+            or lost
+            or "the functions returned None (what they printed is in logs/rewards.log)"
+        )
 
     @property
     def lost_rewards(self) -> str:

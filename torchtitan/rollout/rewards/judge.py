@@ -41,8 +41,11 @@ class Refused(Exception):
     """The judge has found fault with the request itself."""
 
 
-# Of an attempt; LookupError, TypeError and ValueError are answers of another form.
-FAILURES = (asyncio.TimeoutError, aiohttp.ClientError, Refused, LookupError, TypeError, ValueError)
+# Of an attempt; the last four are answers of another form.
+FAILURES = (
+    *(asyncio.TimeoutError, aiohttp.ClientError, Refused),
+    *(AttributeError, LookupError, TypeError, ValueError),
+)
 
 
 @dataclass
@@ -184,7 +187,10 @@ class Judge:
             judged = await asyncio.wait_for(self._attempts(group, messages, read), self.timeout_s)
         except FAILURES as error:
             group.counts["away"] += 1
-            print(f"no judgement from {self.url}: {error!r}"[:REASON_CHARACTERS], file=sys.stderr, flush=True)
+            reason = f"no judgement from {self.url}: {error!r}"[:REASON_CHARACTERS]
+            if isinstance(error, aiohttp.ClientConnectorError):
+                reason += " (isolated functions reach nothing without rewards.network = true)"
+            print(reason, file=sys.stderr, flush=True)
             return None
         self._judgements[key] = judged
         while len(self._judgements) > REMEMBERED:
