@@ -97,6 +97,8 @@ class JournalReader:
         """The last versions that were published or dropped, of whichever launch"""
         self.left_out = 0
         """Lines that make no sense"""
+        self._served: dict[str, int] = {}
+        """Actor -> the last version that it has applied in this launch"""
         self._begins_whole: bool | None = None
         """Whether the first record is that of a registry's start; None: there was none yet"""
 
@@ -118,7 +120,7 @@ class JournalReader:
         if self._begins_whole is None:
             self._begins_whole = event == "start"
         if event == "delivery":
-            return _delivery(record)
+            return self._delivery(record)
         if event in ("publish", "drop"):
             return self._decision(record)
         if event == "start":
@@ -132,8 +134,17 @@ class JournalReader:
         epoch = record.get("epoch", self.epoch)
         if epoch == self.epoch:
             return Incident(record["time"], "registry restarted", "", f"term {record.get('term')}")
-        self.epoch, self.newest_version = epoch, -1
+        self.epoch, self.newest_version, self._served = epoch, -1, {}
         return None
+
+    def _delivery(self, record: Record) -> Delivery | None:
+        delivery = _read_delivery(record)
+        if delivery.outcome != "applied":
+            return delivery
+        is_repeated = self._served.get(delivery.actor) == delivery.version and not delivery.figures
+        self._served[delivery.actor] = delivery.version
+        # An actor tells what it serves whenever it joins, also where its connection or the registry was lost.
+        return None if is_repeated else delivery
 
     def _decision(self, record: Record) -> Publication:
         """A version has been published or dropped."""
@@ -150,7 +161,7 @@ class JournalReader:
         return Publication(record["time"], self.epoch, version, dropped)
 
 
-def _delivery(record: Record) -> Delivery:
+def _read_delivery(record: Record) -> Delivery:
     figures = dict(record.get("figures", {}))
     moved, seconds = sum(figures.get(name, 0) for name in BYTES), figures.get("transfer_s", 0)
     if moved and seconds > SHORTEST_SECONDS:

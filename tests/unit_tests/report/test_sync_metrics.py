@@ -180,6 +180,28 @@ def test_version_is_applied_when_the_actor_that_was_evicted_meanwhile_says_so(tm
                     (3, "applied", "", 1)]  # fmt: skip
 
 
+def test_version_that_actors_serve_when_the_registry_is_started_again_has_one_row(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    metrics = SyncMetrics(tmp_path)
+    journal.start("e1", "a", "b")
+    for version in (1, 2):
+        journal.publish(version)
+        journal.pull(version, "a")
+        journal.apply(version, "a")
+    journal.pull(2, "b")
+    journal.start("e1")
+    journal.publish(2)
+    journal.join("a", 2)
+    journal.join("b", 2)  # it was applied while there was no registry
+    journal.start("e2")
+    journal.publish(2)
+    journal.join("a", 2)
+    assert metrics.step({"policy_version": 2})["weight_sync/applied"] == 4
+    metrics.close()
+    rows = [(row["epoch"], row["version"], row["actor"]) for row in list_of(tmp_path) if row["outcome"] == "applied"]
+    assert rows == [("e1", 1, "a"), ("e1", 2, "a"), ("e1", 2, "b"), ("e2", 2, "a")]
+
+
 def test_rows_of_two_registries_and_two_launches_are_told_apart(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.start("e1", "a")

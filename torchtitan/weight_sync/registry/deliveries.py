@@ -46,8 +46,6 @@ class Deliveries:
         """Actor -> version -> since when it is offered"""
         self._tried: dict[str, tuple[int, int]] = {}
         """Actor -> the newest version that it asked for, and how often"""
-        self._served: dict[str, int] = {}
-        """Actor -> the last version that it has applied"""
         self._pulls: dict[str, Delivery] = {}
 
     def offer(self, version: int, actors: Iterable[str]) -> None:
@@ -84,16 +82,15 @@ class Deliveries:
             self._end_pull(actor, outcome, reason)
 
     def serves(self, actor: str, version: int, figures: Message) -> None:
-        """The actor serves this version. figures: what it has measured; empty if it only repeats what it serves."""
+        """The actor serves this version. figures: what it has measured; empty if it only repeats what it serves, as to
+        each registry anew: whoever reads the rows leaves out what an earlier one has written already."""
         delivery = self._pulls.get(actor)
         if delivery is not None and delivery.version == version:
             del self._pulls[actor]
         else:
             # It has applied the version, and said so to nobody; or nobody heard that it pulled it.
             delivery = Delivery(self._epoch, actor, version, self._offered.get(actor, {}).get(version))
-        if figures or self._served.get(actor) != version:
-            self._write_row(delivery, "applied", figures=figures)
-        self._served[actor] = version
+        self._write_row(delivery, "applied", figures=figures)
         self._supersede(actor, version)
         self._offered.get(actor, {}).pop(version, None)
 
@@ -105,7 +102,7 @@ class Deliveries:
     def forget(self, actor: str) -> None:
         """The actor has ended, or has been out for long."""
         self._end_pull(actor, "aborted", "the actor has left")
-        for known in (self._offered, self._tried, self._served):
+        for known in (self._offered, self._tried):
             known.pop(actor, None)
 
     def _pulled_version(self, actor: str) -> int | None:
