@@ -125,7 +125,7 @@ def compare(case: Case, budget: int, repeats: int) -> tuple[dict[str, float], st
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--budget-mb", type=int, default=1024, help="model.logprob_head_budget_mb: memory for logits")
+    parser.add_argument("--budget-mb", type=int, default=1024, help="memory for logits at a time")
     # Runs the same code on tiny operands, without figures of memory: to try it where there is no GPU.
     parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -96,10 +96,10 @@ def make_trainer(folder: Path, merged: bool, dtype: Literal["float32", "bfloat16
     """Its weights stay as they are, so that all its gradients of a batch are the same. dtype: of what it computes."""
     config = JobConfig()
     config.model.hf_assets_path, config.training.mixed_precision_param = str(folder), dtype
-    config.training.merge_prefixes, config.training.tokens_per_micro_batch = merged, 1 << 20
+    config.training.tokens_per_micro_batch = 1 << 20
     config.training.max_norm = config.optimizer.lr = 0.0
     config.rollout.max_completion_tokens = REASONING + ACTION
-    return PolicyTrainer(config, ParallelDims(1, 1, 1, world_size=1))
+    return PolicyTrainer(config, ParallelDims(1, 1, 1, world_size=1), merges_prefixes=merged)
 
 
 def gradient(trainer: PolicyTrainer, batch: Batch) -> tuple[torch.Tensor, float]:

@@ -60,7 +60,6 @@ MICRO_BATCHES = 3
 STEPS = [
     ("qwen3_0.6b_1gpu", 1, []),
     ("qwen3_0.6b_1gpu", 1, ["--lora.rank", "8"]),
-    ("qwen3_0.6b_1gpu", 1, ["--model.logprob_head", "two_pass"]),
     ("qwen3_0.6b_gsm8k_vllm", 1, []),
     ("llama3.1_8b_gsm8k_sglang", 4, []),
     ("llama3.1_8b_gsm8k_sglang", 4, ["--parallelism.tensor_parallel_degree", "2"]),
@@ -152,8 +151,6 @@ def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
     with FakeTensorMode(allow_non_fake_inputs=True), peak:
         with torch.device("cuda"):
             policy = Decoder(args)
-        policy.lm_head.fused = config.model.logprob_head != "full"
-        policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None
         parallelize(policy, dims, config)
         policy.tie_weights()
         trainer = PolicyTrainer(config, dims, policy.train())

@@ -23,8 +23,6 @@ from torchtitan.utils.machine import count_gpus, gpus_of_driver, hides_gpus
 ON_GPU: Mapping[str, Any] = {
     # Products in bfloat16 are some 16 times as fast as in float32, and only they have the varlen flash attention.
     "training.mixed_precision_param": "bfloat16",
-    # Each tile of logits costs a sweep over the fp32 sum of the head's gradient.
-    "model.logprob_head_budget_mb": 1024,
     # A rank writes its part for a minute or more; a copy of it to pinned memory takes seconds.
     "checkpoint.async_mode": "async",
 }

@@ -53,15 +53,6 @@ class Model:
     """Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json), the folder of a run, whose last
     export is used, or the name of a checkpoint in torchtitan/assets"""
 
-    logprob_head: Literal["one_pass", "two_pass", "full"] = "one_pass"
-    """How log-probs are computed: one_pass holds no full logits and forms gradients in the forward if the objective is
-    separable by token (otherwise it is two_pass); two_pass computes the logits again in the backward; full holds all
-    logits, for comparison"""
-
-    logprob_head_budget_mb: CountOrZero = 0
-    """Memory for logits at a time, in MiB, of which a GPU uses twice as much. 0 is 1024 on GPUs; on CPUs it is an
-    eighth of the head's gradients, between 8 and 36"""
-
 
 @dataclass(config=TABLE)
 class Lora:
@@ -168,10 +159,6 @@ class Training:
 
     tokens_per_micro_batch: Count = 16384
     """Token budget of one packed micro-batch on one rank; at least seq_len"""
-
-    merge_prefixes: bool = True
-    """Compute what completions begin with together (their prompt, the turns of an episode) once in a micro-batch;
-    context parallelism, Gated DeltaNet and layers of transformers compute it for each"""
 
     max_norm: NotNegative = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off"""

@@ -198,8 +198,6 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     directory = config.model.hf_assets_path
     args = read_shape(config)
     policy = _make(args).to(DTYPES[config.training.dtype])
-    policy.lm_head.fused = config.model.logprob_head != "full"
-    policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None
     parallelize(policy, dims, config)
     policy.to_empty(device="cpu" if config.training.enable_cpu_offload is True else device())
     # to_empty gave the embedding and the head separate tensors.

@@ -174,8 +174,6 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     allowed = ", ".join(str(number) for number in range(1, min(common, 64) + 1) if common % number == 0)
     text = f"must divide the model's {' and '.join(undivided)} (allowed: {allowed})"
     check.refuse("parallelism.tensor_parallel_degree", undivided, text)
-    text = "must be one_pass or two_pass with parallelism.tensor_parallel_degree > 1, where ranks share the vocabulary"
-    check.refuse("model.logprob_head", degree > 1 and config.model.logprob_head == "full", text)
     text = f"must be 1 for {args.family}, which has {args.undivided}"
     check.refuse("parallelism.tensor_parallel_degree", degree > 1 and args.undivided, text)
     key = "parallelism.context_parallel_degree"

@@ -177,7 +177,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
 
 def _computed(config: JobConfig, batch: int) -> str:
     alone = group_size(config) == 1 or config.parallelism.context_parallel_degree > 1
-    if alone or not config.training.merge_prefixes:
+    if alone:
         return ""
     completion = min(longest_completion(config), config.training.seq_len)
     prompts = batch // group_size(config) * (config.training.seq_len - completion)

@@ -69,7 +69,7 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     of_experts = by_token.get("experts", 0)
     matrices = sum(by_token.values()) - of_experts
     head = args.vocab_size * args.hidden_size
-    head_products = 2 * trained + updated + scored + (config.model.logprob_head != "one_pass") * trained
+    head_products = 2 * trained + updated + scored
     whole = model_flops(args, [length], 0, Passes(trained, scored))
     attended = (whole - length * model_flops(args, [1], 0, Passes(trained, scored))) / length
     width = BYTES[config.training.mixed_precision_param]

@@ -84,8 +84,12 @@ class BatchResult:
 class PolicyTrainer:
     """Trains the policy on batches. The same code for any number of ranks; every rank gets the same batches."""
 
-    def __init__(self, config: JobConfig, dims: ParallelDims, policy: Decoder | None = None):
-        """A collective. `policy`: instead of the one that the configuration names."""
+    def __init__(
+        self, config: JobConfig, dims: ParallelDims, policy: Decoder | None = None, merges_prefixes: bool = True
+    ):
+        """A collective. `policy`: instead of the one that the configuration names. merges_prefixes: what completions
+        begin with together (their prompt, the turns of an episode) is computed once in a micro-batch, where the layers
+        can."""
         self.config = config
         self.policy = policy = build_policy(config, dims) if policy is None else policy
         self.optimizer = build_optimizer(policy, config.optimizer)
@@ -100,8 +104,8 @@ class PolicyTrainer:
         teachers = {name: reference.policy for name, reference in self.references.items()}
         reasons = [decoder.computes_apart() for decoder in (policy, *teachers.values())]
         reason_against_merging = next(filter(None, reasons), None)
-        self._merged = config.training.merge_prefixes and reason_against_merging is None
-        if config.training.merge_prefixes and reason_against_merging:
+        self._merged = merges_prefixes and reason_against_merging is None
+        if merges_prefixes and reason_against_merging:
             logger.info("prefixes that completions share are computed for each of them: %s", reason_against_merging)
         self.teaching = Teaching(config, policy, teachers, self._merged) if compares_vocabulary(config) else None
         self.dims = dims
@@ -378,7 +382,7 @@ class PolicyTrainer:
         if compared is not None:
             log_probs, entropy, divergence = self._forward(self.policy, micro_batch, function=compared)
             return loss_of(log_probs, entropy, slice(0, len(log_probs)), divergence).sum(), log_probs, 1
-        one_pass = self.config.model.logprob_head == "one_pass" and loss_of.separable
+        one_pass = self.policy.lm_head.mode == "one_pass" and loss_of.separable
         if count := len(micro_batch.observed):
             active = len(micro_batch.targets)
             both = WithObservations(loss_of, active, micro_batch.observation_weight)

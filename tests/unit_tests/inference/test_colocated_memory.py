@@ -302,13 +302,11 @@ def test_logits_are_bounded_by_the_heads_budget(monkeypatch: pytest.MonkeyPatch)
         return estimate_memory(config, QWEN_7B, 1).logits
 
     assert logits() == 36 * 2**20
-    config.model.logprob_head_budget_mb = 100
-    assert logits() == 100 * 2**20
     # A GPU has a second buffer of the size.
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
-    assert logits() == 200 * 2**20
-    config.model.logprob_head = "full"
-    assert logits() == 16 * config.training.tokens_per_micro_batch * 152064
+    assert logits() == 2 * 2**30
+    config.training.tokens_per_micro_batch = 64
+    assert logits() == 16 * 64 * 152064
 
 
 def test_options_of_the_engine_go_over_ours() -> None:

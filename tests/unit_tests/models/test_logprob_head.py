@@ -317,7 +317,7 @@ def test_rows_leave_the_rest_out() -> None:
     expected = torch.log_softmax(hidden[rows].double() @ head.weight.detach().double().t(), -1)
     log_probs, _ = head(hidden, targets, rows=rows)
     assert_close(log_probs.detach(), expected.gather(-1, targets[:, None]).squeeze(-1))
-    head.fused = False
+    head.mode = "full"
     assert_close(head(hidden, targets, rows=rows)[0].detach(), log_probs.detach().double())
 
 

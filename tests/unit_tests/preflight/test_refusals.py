@@ -291,7 +291,6 @@ TP, SHARD, REPLICATE = (
         (2, [f"{SHARD}0"], "parallelism."),
         (2, [f"{TP}2", "--lora.rank=4", "--lora.dropout=0.1"], "lora.dropout = 0.1"),
         (2, [f"{TP}2", "--lora.rank=4", "--lora.base_bits=4"], "lora.base_bits = 4 .*tensor_parallel_degree > 1"),
-        (2, [f"{TP}2", "--model.logprob_head=full"], 'logprob_head = "full" .*tensor_parallel_degree > 1'),
     ],
 )
 def test_layouts(

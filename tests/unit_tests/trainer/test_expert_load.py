@@ -58,8 +58,9 @@ def expected_loads(directory: Path, groups: list[Group]) -> torch.Tensor:
 class Counted(PolicyTrainer):
     """Remembers what every optimizer step has moved biases by, and the loads that it counted."""
 
-    def __init__(self, config: JobConfig):
-        super().__init__(config, ParallelDims.from_config(config.parallelism, device.world_size(), device.rank()))
+    def __init__(self, config: JobConfig, merges_prefixes: bool = True):
+        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+        super().__init__(config, dims, merges_prefixes=merges_prefixes)
         self.loads: list[torch.Tensor] = []
         self.moved: list[torch.Tensor] = []
         assert self.expert_load is not None
@@ -105,8 +106,8 @@ def check_moves(moved: torch.Tensor, loads: torch.Tensor) -> None:
 def test_loads_do_not_depend_on_how_a_batch_is_computed(
     mixture: Path, values: dict[str, Any], budget: int, merged: bool
 ) -> None:
-    packing = {"training.merge_prefixes": merged, "training.tokens_per_micro_batch": budget}
-    trainer, batch = Counted(config_of(mixture, {**packing, **values})), make_tree(0)
+    config = config_of(mixture, {"training.tokens_per_micro_batch": budget, **values})
+    trainer, batch = Counted(config, merged), make_tree(0)
     loads = expected_loads(mixture, batch.groups)
     trainer.score([3, 4, 5, 6])
     trainer.cross_entropy(batch)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ class Cut:
 
     tokens: int = EVERYTHING
     ranks: int = 1
-    head: str = "full"
+    head: Literal["one_pass", "two_pass", "full"] = "full"
     budget: int = 1 << 30
     shuffle: int = 0
     merged: bool = False
@@ -71,15 +71,14 @@ def make_batch(seed: int) -> Batch:
 
 def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tuple[float, torch.Tensor]:
     """Loss, and the gradient of every parameter in one vector, summed over the ranks."""
-    config.training.tokens_per_micro_batch, config.model.logprob_head = cut.tokens, cut.head
-    config.training.merge_prefixes = cut.merged
-    policy.lm_head.fused, policy.lm_head.budget_bytes = cut.head != "full", cut.budget
+    config.training.tokens_per_micro_batch = cut.tokens
+    policy.lm_head.mode, policy.lm_head.budget_bytes = cut.head, cut.budget
     groups = list(batch.groups)
     random.Random(cut.shuffle).shuffle(groups)
     loss, total = 0.0, torch.zeros(0)
     for rank in range(cut.ranks):
         dims = ParallelDims(1, cut.ranks, 1, world_size=cut.ranks, rank=rank)
-        trainer = PolicyTrainer(config, dims, policy)
+        trainer = PolicyTrainer(config, dims, policy, merges_prefixes=cut.merged)
         seen: list[torch.Tensor] = []
 
         def look(*_: Any, seen: list[torch.Tensor] = seen) -> None:

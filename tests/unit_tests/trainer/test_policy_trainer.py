@@ -53,8 +53,9 @@ def inner_steps(config: JobConfig, iterations: int) -> JobConfig:
 class SpiedTrainer(PolicyTrainer):
     """Remembers what every optimizer step was given."""
 
-    def __init__(self, config: JobConfig):
-        super().__init__(config, ParallelDims.from_config(config.parallelism, device.world_size(), device.rank()))
+    def __init__(self, config: JobConfig, merges_prefixes: bool = True):
+        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+        super().__init__(config, dims, merges_prefixes=merges_prefixes)
         self.given: list[tuple[list[MicroBatch], list[FixedLogProbs]]] = []
 
     def _forward_backward(

@@ -111,10 +111,10 @@ def test_a_step_is_the_same_to_the_last_bit_forward_and_to_rounding_backward(
     found = []
     for merged in (False, True):
         config = run_config(tiny_checkpoint())
-        config.training.merge_prefixes, config.training.tokens_per_micro_batch = merged, 4000
+        config.training.tokens_per_micro_batch = 4000
         config.grpo.geometric_mask = []
         config.training.max_norm = 0.0
-        trainer, batch = SpiedTrainer(config), make_tree(seed)
+        trainer, batch = SpiedTrainer(config, merges_prefixes=merged), make_tree(seed)
         gradients: list[torch.Tensor] = []
 
         def look(*_: object, into: list[torch.Tensor] = gradients, trainer: SpiedTrainer = trainer) -> None:

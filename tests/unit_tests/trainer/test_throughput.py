@@ -37,12 +37,11 @@ def products(counter: FlopCounterMode) -> int:
 @pytest.mark.parametrize("scored", [False, True])
 def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., Path], scored: bool) -> None:
     config = run_config(tiny_checkpoint())
-    # Logits that are computed again to save memory would be counted again.
-    config.model.logprob_head = "full"
     config.grpo.recompute_old_log_probs = scored
     # So that the operations of attention are half of a square for each sequence; products are counted either way.
-    config.training.merge_prefixes = False
-    trainer, batch = SpiedTrainer(config), make_batch(0)
+    trainer, batch = SpiedTrainer(config, merges_prefixes=False), make_batch(0)
+    # Logits that are computed again to save memory would be counted again.
+    trainer.policy.lm_head.mode = "full"
     with FlopCounterMode(display=False) as counter:
         metrics = trainer.train_batch(batch).metrics
     flops = trainer._operations(trainer._pack(batch.groups, 0))
@@ -59,11 +58,10 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
     def count(*saved: str) -> tuple[int, float]:
         """(what torch counts without the adapters' own products, what we do without attention)"""
         config = run_config(tiny_checkpoint("qwen3", tied=tied))
-        config.model.logprob_head = "full"
         # Trained norms cost nothing here, but have gradients go through all of the first layer.
-        config.training.merge_prefixes = False
         config.lora = Lora(rank=1, target_modules=["o_proj"], modules_to_save=["input_layernorm", *saved])
-        trainer, batch = SpiedTrainer(config), make_batch(0)
+        trainer, batch = SpiedTrainer(config, merges_prefixes=False), make_batch(0)
+        trainer.policy.lm_head.mode = "full"
         with FlopCounterMode(display=False) as counter:
             trainer.train_batch(batch)
         args, samples = trainer.policy.args, batch.samples
@@ -93,9 +91,9 @@ def test_operations_of_merged_prefixes_count_once(tiny_checkpoint: Callable[...,
     found = []
     for merged in (False, True):
         config = run_config(tiny_checkpoint())
-        config.model.logprob_head, config.training.merge_prefixes = "full", merged
         config.training.tokens_per_micro_batch = 4000
-        trainer, batch = SpiedTrainer(config), make_batch(0)
+        trainer, batch = SpiedTrainer(config, merges_prefixes=merged), make_batch(0)
+        trainer.policy.lm_head.mode = "full"
         with FlopCounterMode(display=False) as counter:
             metrics = trainer.train_batch(batch).metrics
         (pack,) = trainer._pack(batch.groups, 0)

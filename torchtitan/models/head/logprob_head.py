@@ -234,7 +234,10 @@ class LogProbHead(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.fused = True
+        self.mode: Literal["one_pass", "two_pass", "full"] = "one_pass"
+        """one_pass holds no full logits and forms gradients in the forward if the objective is separable by token
+        (otherwise it is two_pass); two_pass computes the logits again in the backward; full holds all logits, for
+        comparison"""
         self.softcap, self.divisor = 0.0, 1.0
         """Logits are divided by the divisor, and with a soft cap become softcap · tanh(logits / softcap)"""
         self.budget_bytes: int | None = None
@@ -260,7 +263,7 @@ class LogProbHead(nn.Module):
         rows [n]: the positions of hidden that the targets [n] belong to. With a token-separable objective the result is
         (loss [], log-probs [n], entropy [n]), and only the loss has a gradient; call backward() on it, unscaled.
         function: the result is what it makes of the operands, in place of log-probs and entropy. entropy: False gives
-        zeros in its place (a head that is not fused always computes it).
+        zeros in its place (a head in the mode full always computes it).
 
         If the weight already has a gradient, backward() adds to it in place (see fused_log_probs). To get the weight's
         gradient from torch.autograd.grad, call fused_log_probs.
@@ -286,7 +289,7 @@ class LogProbHead(nn.Module):
             return function(hiddens, weights, targets, options)
         if objective is not None:
             return fused_objective(hiddens, weights, targets, objective, accumulate=True, **options)
-        if self.fused or self.shard is not None:
+        if self.mode != "full" or self.shard is not None:
             return fused_log_probs(hiddens, weights, targets, accumulate=True, **options)
         return full_log_probs(self._capped(_project(hiddens, weights)), targets, temperature, kept)
 

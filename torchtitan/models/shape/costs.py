@@ -62,9 +62,8 @@ class MemoryEstimate:
       times the width of its convolution, and of each head, in fp32, 4 values, 7 keys, 5 rows of a chunk's products and
       twice its share of a chunk's state; layers count with their mean. A checkpointed layer keeps 1 hidden instead (op:
       and what attention returned), and one such layer, the largest, holds everything.
-    - logits: of at most as many trained tokens: model.logprob_head_budget_mb, or less if a micro-batch's logits are
-      smaller; twice that in one pass on a GPU. With model.logprob_head full: T × vocabulary in fp32, four such tensors
-      at the peak, divided among the tensor-parallel ranks.
+    - logits: of at most as many trained tokens: default_head_budget, or less if a micro-batch's logits are smaller;
+      twice that on a GPU. They are divided among the tensor-parallel ranks.
     - unreduced: gradients that FSDP2 has not reduced yet. In the head: the fp32 sum of its weight's gradient, and its
       rounded copy. In a layer: that copy, the layer's gradients, and those being sent in mixed_precision_reduce. At the
       end: the same for the root.
@@ -223,12 +222,9 @@ def _computed_tokens(config: JobConfig) -> int:
 def _logits_bytes(config: JobConfig, args: ModelArgs) -> int:
     tokens, tensor = _computed_tokens(config), config.parallelism.tensor_parallel_degree
     everything = 4 * tokens * args.vocab_size * 4 // tensor
-    if config.model.logprob_head == "full":
-        return everything
-    asked = config.model.logprob_head_budget_mb << 20
-    budget = asked or default_head_budget(tokens, args.vocab_size, args.hidden_size)
-    twice = trains_on_gpu() and config.model.logprob_head == "one_pass"
-    return min(everything, budget // tensor * (2 if twice else 1))
+    gpu = trains_on_gpu()
+    budget = default_head_budget(tokens, args.vocab_size, args.hidden_size, on_gpu=gpu)
+    return min(everything, budget // tensor * (2 if gpu else 1))
 
 
 def _by_muon(config: JobConfig, args: ModelArgs) -> int:
