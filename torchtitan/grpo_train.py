@@ -130,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry_point() -> NoReturn:
     """`torchtitan-grpo`, and `python -m torchtitan.grpo_train`."""
+    if not getattr(sys.flags, "safe_path", False) and sys.path[0] not in ("", os.getcwd()):
+        sys.path.insert(0, os.getcwd())  # the user's modules are found where the user stands, as with `python -m`
     if LAUNCHER_VARIABLE in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         # A launcher that is killed cannot end its ranks. The run saves, if EXIT_SECONDS are enough for that.
         end_with_parent(int(os.environ.get(LAUNCHER_VARIABLE, os.getppid())))
