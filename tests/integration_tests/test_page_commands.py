@@ -55,6 +55,7 @@ PLANNED = {
 }
 # A page's placeholders -> what stands there for them.
 STANDS_FOR = {
+    r"/path/to/checkout/": "./",
     r"\bRUN_DIR\b|\bRUN_A\b": "outputs/latest",
     r"\bRUN_B\b": "outputs/latest",
     r"RUN… --labels …": "outputs/latest",
@@ -94,7 +95,7 @@ def reason(command: Command, reasons: dict[str, str]) -> str:
 
 
 def is_training(command: Command) -> bool:
-    return bool(re.search(r"\./run_grpo\.sh|torchtitan-grpo --job|-m torchtitan\.grpo_train", command.text))
+    return bool(re.search(r"run_grpo\.sh|torchtitan-grpo --job|-m torchtitan\.grpo_train", command.text))
 
 
 def runs_elsewhere(line: str) -> str:

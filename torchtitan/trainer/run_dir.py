@@ -18,17 +18,18 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from torchtitan.config.job_config import JobConfig, config_to_toml, table_types
+from torchtitan.config.job_config import JobConfig, config_to_toml, table_types, value_at, with_values
 from torchtitan.config.sources import flat
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.exports import CHECKPOINTS, EXPORT_FOLDERS, clean_exports, set_aside, steps_in
+from torchtitan.rollout.data.prompts import FILE_ENDINGS
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.files import file_checksum, sync_folder, write_file
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
@@ -37,6 +38,12 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 CONFIG_FILE = "config.toml"
+DATASETS = ("rollout.dataset", "eval.dataset")
+# Keys whose values may be paths from the working folder.
+PATHS = (
+    *("job.dump_folder", "model.hf_assets_path", "lora.adapter_path", "distill.teacher", "rollout.replay"),
+    *DATASETS,
+)
 EPOCHS_FILE = "epochs.jsonl"
 LOCK_FILE = ".lock"
 NEWEST = -1
@@ -184,12 +191,31 @@ def _unused(paths: Iterable[Path]) -> Path:
 
 
 def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
+    config = with_absolute_paths(config)
     path, text = run_dir / CONFIG_FILE, config_to_toml(config)
     before = read_toml(str(path))[0]
     if path.exists() and path.read_text(encoding="utf-8") != text:
         path.rename(_unused(run_dir / f"config-{number}.toml" for number in itertools.count(1)))
     write_whole(path, text)
     return changed_keys(before, config)
+
+
+def with_absolute_paths(config: JobConfig) -> JobConfig:
+    """Return the configuration with absolute paths of files and folders that exist, so that what reads it later, such
+    as an evaluation, may stand elsewhere."""
+    changed = with_values(config, {key: _absolute(key, value_at(config, key)) for key in PATHS})
+    changed.source = [
+        replace(source, values={key: _absolute(key, value) for key, value in source.values.items()})
+        for source in config.source
+    ]
+    sets = [{key: _absolute(key, value) for key, value in given.items()} for given in config.eval.set]
+    return with_values(changed, {"eval.set": sets})
+
+
+def _absolute(key: str, value: Any) -> Any:
+    is_name = key in DATASETS and not str(value).endswith(FILE_ENDINGS)
+    is_path = key in PATHS and value and not is_name and os.path.exists(value)
+    return os.path.abspath(value) if is_path else value
 
 
 def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]:

@@ -11,6 +11,7 @@ import pytest
 import tomli
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.sources import Source
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.exports import EXPORT_FOLDERS, WHOLE, newest_export
@@ -181,6 +182,28 @@ def test_unwritable_dump_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="job.dump_folder = .* cannot be written"):
         open_run_directory(make_config(tmp_path / "file" / "out"))
+
+
+def test_config_of_a_run_names_what_exists_by_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "arithmetic"):
+        Path(name).mkdir()
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        Path(name).touch()
+    config = make_config(Path("out"))
+    # The folder arithmetic is not the built-in data set.
+    config.model.hf_assets_path, config.rollout.dataset, config.eval.dataset = "model", "arithmetic", "gone.jsonl"
+    config.source = [Source("sums", values={"rollout.dataset": "rows.jsonl", "rewards.functions": ["accuracy"]})]
+    config.eval.set = [{"name": "held out", "eval.dataset": "held_out.jsonl"}]
+    run_dir = opened(config)
+    tables = tomli.loads((run_dir / "config.toml").read_text())
+    assert tables["job"]["dump_folder"] == str(tmp_path / "out")
+    assert tables["model"]["hf_assets_path"] == str(tmp_path / "model")
+    assert tables["rollout"]["dataset"] == "arithmetic" and tables["eval"]["dataset"] == "gone.jsonl"
+    assert str(tmp_path / "rows.jsonl") in str(tables["source"])
+    assert str(tmp_path / "held_out.jsonl") in str(tables["eval"]["set"])
+    # Where the run goes on with the relative paths, nothing has changed.
+    assert not claim(config, run_dir)
 
 
 def test_epochs_are_numbered_unique_and_durable(tmp_path: Path) -> None:
