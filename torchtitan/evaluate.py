@@ -3,7 +3,7 @@
     python -m torchtitan.evaluate outputs/latest                         every whole checkpoint of a run
     python -m torchtitan.evaluate outputs/latest/checkpoint/step-20      one of them
     python -m torchtitan.evaluate outputs/latest/hf/step-60 --backend vllm --samples 16
-    python -m torchtitan.evaluate path/to/model --config train_configs/smollm2_cpu.toml
+    python -m torchtitan.evaluate path/to/model --config my.toml
 
 What is evaluated comes first: run folders, trainer checkpoints, and Hugging Face directories. Those of a run have its
 configuration unless --config names another; further options are keys, such as --eval.temperature 0.7. Nothing is
@@ -107,7 +107,7 @@ def find(path: str, config_file: str = "") -> Evaluated:
         raise UserError(
             f"{path} belongs to no run that says on what to evaluate it: add --config FILE, with the held-out prompts "
             "(eval.dataset, or rollout.dataset and rollout.held_out_fraction) and what judges them (rewards.functions "
-            "or [environment]), such as --config train_configs/smollm2_cpu.toml"
+            "or [environment]), such as --config train_configs/debug_cpu.toml"
         )
     if is_checkpoint:
         if not re.fullmatch(r"step-\d+", place.name):

@@ -35,6 +35,8 @@ from torchtitan.config.values import (
 )
 from torchtitan.errors import nearest
 
+# What editors and web pages make of two hyphens is among these.
+DASHES = "-–—"
 PLACE, OVERRIDES = "command line", "overrides"
 SOURCES, SETS = "source", "eval.set"
 Inner = TypeVar("Inner", Source, EvalSet)
@@ -277,15 +279,23 @@ def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
         rest, _ = read_command_line([word for word in argv if word not in ("-h", "--help")])
         print(help_text(PROGRAMS.get(program, program), rest.values))
         raise SystemExit(0)
+
+    def is_second_file(option: str, words: list[str]) -> bool:
+        return option.replace("-", "_") == "job.config_file" and bool(words)
+
     draft = Draft()
     options: list[tuple[str, list[str]]] = []
     for token in argv:
         if token.startswith("--"):
             name, equals, value = token[2:].partition("=")
             options.append((name, [value] if equals else []))
-        elif (key := token.partition("=")[0]) in known_keys():
-            draft.refuse(key, f"{PLACE}: {token!r} must begin with two dashes: --{token}")
-            options.append((key, [token[len(key) + 1 :]] if "=" in token else []))
+        elif (key := token.lstrip(DASHES).partition("=")[0].replace("-", "_")) in (*known_keys(), "dry_run"):
+            text = f"{token!r} must begin with two hyphens: --{token.lstrip(DASHES)}"
+            draft.refuse(key, f"{PLACE}: {text}")
+            options.append((key, [token.partition("=")[2]] if "=" in token else []))
+        elif token.endswith(".toml") and (not options or is_second_file(*options[-1])):
+            text = f"{token!r} stands without a key: --job.config_file {token}, or CONFIG_FILE={token} ./run_grpo.sh"
+            draft.refuse("job.config_file", f"{PLACE}: {text}")
         elif options:
             options[-1][1].append(token)
         else:

@@ -27,8 +27,13 @@ ON_THE_COMMAND_LINE = """
 --grpo.no_async_weight_update x | 'x' does not belong to any | takes no value
 --steps 5 | --steps is not a known key | nearest: training.steps
 --stepz 5 | --stepz is not a known key | nearest: training.steps
-training.steps 5 | 'training.steps' must begin with two dashes: --training.steps
---grpo.group_size 8 training.steps=5 | 'training.steps=5' must begin with two dashes
+training.steps 5 | 'training.steps' must begin with two hyphens: --training.steps
+–training.steps 5 | '–training.steps' must begin with two hyphens: --training.steps
+—training.steps=5 | '—training.steps=5' must begin with two hyphens: --training.steps=5
+-training.steps 5 | '-training.steps' must begin with two hyphens: --training.steps
+my.toml | 'my.toml' stands without a key: --job.config_file my.toml, or CONFIG_FILE=my.toml ./run_grpo.sh
+--job.config_file debug_cpu my.toml --training.steps 5 | 'my.toml' stands without a key
+--grpo.group_size 8 training.steps=5 | 'training.steps=5' must begin with two hyphens
 --job.config_file ~/no-such-folder/x.toml | does not exist | looked in /
 --dry-rum | --dry_rum | nearest: dry_run
 --grpo.beta 0.1 | --grpo.beta is not a known key (beta is grpo.kl_coefficient here)
