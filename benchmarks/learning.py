@@ -60,10 +60,9 @@ TASK: dict[str, Any] = {
     "rollout.max_completion_tokens": word_problems.LONGEST_ANSWER,
     "rewards.functions": ["accuracy"],
     "eval.samples_per_prompt": 2,
-    "eval.pass_at_k": [1, 2],
     "eval.greedy": False,
     "inference.num_actors": 1,
-    "metrics.enable_tensorboard": False,
+    "metrics.loggers": [],
     "metrics.log_freq": 10,
 }
 SFT: dict[str, Any] = {

@@ -21,7 +21,7 @@ BRIEF = (
     "--training.global_batch_size", "64", "--grpo.num_minibatches", "1", "--eval.enable", "false",
     "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
     "--inference.num_actors", "1", "--inference.threads_per_actor", "1", "--checkpoint.last_save_in_hf", "true",
-    "--metrics.enable_tensorboard", "false",
+    "--metrics.loggers", "[]",
 )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ RESULT_FILE = "evaluation.json"
 FIXED: dict[str, str] = {
     "checkpoint.enable": "false", "checkpoint.resume": "", "checkpoint.load_step": "-1", "rollout.replay": "",
     "eval.enable": "true", "eval.stop_at": "0", "eval.timeout_s": "3600", "sft.epochs": "0", "grpo.kl_coefficient": "0",
-    "metrics.enable_tensorboard": "false", "metrics.enable_wandb": "false", "metrics.live_port": "0",
+    "metrics.loggers": "[]", "metrics.live_port": "0",
     "metrics.profile_freq": "0",
 }  # fmt: skip
 # Of a directory with whole weights: an export has the adapters merged.
@@ -136,16 +136,9 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
     if is_student:
         draft.sources = [_without(source, _is_of_teacher) for source in draft.sources]
-    # A k that fewer samples leave without a meaning is left out, if it was not asked for.
-    config, _ = draft.build()
-    evaluation, folder = config.eval, Path(config.job.dump_folder)
-    if draft.written.get("eval.pass_at_k", ("",))[0] != PLACE:
-        ks = [k for k in evaluation.pass_at_k if k <= evaluation.samples_per_prompt]
-        draft.set("eval.pass_at_k", ks or [1], evaluated.config_file)
+    folder = Path(draft.build()[0].job.dump_folder)
     # What the command line says is said for all sets.
     given = {key for key in EVAL_KEYS if draft.written.get(f"eval.{key}", ("",))[0] == PLACE}
-    if "samples_per_prompt" in given:
-        given.add("pass_at_k")
 
     def is_given(key: str) -> bool:
         return key.removeprefix("eval.") in given

@@ -12,7 +12,7 @@ from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan import evaluate
 from torchtitan.config.evaluations import sets_of
 from torchtitan.config.job_config import JobConfig, config_to_toml
-from torchtitan.errors import ConfigError, UserError
+from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.trainer import job
@@ -63,14 +63,11 @@ def test_the_configuration_is_the_runs_and_options_win(run: Path, model: Path) -
     of_run = ["--model.hf_assets_path", str(model), *options]
     config = evaluate.configure(evaluate.find(str(run)), of_run)
     assert (config.inference.backend, config.training.seed, config.lora.rank) == ("vllm", 9, 8)
-    # pass@4 has no meaning for three samples.
-    assert (config.eval.samples_per_prompt, config.eval.pass_at_k) == (3, [1])
+    assert config.eval.samples_per_prompt == 3
     assert (config.checkpoint.resume, config.training.steps) == ("", 0)
     directory = evaluate.Evaluated(str(run / "config.toml"), model)
     config = evaluate.configure(directory, [])
     assert (config.model.hf_assets_path, config.lora.rank, config.training.seed) == (str(model), 0, 7)
-    with pytest.raises(ConfigError, match=r"eval.pass_at_k = \[4\] is not allowed: every k must be 1 to"):
-        evaluate.configure(directory, [*options, "--eval.pass_at_k", "4"])
 
 
 def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,16 +97,16 @@ def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.Captu
 
 def test_single_sets_can_be_chosen_and_options_are_for_all(run: Path, model: Path, tmp_path: Path) -> None:
     config_file = tmp_path / "sets.toml"
-    sets = '[[eval.set]]\nname = "short"\nsamples_per_prompt = 8\npass_at_k = [8]\n'
+    sets = '[[eval.set]]\nname = "short"\nsamples_per_prompt = 8\n'
     sets += '[[eval.set]]\nname = "long"\nnum_prompts = 9\n'
     config_file.write_text((run / "config.toml").read_text() + sets)
     directory = evaluate.Evaluated(str(config_file), model)
     found = dict(sets_of(evaluate.configure(directory, [])))
     assert list(found) == ["short", "long"] and found["long"].eval.num_prompts == 9
-    assert (found["short"].eval.samples_per_prompt, found["short"].eval.pass_at_k) == (8, [8])
+    assert found["short"].eval.samples_per_prompt == 8
     found = dict(sets_of(evaluate.configure(directory, ["--eval.samples_per_prompt", "2"], ["short"])))
     assert list(found) == ["short"]
-    assert (found["short"].eval.samples_per_prompt, found["short"].eval.pass_at_k) == (2, [1])
+    assert found["short"].eval.samples_per_prompt == 2
     with pytest.raises(UserError, match=r"--set shrot: .*sets.toml has the sets short, long"):
         evaluate.configure(directory, [], ["shrot"])
     with pytest.raises(UserError, match=r"names none \(\[\[eval.set\]\], \[\[source\]\]\)"):

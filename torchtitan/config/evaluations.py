@@ -15,7 +15,7 @@ from torchtitan.config.sources import OF_PROMPTS, Source, Task
 from torchtitan.config.values import TABLE
 
 EVAL_KEYS = (
-    "dataset", "num_prompts", "samples_per_prompt", "pass_at_k", "interval", "temperature", "greedy",
+    "dataset", "num_prompts", "samples_per_prompt", "interval", "temperature", "greedy",
     "reward_function",
 )  # fmt: skip
 """Keys of [eval] that a set may have"""
@@ -54,8 +54,6 @@ def _for_set(base: JobConfig, eval_set: EvalSet) -> JobConfig:
     # A source may have the same name.
     own = for_source(with_values(base, {"eval.set": [], "distill.server.url": "", **values}), Source(eval_set.name))
     own.source[0].name = f"eval/{eval_set.name}"
-    if "eval.pass_at_k" not in values:
-        own.eval.pass_at_k = [k for k in own.eval.pass_at_k if k <= own.eval.samples_per_prompt] or [1]
     if "eval.reward_function" not in values and any(key.startswith("environment.") for key in values):
         own.eval.reward_function = own.environment.reward_name
     return own

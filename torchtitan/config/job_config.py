@@ -40,7 +40,7 @@ from torchtitan.config.training_tables import (
     Sft,
     Training,
 )
-from torchtitan.config.values import TABLE, Count, CountOrZero, PathText, Range, RunName, show, show_key
+from torchtitan.config.values import TABLE, Count, CountOrZero, Must, PathText, Range, RunName, show, show_key
 
 # Ranks leave by themselves within the save deadline; the launcher kills what is left a little later.
 MAX_SAVE_DEADLINE_S = 600
@@ -72,16 +72,19 @@ class Job:
     """One line about the job, printed at the start and in the report"""
 
 
+Loggers = Annotated[
+    list[str], Must(lambda names: set(names) <= {"tensorboard", "wandb"}, "each must be tensorboard or wandb")
+]
+
+
 @dataclass(config=TABLE)
 class Metrics:
     log_freq: Count = 1
     """Steps between two console lines (metrics.jsonl always has one object per step)"""
 
-    enable_tensorboard: bool = True
-    """Write TensorBoard event files, in tb/ of the run folder"""
-
-    enable_wandb: bool = False
-    """Log to Weights & Biases (needs the `wandb` extra; WANDB_MODE=offline works)"""
+    loggers: Loggers = field(default_factory=lambda: ["tensorboard"])
+    """Where else the figures go: tensorboard (event files, in tb/ of the run folder), wandb (Weights & Biases; needs
+    the `wandb` extra; WANDB_MODE=offline works)"""
 
     profile_freq: Annotated[int, Range(2, also=0)] = 0
     """Steps between two traces of torch's profiler, in profile_traces/ of the run folder; 0 records none"""

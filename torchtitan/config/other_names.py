@@ -45,7 +45,7 @@ OTHER_NAMES: dict[str, str] = {
     "optim": "optimizer.name",
     "output_dir": "job.dump_folder",
     "per_device_train_batch_size": _BATCH,
-    "report_to": "metrics.enable_wandb",
+    "report_to": "metrics.loggers",
     "reward_funcs": "rewards.functions",
     "reward_weights": "rewards.weights",
     "save_steps": "checkpoint.interval",

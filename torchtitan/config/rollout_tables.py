@@ -158,10 +158,7 @@ class Eval:
     """Prompts per evaluation"""
 
     samples_per_prompt: Count = 4
-    """Sampled completions per prompt"""
-
-    pass_at_k: list[int] = field(default_factory=lambda: [1, 4])
-    """k of the reported pass@k, besides 1; each at most samples_per_prompt"""
+    """Sampled completions per prompt; pass@k is reported for the powers of two up to this"""
 
     temperature: Positive = 1.0
     """Sampling temperature of pass@k"""

@@ -93,11 +93,11 @@ class Boards:
         self._step = resumed_step or 0
         self._boards: list[Board] = []
         self._excepthook: Callable[[threading.ExceptHookArgs], Any] | None = None
-        if config.metrics.enable_tensorboard:
+        if "tensorboard" in config.metrics.loggers:
             self._excepthook, threading.excepthook = threading.excepthook, without_tensorboard
         for name, wanted, start in (
-            ("wandb", config.metrics.enable_wandb, _start_wandb),
-            ("TensorBoard", config.metrics.enable_tensorboard, _start_tensorboard),
+            ("wandb", "wandb" in config.metrics.loggers, _start_wandb),
+            ("TensorBoard", "tensorboard" in config.metrics.loggers, _start_tensorboard),
         ):
             if wanted:
                 try:
@@ -170,7 +170,7 @@ def _start_wandb(config: JobConfig, run_dir: Path, _resumed_step: int | None) ->
         run.define_metric("*", step_metric=STEP_METRIC)
     except (wandb.errors.Error, OSError) as error:
         raise UserError(
-            f"wandb could not start: {error}. Log in with `wandb login`, set WANDB_MODE=offline, or set "
-            "metrics.enable_wandb = false"
+            f"wandb could not start: {error}. Log in with `wandb login`, set WANDB_MODE=offline, or take "
+            "wandb out of metrics.loggers"
         ) from error
     return lambda figures, step: run.log({**figures, STEP_METRIC: step}), run.finish

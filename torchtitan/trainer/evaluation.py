@@ -96,7 +96,8 @@ class Evaluator:
         if all(n == 0 for n, _ in counts):
             raise UserError(f"no sample could be judged by the reward function; {self.groups.last_failure}")
         figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
-        for k in sorted({1, *self.config.eval.pass_at_k}):
+        # Powers of two up to the samples of a prompt.
+        for k in (1 << exponent for exponent in range(self.config.eval.samples_per_prompt.bit_length())):
             figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
         judge = judging_reward(self.config)
         lost = [sum(is_lost(trajectory, judge) for trajectory in group) for group in trajectories]

@@ -53,7 +53,7 @@ def train(folder: Path, model: Path, settings: dict[str, object]) -> Path:
     usual: dict[str, object] = {
         "job.config_file": common.REPOSITORY / "train_configs" / "debug_cpu.toml",
         "model.hf_assets_path": model,
-        "metrics.enable_tensorboard": "false",
+        "metrics.loggers": "[]",
         "eval.enable": "false",
     }
     return train_beside(folder, {**usual, **settings})

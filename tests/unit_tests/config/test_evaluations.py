@@ -27,7 +27,6 @@ functions = ["arithmetic", "length"]
 
 [eval]
 samples_per_prompt = 8
-pass_at_k = [2, 8]
 
 [[source]]
 name = "sums"
@@ -74,7 +73,7 @@ def test_a_set_has_what_it_gives_and_the_rest_from_its_source_or_the_tables(path
     assert list(found) == ["sums", "games", "products"]
     sums, games, products = found.values()
     assert (sums.rollout.held_out_fraction, sums.eval.interval, judging_reward(sums)) == (0.25, 0, "exact_match")
-    assert (sums.eval.samples_per_prompt, sums.eval.pass_at_k) == (4, [2])
+    assert sums.eval.samples_per_prompt == 4
     assert (games.rollout.dataset, games.eval.num_prompts, judging_reward(games)) == ("guess", 32, "Guess")
     assert (games.environment.factory, games.environment.step_timeout_s, games.environment.max_turns) == (GUESS, 3.0, 4)
     assert (products.rollout.dataset, products.eval.dataset) == ("arithmetic", "products.jsonl")
@@ -104,10 +103,6 @@ def test_without_sets_there_is_one_for_each_source() -> None:
         (
             'name = "x"\nsamples_per_prompt = 0',
             r'\[\[eval.set\]\] "x": eval.samples_per_prompt = 0 is not allowed: must be at least 1',
-        ),
-        (
-            'name = "x"\npass_at_k = [9]',
-            r"\[\[eval.set\]\] x: eval.pass_at_k = \[9\] is not allowed: every k must be 1 to",
         ),
         ('name = "x"\ndataset = "arithmetic"', r"x: eval.dataset = .* must not be the prompts of training"),
         ('name = "x"\nreward_function = "nothing"', r"x: eval.reward_function: unknown reward function"),

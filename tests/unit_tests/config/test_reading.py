@@ -66,7 +66,17 @@ def test_file_then_command_line_then_defaults(write_config: WriteConfig) -> None
     config = load_config(arguments)
     assert (config.training.steps, config.grpo.group_size, config.rollout.max_staleness) == (7, 8, 2)
     assert config.job.config_file == "job.toml"
-    overrides = ["--training.steps", "3", "--optimizer.lr=1e-3", "--eval.pass_at_k", "1", "2", "4", "--job.name", "x-1"]
+    overrides = [
+        "--training.steps",
+        "3",
+        "--optimizer.lr=1e-3",
+        "--rollout.stop_token_ids",
+        "1",
+        "2",
+        "4",
+        "--job.name",
+        "x-1",
+    ]
     overrides += [
         "--rewards.functions",
         "accuracy",
@@ -79,7 +89,7 @@ def test_file_then_command_line_then_defaults(write_config: WriteConfig) -> None
     ]
     config = load_config([*overrides, *arguments])
     assert (config.training.steps, config.optimizer.lr, config.job.name) == (3, 1e-3, "x-1")
-    assert config.eval.pass_at_k == [1, 2, 4]
+    assert config.rollout.stop_token_ids == [1, 2, 4]
     assert (config.rewards.functions, config.rewards.weights) == (["accuracy", "format"], [1.0, -0.5])
     assert isinstance(config.training.max_norm, float)
 

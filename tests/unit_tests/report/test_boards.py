@@ -6,7 +6,7 @@ import errno
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,10 @@ def excepthook() -> Iterator[None]:
 
 
 def start(
-    folder: Path, resumed: int | None = None, live_page: LivePage | None = None, **enabled: bool
+    folder: Path, resumed: int | None = None, live_page: LivePage | None = None, loggers: Sequence[str] = ()
 ) -> MetricsLogger:
     config = JobConfig()
-    config.metrics.enable_tensorboard = False
-    vars(config.metrics).update(enabled)
+    config.metrics.loggers = list(loggers)
     events = EventLog(folder / "events.jsonl")
     describe_page = live_page and live_page.describe_end
     return MetricsLogger(config, folder, resumed, Boards(config, folder, events, resumed, describe_page))
@@ -100,7 +99,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
-    logger = start(tmp_path, enable_tensorboard=True)
+    logger = start(tmp_path, loggers=["tensorboard"])
     for step in (1, 2):
         logger.log_step(step, figures(step))
     logger.close()
@@ -115,7 +114,7 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
 
 def test_wandb_has_the_same_figures_also_after_going_back(tmp_path: Path, wandb: Wandb) -> None:
     for first, last, resumed in ((1, 4, None), (3, 5, 2)):
-        logger = start(tmp_path, resumed, enable_wandb=True)
+        logger = start(tmp_path, resumed, loggers=["wandb"])
         for step in range(first, last + 1):
             logger.log_step(step, figures(step) | {"loss": float(resumed or 0)})
         logger.log_evaluation(last, {"eval/pass@1": 0.5})
@@ -132,7 +131,7 @@ def test_wandb_has_the_same_figures_also_after_going_back(tmp_path: Path, wandb:
 @pytest.mark.parametrize("dead_after", [0, 2])
 def test_a_dead_wandb_service_costs_its_board(tmp_path: Path, wandb: Wandb, kind: str, dead_after: int) -> None:
     wandb.fails_at = dead_after
-    logger = start(tmp_path, enable_wandb=True, enable_tensorboard=True)
+    logger = start(tmp_path, loggers=["wandb", "tensorboard"])
     for step in range(1, 6):
         getattr(logger, kind)(step, figures(step))
         # Its thread has taken the row, so that the next one finds it dropped.
@@ -148,12 +147,12 @@ def test_a_hanging_board_holds_nothing(tmp_path: Path, wandb: Wandb, monkeypatch
     monkeypatch.setattr(module, "MAX_ROWS", 3)
     monkeypatch.setattr(module.Board.close, "__defaults__", (0.0,))
     wandb.hangs = threading.Event()
-    logger = start(tmp_path, enable_wandb=True)
+    logger = start(tmp_path, loggers=["wandb"])
     for step in range(1, 9):
         logger.log_step(step, figures(step))
     assert [(board, reason) for board, _, reason in dropped(tmp_path)] == [("wandb", "it hangs: 3 rows wait for it")]
     logger.close()
-    logger = start(tmp_path / "short", enable_wandb=True)
+    logger = start(tmp_path / "short", loggers=["wandb"])
     logger.log_step(1, figures(1))
     logger.close()
     assert dropped(tmp_path / "short") == [("wandb", 1, "it has not ended within 0 s")]
@@ -171,7 +170,7 @@ def test_a_disk_that_is_full_for_tensorboard_costs_its_board(tmp_path: Path, mon
     printed: list[object] = []
     monkeypatch.setattr(threading, "__excepthook__", printed.append)
     monkeypatch.setattr(module.Board.close, "__defaults__", (5.0,))
-    logger = start(tmp_path, enable_tensorboard=True)
+    logger = start(tmp_path, loggers=["tensorboard"])
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "write", no_space)
         for step in range(1, 60):
@@ -189,9 +188,9 @@ def test_a_board_that_does_not_start_is_refused_at_first_and_dropped_by_a_run_th
     wandb.refuses = wandb.errors.Error("api_key not configured")
     if resumed is None:
         with pytest.raises(UserError, match="wandb could not start: api_key not configured"):
-            start(tmp_path, enable_wandb=True)
+            start(tmp_path, loggers=["wandb"])
         return
-    logger = start(tmp_path, resumed, enable_wandb=True)
+    logger = start(tmp_path, resumed, loggers=["wandb"])
     logger.log_step(3, figures(3))
     logger.close()
     ((board, step, reason),) = dropped(tmp_path)

@@ -50,7 +50,7 @@ class Terminal(io.StringIO):
 def make_config(**settings: object) -> JobConfig:
     config = JobConfig()
     config.training.steps = 10
-    config.metrics.enable_tensorboard = False
+    config.metrics.loggers = []
     vars(config.metrics).update(settings)
     return config
 

@@ -60,7 +60,7 @@ def make_config(factory: str, isolate: bool | str = "auto", **settings: object) 
     config.environment.factory, config.environment.max_turns = f"{HERE}:{factory}", 1
     config.environment.step_timeout_s = 30.0
     config.rewards.functions = []
-    config.eval.pass_at_k, config.eval.samples_per_prompt, config.eval.greedy = [1], SAMPLES, False
+    config.eval.samples_per_prompt, config.eval.greedy = SAMPLES, False
     vars(config.environment).update(settings)
     config.environment.sandbox.isolate = isolate
     return config

@@ -69,7 +69,7 @@ class Signals:
 def make(folder: Path, parts: Any, config: JobConfig | None = None) -> Controller:
     """A controller whose rollouts, actors and weights are `parts`, called in this very thread."""
     config = JobConfig() if config is None else config
-    config.metrics.enable_tensorboard = False
+    config.metrics.loggers = []
     controller = Controller(
         config,
         folder,

@@ -81,7 +81,7 @@ class Actors:
 
 def make(tmp_path: Path, actors: Actors, **settings: object) -> Evaluator:
     config = JobConfig()
-    config.eval.pass_at_k, config.eval.samples_per_prompt = [1, 2, 4], 4
+    config.eval.samples_per_prompt = 4
     vars(config.eval).update(settings)
     tokenizer = SimpleNamespace(eos_token_ids=[9], decode=str, added_tokens={}, unseen_texts=frozenset())
     groups = GroupMaker(config, actors, actors, tokenizer, EPOCH)  # type: ignore[arg-type]
@@ -174,10 +174,11 @@ def test_missing_since_all_episodes_failed_says_why(tmp_path: Path, failure: Fai
     assert event["kind"] == "evaluation_missing" and event["reason"].endswith("no such move")
 
 
-def test_pass_at_1_is_always_there(tmp_path: Path) -> None:
-    figures = evaluate(make(tmp_path, Actors(), pass_at_k=[4]))
+@pytest.mark.parametrize(("samples", "expected"), [(1, [1]), (3, [1, 2]), (4, [1, 2, 4]), (9, [1, 2, 4, 8])])
+def test_pass_at_k_is_there_for_powers_of_two(tmp_path: Path, samples: int, expected: list[int]) -> None:
+    figures = evaluate(make(tmp_path, Actors(), samples_per_prompt=samples))
     assert figures is not None
-    assert [name for name in figures if "pass@" in name] == ["eval/pass@1", "eval/pass@4"]
+    assert [name for name in figures if "pass@" in name] == [f"eval/pass@{k}" for k in expected]
 
 
 def test_mistakes_in_the_program_are_not_hidden(tmp_path: Path) -> None:
@@ -257,7 +258,7 @@ def test_pass_at_k_by_counting_subsets(n: int, data: st.DataObject) -> None:
 
 
 def test_several_sets_have_figures_of_their_own_and_a_mean(tmp_path: Path) -> None:
-    few = make(tmp_path, Actors(), num_prompts=2, pass_at_k=[1])
+    few = make(tmp_path, Actors(), num_prompts=2, samples_per_prompt=1)
     sets = {"all": make(tmp_path, Actors()), "few": few}
     every, alone = evaluate(sets["all"]), evaluate(few)
     assert every is not None and alone is not None
@@ -268,7 +269,7 @@ def test_several_sets_have_figures_of_their_own_and_a_mean(tmp_path: Path) -> No
             if key.startswith("eval/") and key != "eval/time_s":
                 assert found[key.replace("eval/", f"eval/{name}/")] == value
     assert found["eval/pass@1"] == pytest.approx((every["eval/pass@1"] + alone["eval/pass@1"]) / 2)
-    assert found["eval/samples"] == 12 + 8 and "eval/pass@2" not in found
+    assert found["eval/samples"] == 12 + 2 and "eval/pass@2" not in found
     # One that is not due, or is missing, leaves no mean.
     found = asyncio.run(evaluate_all({"few": few}, 2, 5, VERSION, 300.0))
     assert found is not None and found["eval/few/pass@1"] == alone["eval/pass@1"] and "eval/pass@1" not in found

@@ -184,7 +184,7 @@ def test_a_resumed_stage_goes_on_as_the_unbroken_one(checkpoints: list[str], tmp
         "job.stage": "sft", "job.dump_folder": tmp_path / "runs", "model.hf_assets_path": checkpoints[0],
         "sft.completion_column": "answer", "sft.epochs": 2, "training.global_batch_size": 8, "training.seq_len": 32,
         "optimizer.lr": 1e-3, "eval.dataset": tmp_path / "rows.jsonl", "eval.interval": 2, "checkpoint.enable": True,
-        "metrics.enable_tensorboard": False, "checkpoint.last_save_in_hf": False, "checkpoint.interval": 2,
+        "metrics.loggers": [], "checkpoint.last_save_in_hf": False, "checkpoint.interval": 2,
     }  # fmt: skip
     whole = train({}, common, dataset=rows)
     assert whole.version == 5 and whole.exit_code == 0
