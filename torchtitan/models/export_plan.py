@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters
+from torchtitan.models.shape.checkpoint_files import tensor_files
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.models.shape.untrained_files import UntrainedFile, find_untrained
 
@@ -24,9 +26,16 @@ class ExportPlan:
 
 
 def find_beside(policy: Decoder, directory: Path) -> list[UntrainedFile]:
-    """What the checkpoint directory holds beside the policy; nothing where it has no weights."""
-    if not any(directory.glob("*.safetensors")):
+    """What the checkpoint directory holds beside the policy. Raises UserError for a composite whose files are gone, or
+    have become those of another model; nothing if a checkpoint of text alone has no weights."""
+    args = policy.args
+    if args.composite is None and not any(directory.glob("*.safetensors")):
         return []
+    if args.composite is not None:
+        names = {args.stored_name(part) for name in base_parameters(policy) for part, _ in policy.names_in_files(name)}
+        if missing := names - tensor_files(directory).keys():
+            text = f"the checkpoint's files have changed since the policy was loaded: they lack {min(missing)}"
+            raise UserError(f"{directory}: {text}, so that the rest of them cannot be kept in an export")
     return find_untrained(directory, policy.args.is_untrained)
 
 

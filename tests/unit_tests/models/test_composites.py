@@ -180,6 +180,17 @@ def test_files_without_text_are_linked_and_others_copied_in_pieces(
     assert (tmp_path / "export" / "preprocessor_config.json").is_file()
 
 
+def test_an_export_is_refused_if_the_files_of_its_composite_are_gone_or_others(tmp_path: Path) -> None:
+    directory, other = make_composite(tmp_path / "one", "gemma3"), make_composite(tmp_path / "other", "qwen3_5")
+    policy = load_policy(directory)
+    with pytest.raises(UserError, match="other: the checkpoint's files have changed .*they lack language_model.model."):
+        export_policy(policy, tmp_path / "export", assets_from=other)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"one: no \*.safetensors files there"):
+        export_policy(policy, tmp_path / "export", assets_from=directory)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one", "other"]
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
 def test_peft_loads_adapters_of_a_composite_and_we_load_its_own(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
