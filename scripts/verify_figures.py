@@ -19,13 +19,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.config.derived import is_colocated, shares_devices, world_size
+from torchtitan.config.engine_use import is_colocated, shares_devices
 from torchtitan.config.reading import read_command_line
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
 from torchtitan.models.shape.checkpoint_shape import find_flavor, read_shape
 from torchtitan.models.shape.costs import estimate_memory, on_device
 from torchtitan.preflight.validate import validated
 from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.ranks import world_size
 
 # An estimate that is exceeded by more does not help to plan.
 MOST_OVER_PLAN, MOST_RESERVED = 1.15, 1.15

@@ -33,10 +33,10 @@ from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
-from torchtitan.config.derived import world_size
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import Run, run_job
 from torchtitan.preflight.validate import Config, draft_of, ready
+from torchtitan.utils.ranks import world_size
 
 FOLDER = "from_python"
 HEAD = "from __future__ import annotations\n"

@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.api import FOLDER
-from torchtitan.config.derived import from_torchrun
 from torchtitan.config.engines import engine_names
-from torchtitan.config.evaluations import EVAL_KEYS, sets_of
+from torchtitan.config.evaluations import EVAL_KEYS, eval_configs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
@@ -45,6 +44,7 @@ from torchtitan.report.metrics import COMPLETIONS_FILE
 from torchtitan.trainer.run_dir import CONFIG_FILE, MARKER, whole_steps
 from torchtitan.utils.json_lines import read_json_lines, write_whole
 from torchtitan.utils.machine import leave, sleep_between_regions
+from torchtitan.utils.ranks import from_torchrun
 
 RESULT_FILE = "evaluation.json"
 # What an evaluation has no use for, or must not touch. Nothing waits for it, so it may take longer than in a run.
@@ -146,7 +146,7 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     draft.values["eval.set"] = [_without(table, is_given) for table in draft.values.get("eval.set", [])]
     sys.path.append(str(folder.resolve() / FOLDER))  # functions of a run from Python
     config = ready(draft)
-    known = [name for name, _ in sets_of(config) if name]
+    known = [name for name, _ in eval_configs(config) if name]
     if unknown := [name for name in sets if name not in known]:
         has = f"has the sets {', '.join(known)}" if known else "names none ([[eval.set]], [[source]])"
         raise UserError(f"--set {' '.join(unknown)}: {evaluated.config_file} {has}")

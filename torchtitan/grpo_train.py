@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchtitan.config.derived import from_torchrun, world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import DISK_ERRORS, EXIT_RETRYABLE, UserError
@@ -36,6 +35,7 @@ from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.utils.machine import leave, sleep_between_regions, without_collector
+from torchtitan.utils.ranks import from_torchrun, world_size
 
 if TYPE_CHECKING:
     from torchtitan.trainer.controller import Command

@@ -13,7 +13,7 @@ import pytest
 
 import torchtitan.api
 from torchtitan import Source
-from torchtitan.config.derived import sources_of
+from torchtitan.config.source_configs import source_configs
 from torchtitan.errors import UserError
 from torchtitan.preflight.validate import draft_of, validated
 from torchtitan.rollout.data.prompts import load_datasets
@@ -39,7 +39,7 @@ def test_a_source_from_python_is_a_table_of_the_configuration(tmp_path: Path) ->
     ]
     draft = draft_of(MODEL, {"eval.enable": False})
     draft.set_sources([one.table(tmp_path) for one in sources], "sources")
-    configs = dict(sources_of(validated(draft, planning=True)))
+    configs = dict(source_configs(validated(draft, planning=True)))
     assert load_datasets(configs["own"])[0] + load_datasets(configs["own"])[1]
     assert configs["own"].rollout.dataset == configs["made"].rollout.dataset
     assert configs["own"].rewards.functions == [f"{__name__}:short", "exact_match"]
@@ -73,7 +73,7 @@ def test_five_tasks_of_reasoning_gym_are_five_sources(tmp_path: Path, monkeypatc
         pool = RewardPool(config)
         await pool.start()
         found = []
-        for name, own in sources_of(config):
+        for name, own in source_configs(config):
             row = load_datasets(own)[0][0]
             prompt = Prompt(0, row["prompt"], [1], {"entry": row["entry"]}, source=name)
             said = [Trajectory([], "stop", text) for text in (f" {row['entry']['answer']} ", "no")]

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan import evaluate
-from torchtitan.config.evaluations import sets_of
+from torchtitan.config.evaluations import eval_configs
 from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
@@ -101,10 +101,10 @@ def test_single_sets_can_be_chosen_and_options_are_for_all(run: Path, model: Pat
     sets += '[[eval.set]]\nname = "long"\nnum_prompts = 9\n'
     config_file.write_text((run / "config.toml").read_text() + sets)
     directory = evaluate.Evaluated(str(config_file), model)
-    found = dict(sets_of(evaluate.configure(directory, [])))
+    found = dict(eval_configs(evaluate.configure(directory, [])))
     assert list(found) == ["short", "long"] and found["long"].eval.num_prompts == 9
     assert found["short"].eval.samples_per_prompt == 8
-    found = dict(sets_of(evaluate.configure(directory, ["--eval.samples_per_prompt", "2"], ["short"])))
+    found = dict(eval_configs(evaluate.configure(directory, ["--eval.samples_per_prompt", "2"], ["short"])))
     assert list(found) == ["short"]
     assert found["short"].eval.samples_per_prompt == 2
     with pytest.raises(UserError, match=r"--set shrot: .*sets.toml has the sets short, long"):

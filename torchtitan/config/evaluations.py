@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.derived import for_source, source_name, sources_of
 from torchtitan.config.job_config import JobConfig, with_values
+from torchtitan.config.source_configs import config_for_source, source_configs, source_name
 from torchtitan.config.sources import OF_PROMPTS, Source, Task
 from torchtitan.config.values import TABLE
 
@@ -31,29 +31,32 @@ class EvalSet(Task):
 
 def built_set(given: dict[str, Any]) -> EvalSet:
     """Return a set of eval.set, which has been checked."""
-    own = {key: value for key, value in given.items() if key in ("name", "source")}
-    return EvalSet(**own, values={key: value for key, value in given.items() if key not in own})
+    fields = {key: value for key, value in given.items() if key in ("name", "source")}
+    return EvalSet(**fields, values={key: value for key, value in given.items() if key not in fields})
 
 
-def sets_of(config: JobConfig) -> list[tuple[str, JobConfig]]:
+def eval_configs(config: JobConfig) -> list[tuple[str, JobConfig]]:
     """The name of every set, and the run's configuration as it is for that set: what it gives is in the tables. A run
     without [[eval.set]] has one set for each source, by the source's name."""
-    sources = dict(sources_of(config))
-    sets = [built_set(given) for given in config.eval.set]
-    return [(given.name, _for_set(sources.get(given.source, config), given)) for given in sets] or sources_of(config)
+    sources = dict(source_configs(config))
+    eval_sets = [built_set(given) for given in config.eval.set]
+    if not eval_sets:
+        return source_configs(config)
+    return [(eval_set.name, _for_set(sources.get(eval_set.source, config), eval_set)) for eval_set in eval_sets]
 
 
-def tasks_of(config: JobConfig) -> dict[str, JobConfig]:
+def task_configs(config: JobConfig) -> dict[str, JobConfig]:
     """The configuration of every source and every set that is evaluated, by what prompts say of their source."""
-    sets = sets_of(config) if config.eval.enable else []
-    return {source_name(own): own for _, own in (*sources_of(config), *sets)}
+    sets = eval_configs(config) if config.eval.enable else []
+    return {source_name(task_config): task_config for _, task_config in (*source_configs(config), *sets)}
 
 
 def _for_set(base: JobConfig, eval_set: EvalSet) -> JobConfig:
     values = eval_set.values
+    without_sets = with_values(base, {"eval.set": [], "distill.server.url": "", **values})
     # A source may have the same name.
-    own = for_source(with_values(base, {"eval.set": [], "distill.server.url": "", **values}), Source(eval_set.name))
-    own.source[0].name = f"eval/{eval_set.name}"
+    set_config = config_for_source(without_sets, Source(eval_set.name))
+    set_config.source[0].name = f"eval/{eval_set.name}"
     if "eval.reward_function" not in values and any(key.startswith("environment.") for key in values):
-        own.eval.reward_function = own.environment.reward_name
-    return own
+        set_config.eval.reward_function = set_config.environment.reward_name
+    return set_config

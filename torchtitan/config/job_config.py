@@ -154,7 +154,7 @@ class JobConfig:
     weight_sync: WeightSync = field(default_factory=WeightSync)
     eval: Eval = field(default_factory=Eval)
     source: list[Source] = field(default_factory=list)
-    """[[source]]: the tasks of a run that has several; see sources_of()"""
+    """[[source]]: the tasks of a run that has several; see source_configs()"""
 
 
 @cache

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan.config.derived import device_defaults
 from torchtitan.config.evaluations import EVAL_KEYS, SET_KEYS, EvalSet
+from torchtitan.config.gpu_defaults import device_defaults
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types, value_at
 from torchtitan.config.kinds import chooser_of
 from torchtitan.config.other_names import name_here

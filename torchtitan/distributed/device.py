@@ -19,13 +19,18 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from torchtitan.config.derived import from_torchrun
-from torchtitan.config.derived import world_size as world_size  # as device.rank() and its like
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.addresses import choose_interface
 from torchtitan.utils.child_process import STORE_VARIABLE
 from torchtitan.utils.machine import count_cores, gpus_of_driver, hides_gpus, keep_freed_memory
+from torchtitan.utils.ranks import from_torchrun
+
+# Part of what this module says of a rank.
+from torchtitan.utils.ranks import local_rank as local_rank
+from torchtitan.utils.ranks import local_world_size as local_world_size
+from torchtitan.utils.ranks import rank as rank
+from torchtitan.utils.ranks import world_size as world_size
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -94,29 +99,11 @@ def backend() -> str:
 
 
 def set_allocators(settings: str) -> None:
-    """On a GPU, set up torch's allocators (config.derived.allocator_settings) before anything is allocated; what
+    """On a GPU, set up torch's allocators (config.engine_use.allocator_settings) before anything is allocated; what
     PYTORCH_ALLOC_CONF says wins."""
     set_already = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if device().type == "cuda" and settings and not set_already:
         torch._C._accelerator_setAllocatorSettings(settings)
-
-
-def rank() -> int:
-    """This process's rank, as torchrun set it; 0 without torchrun. Raises ConfigError."""
-    number = from_torchrun("RANK", "0")
-    if number >= world_size():
-        raise ConfigError([f"RANK={number} in the environment: there are only WORLD_SIZE = {world_size()} ranks"])
-    return number
-
-
-def local_rank() -> int:
-    """This process's rank on its machine; 0 without torchrun."""
-    return from_torchrun("LOCAL_RANK", "0")
-
-
-def local_world_size() -> int:
-    """Number of ranks on this machine; 1 without torchrun."""
-    return from_torchrun("LOCAL_WORLD_SIZE", "1", least=1)
 
 
 def init_process_group(comm: Comm) -> str:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from typing_extensions import TypeIs
 
-from torchtitan.config.derived import from_torchrun
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.device import device, ensure_process_group
+from torchtitan.utils.ranks import from_torchrun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

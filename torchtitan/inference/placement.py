@@ -9,12 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchtitan.config.derived import (
-    from_torchrun,
-    is_colocated,
-    shares_devices,
-    stages_on_device,
-)
+from torchtitan.config.engine_use import is_colocated, shares_devices, stages_on_device
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.config.values import option_name
 from torchtitan.errors import UserError
@@ -22,6 +17,7 @@ from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host, version_bytes
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.utils.machine import CUDA_VARIABLE, ask_driver, count_cores, count_gpus, hides_gpus
+from torchtitan.utils.ranks import local_world_size
 
 GIB = 2**30
 # What no formula gives, and no GPU has told us yet: the context of a process, the buffers of a communicator, the graphs
@@ -61,7 +57,7 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
     if not devices or not config.inference.spec.on_gpus:
         return {}
     on_cpu = os.environ.get("TORCHTITAN_DEVICE") == "cpu"
-    ranks = 0 if on_cpu or shares_devices(config) else from_torchrun("LOCAL_WORLD_SIZE", "1", least=1)
+    ranks = 0 if on_cpu or shares_devices(config) else local_world_size()
     size = config.inference.engine.tensor_parallel_size
     first = ranks + number * size
     if first + size > len(devices):

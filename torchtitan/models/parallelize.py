@@ -29,8 +29,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan.config.derived import keeps_initial_adapters, keeps_unsharded_params
 from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
+from torchtitan.config.optimizer_step import keeps_unsharded_params
+from torchtitan.config.teachers import keeps_initial_adapters
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
 from torchtitan.distributed.placement import ParallelDims, local_region

@@ -22,11 +22,11 @@ from torchtitan.errors import another_package
 if said := another_package():
     sys.exit(said)
 
-from torchtitan.config.derived import world_size
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
 from torchtitan.preflight.plan import describe_plan, plan_servers
 from torchtitan.preflight.validate import validated
+from torchtitan.utils.ranks import world_size
 
 
 def main(argv: list[str]) -> int:

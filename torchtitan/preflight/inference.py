@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 
-from torchtitan.config.derived import SLURM, from_torchrun, has_engines, sleeps_between_batches, slurm_urls
+from torchtitan.config.engine_use import has_engines, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.slurm import SLURM, slurm_urls
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.config.values import show
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
@@ -14,6 +15,7 @@ from torchtitan.inference.engines import checks
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import is_loopback
+from torchtitan.utils.ranks import from_torchrun
 from torchtitan.weight_sync.transports.transport import load_transport, off_device
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchtitan.config.derived import from_torchrun, has_engines, is_colocated, started_actors, trains_on_gpu
+from torchtitan.config.engine_use import has_engines, is_colocated, started_actors
+from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -10,6 +11,7 @@ from torchtitan.models.shape.costs import estimate_memory, parts_on_host, versio
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import host_memory, machine_cores, possible_descriptors
+from torchtitan.utils.ranks import local_world_size
 
 # The least that a process takes which has imported torch or an engine.
 PROCESS_BYTES = 200 << 20
@@ -30,7 +32,7 @@ def host_bytes(config: JobConfig, args: ModelArgs, ranks: int, at_least: bool = 
 
     at_least: without what is held for a part of a step only, whose estimate is rough.
     """
-    local, memory = from_torchrun("LOCAL_WORLD_SIZE", "1", least=1), estimate_memory(config, args, ranks)
+    local, memory = local_world_size(), estimate_memory(config, args, ranks)
     here = parts_on_host(config) if trains_on_gpu() else set(vars(memory))
     parts = {part: local * size for part, size in vars(memory).items() if part in here}
     slots, saving = parts.pop("slots", 0), parts.pop("checkpoint", 0)

@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import compares_vocabulary, has_engines, teacher_of
+from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.teachers import compares_vocabulary, teacher_id
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
 from torchtitan.inference.engines.checks import engines_for_any_family
@@ -297,7 +298,7 @@ def _check_distill(check: Check) -> None:
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0, or nothing is distilled")
     text = "must be the teacher's checkpoint directory, also with distill.server.url; without both, "
     text += "distill.hint_column makes the policy its own teacher"
-    untaught = teacher_of(config) is None and not (distill.add_rewards and config.source)
+    untaught = teacher_id(config) is None and not (distill.add_rewards and config.source)
     refuse(TEACHER, untaught or (distill.server.url and not distill.teacher), text)
     if compares_vocabulary(config):
         text = "over the vocabulary needs parallelism.context_parallel_degree = 1"

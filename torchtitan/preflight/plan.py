@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from torchtitan.config.derived import (
-    group_size,
-    has_engines,
-    is_colocated,
-    long_warmup,
-    longest_completion,
-    shares_devices,
-    stages_on_device,
-    trains_on_gpu,
-    warn_no_fp32_masters,
-)
+from torchtitan.config.engine_use import has_engines, is_colocated, shares_devices, stages_on_device
+from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.optimizer_step import group_size, warn_long_warmup, warn_no_fp32_masters
+from torchtitan.config.source_configs import longest_completion
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
@@ -138,7 +131,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     counts_epochs = config.job.stage == "sft" and config.sft.epochs
     warnings = (
         warn_no_fp32_masters(config),
-        None if counts_epochs else long_warmup(config),
+        None if counts_epochs else warn_long_warmup(config),
         differing_nccl(config, engine_python(config)),
         tight_memory(config, ranks),
         few_descriptors(config),

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import keeps_unsharded_params
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.optimizer_step import keeps_unsharded_params
 from torchtitan.models.shape.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
 from torchtitan.models.shape.model_args import ModelArgs
 

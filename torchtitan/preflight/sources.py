@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torchtitan.config.derived import groups_per_batch, reward_weights, sources_of, teacher_of, weights_of
-from torchtitan.config.evaluations import tasks_of
+from torchtitan.config.evaluations import task_configs
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.optimizer_step import groups_per_batch
+from torchtitan.config.reward_names import reward_weights
+from torchtitan.config.source_configs import source_configs, source_weights
+from torchtitan.config.teachers import teacher_id
 from torchtitan.errors import nearest
 from torchtitan.preflight.check import Check
 from torchtitan.rollout.data.source_scheduler import SourceScheduler
@@ -26,13 +29,13 @@ def check_sources(check: Check) -> None:
             check.say("eval.set", f"[[eval.set]] {one['name']}: source = {source!r}: {text}")
     grpo = check.config.grpo
     observes = grpo.observation_coefficient > 0
-    without = not any(own.environment.is_used for _, own in sources_of(check.config))
+    without = not any(own.environment.is_used for _, own in source_configs(check.config))
     by_turn = grpo.advantage_level == "turn"
     text = "needs environment.factory: only an environment rewards single turns"
     check.refuse("grpo.advantage_level", by_turn and without, text)
     text = "needs an [environment] or tools, which write between the turns"
     check.refuse("grpo.observation_coefficient", observes and without, text)
-    tasks = tasks_of(check.config).values()
+    tasks = task_configs(check.config).values()
     gateways = {
         own.environment.key(own.rollout.stop_token_ids): own.environment.gateway.port
         for own in tasks
@@ -49,7 +52,7 @@ def _problems(config: JobConfig) -> list[str]:
     sources, texts = config.source, list[str]()
     twice = [name for name, count in Counter(one.name for one in sources).items() if count > 1]
     texts += [f"name = {name!r} stands more than once: every source needs a name of its own" for name in twice]
-    owns = [own for _, own in sources_of(config)]
+    owns = [own for _, own in source_configs(config)]
     rewards = [name for own in owns for name in (*own.rewards.functions, own.environment.reward_name)]
     labels = {name.rpartition(":")[2] for name in rewards}
     texts += [
@@ -68,7 +71,7 @@ def _problems(config: JobConfig) -> list[str]:
         texts.append(
             "eval.dataset must be empty beside several sources: each has its own eval.dataset, or its held-out share"
         )
-    teachers = {teacher_of(own) for own in owns}
+    teachers = {teacher_id(own) for own in owns}
     rewarded = all(own.distill.add_rewards for own in owns)
     if config.job.stage == "distill" and sources and teachers == {None} and rewarded:
         texts.append("none has a teacher: job.stage = grpo learns from rewards alone")
@@ -90,7 +93,7 @@ def describe_mix(config: JobConfig) -> list[str]:
     if any(one.epochs for one in sources):
         parts = [f"{one.name} {one.epochs:g} × its rows" for one in sources]
         return [f"mix: shares of every batch in relation to {', '.join(parts)}"]
-    scheduler = SourceScheduler(weights_of(config, [1] * len(sources)), groups_per_batch(config))
+    scheduler = SourceScheduler(source_weights(config, [1] * len(sources)), groups_per_batch(config))
     first = [
         f"{one.name} {scheduler.share(one.name):.1%} ({scheduler.upcoming(one.name, 1)[0]} groups)" for one in sources
     ]

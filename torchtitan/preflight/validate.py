@@ -18,20 +18,16 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import (
-    expand_servers,
-    from_torchrun,
-    group_size,
-    has_engines,
-    learns_from_rewards,
-    sources_of,
-    world_size,
-)
-from torchtitan.config.evaluations import sets_of
+from torchtitan.config.engine_use import has_engines
+from torchtitan.config.evaluations import eval_configs
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe
+from torchtitan.config.optimizer_step import group_size
 from torchtitan.config.reading import OVERRIDES, Draft, Problem, read_command_line
+from torchtitan.config.reward_names import learns_from_rewards
 from torchtitan.config.rollout_tables import Sandbox
+from torchtitan.config.slurm import expand_servers
+from torchtitan.config.source_configs import source_configs
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.shape.compute_type import choose_types
@@ -47,6 +43,7 @@ from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import find_isolation
+from torchtitan.utils.ranks import local_rank, world_size
 
 Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
@@ -120,7 +117,7 @@ def ready(draft: Draft) -> JobConfig:
         UserError: as in `validated`.
     """
     config = validated(draft)
-    if from_torchrun("LOCAL_RANK", "0") == 0:
+    if local_rank() == 0:
         for kind, said in (
             ("auto", draft.chosen),
             ("warning", tight_memory(config, world_size())),
@@ -141,14 +138,14 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     check = Check(config, world_size(), planning, wrong)
     check_sources(check)
     check_checkpoint(check)
-    found = [(name, _validate_source(own, planning, wrong)) for name, own in sources_of(config)]
+    found = [(name, _validate_source(own, planning, wrong)) for name, own in source_configs(config)]
     # What all sources share is said once, and without their names.
     common = set[str].intersection(*({problem.text for problem in problems} for _, problems in found))
     check.problems += [problem for problem in found[0][1] if problem.text in common]
     for name, problems in found:
         check.problems += [Problem(one.key, f"source {name}: {one.text}") for one in problems if one.text not in common]
     said = {problem.text for _, problems in found for problem in problems}
-    for name, own in sets_of(config) if config.eval.set else []:
+    for name, own in eval_configs(config) if config.eval.set else []:
         problems = _validate_source(own, planning, wrong, SET_RULES)
         check.problems += [
             Problem(one.key, f"[[eval.set]] {name}: {one.text}") for one in problems if one.text not in said

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.config.derived import reward_labels
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reward_names import reward_labels
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
 from torchtitan.report.boards import Boards

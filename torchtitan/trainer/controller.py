@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan.config.derived import sleeps_between_batches
-from torchtitan.config.evaluations import sets_of
+from torchtitan.config.engine_use import sleeps_between_batches
+from torchtitan.config.evaluations import eval_configs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -216,7 +216,7 @@ class Controller:
         if self.rollouts is not None and self.config.eval.enable:
             self._evaluators = {
                 name: Evaluator(task.config, epoch, task.held_out_prompts(), task.groups, self.events)
-                for (name, _), task in zip(sets_of(self.config), self.rollouts.sets, strict=True)
+                for (name, _), task in zip(eval_configs(self.config), self.rollouts.sets, strict=True)
             }
 
     def _resume(self, version: int, lost: str) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torchtitan.config.derived import judging_reward
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reward_names import judging_reward
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
 from torchtitan.rollout.flow.group_maker import GroupMaker, make_sample

@@ -18,19 +18,18 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.derived import (
+from torchtitan.config.engine_use import (
     allocator_settings,
     has_engines,
     is_colocated,
-    long_warmup,
     sleeps_between_batches,
     started_actors,
-    stop_tokens,
-    trains_on_gpu,
     verification,
-    warn_no_fp32_masters,
 )
+from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.optimizer_step import warn_long_warmup, warn_no_fp32_masters
+from torchtitan.config.source_configs import stop_tokens
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.placement import ParallelDims
@@ -351,7 +350,7 @@ class TrainingJob:
         self._end_token_ids = [] if data is None else [*data.tokenizer.eos_token_ids, *stop_tokens(config)]
         if config.sft.epochs and config.job.stage == "sft":
             config.training.steps = int(broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None))
-        if rank == 0 and (rising := long_warmup(config)) is not None:
+        if rank == 0 and (rising := warn_long_warmup(config)) is not None:
             logger.warning(rising)
         restored = self._build_trainer(start, None if data is None else data.tokenizer)
         every = config.metrics.profile_freq

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan.config.derived import has_engines, is_colocated, verification
+from torchtitan.config.engine_use import has_engines, is_colocated, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.pool.weight_probe import probes_samples, sampling_tolerance

@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
-from torchtitan.config.derived import frozen_weights, teachers_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.teachers import frozen_weights, teacher_directories
 from torchtitan.models.shape.checkpoint_files import fingerprint, read_json
 from torchtitan.models.shape.checkpoint_shape import model_facts, read_args
 from torchtitan.models.shape.model_args import ModelArgs
@@ -39,7 +39,7 @@ class Origins:
         self._random = f"random, of training.seed = {config.training.seed}"
         self._directories = frozen_weights(config)
         self._models = {MODEL: model_facts(args)}
-        for key, directory in teachers_of(config).items():
+        for key, directory in teacher_directories(config).items():
             self._models[key] = model_facts(read_args(directory, config.model.implementation))
         self._tokenizer = {} if tokenizer is None else _tokenizer_facts(tokenizer)
         self._weights: dict[str, dict[str, Any]] = {}

@@ -174,7 +174,7 @@ class MicroBatch:
     trained: list[Branch]
     """The branches whose sampled tokens the active positions predict, in order"""
     teacher: str | None = None
-    """What the policy is compared with on all of them, as teacher_of() says it"""
+    """What the policy is compared with on all of them, as teacher_id() says it"""
     teacher_log_probs: torch.Tensor | None = None
     """[A], if a teacher behind a server has provided them"""
     routes: torch.Tensor | None = None

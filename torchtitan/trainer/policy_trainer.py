@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torchtitan.config.derived import (
-    compares_vocabulary,
-    learns_from_rewards,
-    longest_completion,
-    references_of,
-    reward_weights,
-    sources_of,
-    teacher_of,
-)
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reward_names import learns_from_rewards, reward_weights
+from torchtitan.config.source_configs import longest_completion, source_configs
+from torchtitan.config.teachers import compares_vocabulary, held_references, teacher_id
 from torchtitan.distributed.collectives import all_reduce_sum, clip_gradients_, gather_values, gradient_norm_and_votes
 from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.offload import OptimizerOffload
@@ -98,9 +92,9 @@ class PolicyTrainer:
         self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.references = {
             name: build_reference(reference_config, dims, policy)
-            for name, reference_config in references_of(config).items()
+            for name, reference_config in held_references(config).items()
         }
-        self._teachers = {name: teacher_of(source_config) for name, source_config in sources_of(config)}
+        self._teachers = {name: teacher_id(source_config) for name, source_config in source_configs(config)}
         teachers = {name: reference.policy for name, reference in self.references.items()}
         reasons = [decoder.computes_apart() for decoder in (policy, *teachers.values())]
         reason_against_merging = next(filter(None, reasons), None)
@@ -279,7 +273,7 @@ class PolicyTrainer:
         if source in self._teachers:
             return self._teachers[source]
         # A recorded batch may be of sources that this run does not have.
-        name = teacher_of(self.config)
+        name = teacher_id(self.config)
         if name and name not in self.references and not self.config.distill.server.url:
             raise UserError(
                 f"the recorded batch is of the source {source!r}, which the configuration does not have, and all "

@@ -7,8 +7,8 @@ import copy
 
 import torch
 
-from torchtitan.config.derived import keeps_initial_adapters, teacher_config
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.teachers import keeps_initial_adapters, teacher_config
 from torchtitan.distributed.placement import ParallelDims, local_tensor
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import adapters_off, as_begun, weights

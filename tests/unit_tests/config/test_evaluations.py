@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.derived import judging_reward
-from torchtitan.config.evaluations import sets_of, tasks_of
+from torchtitan.config.evaluations import eval_configs, task_configs
 from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.reward_names import judging_reward
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import draft_of, validated
 
@@ -69,7 +69,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_set_has_what_it_gives_and_the_rest_from_its_source_or_the_tables(path: Path) -> None:
     config = validated(draft_of(path, {}), planning=True)
     before = asdict(config)
-    found = dict(sets_of(config))
+    found = dict(eval_configs(config))
     assert list(found) == ["sums", "games", "products"]
     sums, games, products = found.values()
     assert (sums.rollout.held_out_fraction, sums.eval.interval, judging_reward(sums)) == (0.25, 0, "exact_match")
@@ -79,7 +79,7 @@ def test_a_set_has_what_it_gives_and_the_rest_from_its_source_or_the_tables(path
     assert (products.rollout.dataset, products.eval.dataset) == ("arithmetic", "products.jsonl")
     assert (products.rollout.max_completion_tokens, judging_reward(products)) == (16, "arithmetic")
     # A set and a source of one name are two tasks.
-    assert list(tasks_of(config)) == ["sums", "guess", "eval/sums", "eval/games", "eval/products"]
+    assert list(task_configs(config)) == ["sums", "guess", "eval/sums", "eval/games", "eval/products"]
     assert asdict(config) == before
     again = path.with_name("again.toml")
     again.write_text(config_to_toml(config))
@@ -90,7 +90,7 @@ def test_a_set_has_what_it_gives_and_the_rest_from_its_source_or_the_tables(path
 
 def test_without_sets_there_is_one_for_each_source() -> None:
     config = JobConfig()
-    assert sets_of(config) == [("", config)] and tasks_of(config) == {"": config}
+    assert eval_configs(config) == [("", config)] and task_configs(config) == {"": config}
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from torchtitan.config.derived import sources_of, teacher_of, weights_of
 from torchtitan.config.job_config import JobConfig, config_to_toml, known_keys, value_at
 from torchtitan.config.reading import Draft
 from torchtitan.config.reference import documentation
+from torchtitan.config.reward_names import reward_labels
+from torchtitan.config.source_configs import source_configs, source_weights
 from torchtitan.config.sources import SOURCE_KEYS, Source, fields_of, is_among
+from torchtitan.config.teachers import teacher_id
 from torchtitan.config.values import read_toml
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.plan import describe_plan
@@ -64,7 +66,7 @@ def test_a_source_has_what_it_gives_and_the_rest_from_the_tables(tmp_path: Path)
     path = tmp_path / "job.toml"
     path.write_text(FILE)
     config, _ = draft_of(str(path), {}).build()
-    (first, sums), (second, guess) = sources_of(config)
+    (first, sums), (second, guess) = source_configs(config)
     assert (first, second) == ("sums", "guess")
     assert sums.rewards == config.rewards and sums.environment == config.environment and sums.rollout == config.rollout
     assert (guess.rewards.functions, guess.rewards.weights) == ([], [])
@@ -73,15 +75,15 @@ def test_a_source_has_what_it_gives_and_the_rest_from_the_tables(tmp_path: Path)
     assert (guess.rollout.max_completion_tokens, guess.rollout.held_out_fraction) == (64, 0.25)
     # The run's own tables are as they were, and one source's configuration stands for itself.
     assert (config.rollout.max_completion_tokens, config.environment.factory) == (40, "")
-    assert sources_of(guess)[0][1] == guess and guess.training is config.training
+    assert source_configs(guess)[0][1] == guess and guess.training is config.training
     again = draft_of(str(path), {"rollout.max_completion_tokens": 7}).build()[0]
-    assert [own.rollout.max_completion_tokens for _, own in sources_of(again)] == [7, 64]
+    assert [own.rollout.max_completion_tokens for _, own in source_configs(again)] == [7, 64]
 
 
 def test_without_sources_a_run_has_one_which_is_its_own_configuration() -> None:
     config = JobConfig()
-    assert sources_of(config) == [("", config)] and sources_of(config)[0][1] is config
-    assert weights_of(config, [5050]) == {"": 1.0}
+    assert source_configs(config) == [("", config)] and source_configs(config)[0][1] is config
+    assert source_weights(config, [5050]) == {"": 1.0}
 
 
 def test_sources_read_back_the_same_and_changes_are_told(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_every_key_that_a_source_may_have_is_checked_as_in_its_table() -> None:
         value = value_at(JobConfig(), key)
         config, problems = draft({"source": [{"name": "s", key: value}]}).build()
         assert not problems and config.source[0].values == {key: value}
-        assert value_at(sources_of(config)[0][1], key) == value
+        assert value_at(source_configs(config)[0][1], key) == value
         _, problems = draft({"source": [{"name": "s", key: {1, 2}}]}).build()
         assert problems and key in problems[0].text and '[[source]] "s"' in problems[0].text
     assert all(documentation()[f"source.{key}"] for key in fields_of(Source))
@@ -164,7 +166,7 @@ def test_a_dry_run_prints_the_mix(tmp_path: Path) -> None:
     for source in config.source:
         source.weight, source.epochs = None, 2.0
     assert "# mix: shares of every batch in relation to sums 2 × its rows" in describe_plan(config, 1)
-    assert weights_of(config, [10, 30]) == {"sums": 20.0, "guess": 60.0}
+    assert source_weights(config, [10, 30]) == {"sums": 20.0, "guess": 60.0}
     assert Source(name="x").given() == {"name": "x", "required": True}
 
 
@@ -173,5 +175,11 @@ def test_a_source_without_a_teacher_has_none_of_the_runs_either() -> None:
     config.job.stage, config.distill.teacher, config.distill.hint_column = "distill", "checkpoint", "answer"
     itself = Source("itself", {"distill.teacher": "", "distill.hint_column": "answer"})
     config.source = [Source("own"), Source("none", {"distill.teacher": ""}), itself]
-    teachers = {name: teacher_of(own) for name, own in sources_of(config)}
+    teachers = {name: teacher_id(own) for name, own in source_configs(config)}
     assert teachers == {"own": os.path.realpath("checkpoint"), "none": None, "itself": ""}
+
+
+def test_rewards_are_called_by_their_own_names_where_these_are_unique() -> None:
+    config = JobConfig()
+    config.rewards.functions = ["accuracy", "own_9067cb83d8bb:verified", "mine:length", "yours:length", "x:accuracy"]
+    assert list(reward_labels(config).values()) == ["accuracy", "verified", "mine:length", "yours:length", "x:accuracy"]

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.make_debug_checkpoint import write_tokenizer
-from torchtitan.config.derived import stop_tokens
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.source_configs import stop_tokens
 from torchtitan.config.sources import Source
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, replace
 
 import pytest
 import tomli
 
 from tests.unit_tests.conftest import WriteConfig
-from torchtitan.config import derived
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
@@ -156,17 +154,6 @@ def test_a_warmup_that_never_ends_is_named(
 ) -> None:
     assert main([*write_config(), "--dry-run", *words.split()]) == 0
     assert ("WARNING: lr_scheduler.warmup_steps = " in capsys.readouterr().out) == warns
-
-
-def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda program: f"/bin/{program}")
-    monkeypatch.setattr(derived, "count_gpus", lambda: 8)
-    for listed, hidden in ((0, None), (2, None), (2, "")):
-        monkeypatch.setattr(derived, "gpus_of_driver", lambda listed=listed: listed)
-        if hidden is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert derived.trains_on_gpu() is (listed > 0 and hidden is None)
 
 
 def test_plan_says_how_many_connections_a_run_needs(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:

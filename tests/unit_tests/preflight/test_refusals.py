@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit_tests.conftest import GOOD, SHAPE, WriteConfig
-from torchtitan.config.derived import verification
+from torchtitan.config.engine_use import verification
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.validate import load_config

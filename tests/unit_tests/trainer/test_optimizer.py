@@ -18,8 +18,8 @@ from torch import nn
 
 from tests.distributed_launcher import run_distributed
 from tests.tiny_models import make_tiny
-from torchtitan.config.derived import long_warmup
 from torchtitan.config.job_config import Checkpoint, JobConfig, LRScheduler, Optimizer
+from torchtitan.config.optimizer_step import warn_long_warmup
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims, copy_full_, full_tensor
 from torchtitan.errors import UserError
@@ -257,7 +257,7 @@ def test_a_rate_that_never_reaches_its_peak_is_named(warmup: int, steps: int) ->
     config = JobConfig()
     config.lr_scheduler.warmup_steps, config.training.steps = warmup, steps
     highest = max(lr_factor(batch, config.lr_scheduler, steps) for batch in range(steps))
-    assert (long_warmup(config) is not None) == (highest < 1)
+    assert (warn_long_warmup(config) is not None) == (highest < 1)
 
 
 @pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])

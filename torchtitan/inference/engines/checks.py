@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.config.derived import has_engines
+from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.inference.engines.descriptor import EngineDescriptor

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torchtitan.config.derived import started_actors
+from torchtitan.config.engine_use import started_actors
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import DISK_ERRORS, UserError
 from torchtitan.inference.actor_client import (

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config.derived import verification
+from torchtitan.config.engine_use import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorError, AnswerRefused
 from torchtitan.inference.engines.registry import engine_of

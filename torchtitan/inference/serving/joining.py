@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torchtitan
-from torchtitan.config.derived import verification
+from torchtitan.config.engine_use import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import Facts, base_url

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.teachers import teacher_config
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import open_tensors, read_json, tensor_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torchtitan.config.derived import trains_on_gpu
+from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape

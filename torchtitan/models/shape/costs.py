@@ -6,14 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan.config.derived import (
-    is_colocated,
-    keeps_initial_adapters,
-    keeps_unsharded_params,
-    references_of,
-    trains_on_gpu,
-)
+from torchtitan.config.engine_use import is_colocated
+from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.optimizer_step import keeps_unsharded_params
+from torchtitan.config.teachers import held_references, keeps_initial_adapters
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.models.shape.checkpoint_shape import (
     QUANTIZED_BITS,
@@ -157,7 +154,7 @@ def _quantized_elements(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
 def _references_bytes(config: JobConfig, args: ModelArgs, base: int) -> int:
     """Weights of all references and teachers that the ranks hold, beside a policy whose frozen ones take `base`."""
     size = 0
-    for own_config in references_of(config).values():
+    for own_config in held_references(config).values():
         if config.job.stage == "distill":
             teacher = read_teacher_shape(own_config)
             size += teacher.num_parameters() * BYTES[config.training.dtype]

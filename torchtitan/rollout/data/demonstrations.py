@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.config.derived import groups_per_batch, sources_of, weights_of
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.optimizer_step import groups_per_batch
+from torchtitan.config.source_configs import source_configs, source_weights
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, add_turn
 from torchtitan.rollout.conversation.messages import ASSISTANT, plain_message
@@ -157,7 +158,7 @@ class Demonstrations:
         self._streams: dict[str, PromptStream] = {}
         self._held_out: list[Prompt] = []
         counts = []
-        for name, source_config in sources_of(config):
+        for name, source_config in source_configs(config):
             maker = DemonstrationMaker(source_config, tokenizer)
             rows, held_out = load_datasets(source_config, maker.renderer)
             check_unknown_text(rows, source_config, tokenizer)
@@ -169,7 +170,7 @@ class Demonstrations:
             self._held_out += first_held_out(held_out, maker, config.eval.num_prompts)
             counts.append(len(rows))
         self._size, self._rows = groups_per_batch(config), sum(counts)
-        self._scheduler = SourceScheduler(weights_of(config, counts), self._size)
+        self._scheduler = SourceScheduler(source_weights(config, counts), self._size)
         epochs = config.sft.epochs
         self.steps = math.ceil(epochs * self._rows / self._size) if epochs else config.training.steps
         """Steps of the whole run"""

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import has_engines, judging_reward, source_name
+from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reward_names import judging_reward
+from torchtitan.config.source_configs import source_name
 from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.models.shape.checkpoint_files import pointer_problem
 from torchtitan.rollout.conversation.marks import plain

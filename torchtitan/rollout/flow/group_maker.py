@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.config.derived import learns_from_rewards
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reward_names import learns_from_rewards
 from torchtitan.config.training_tables import Distill
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorError, JsonClient, RequestRefused, TokenRefused

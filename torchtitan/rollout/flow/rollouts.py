@@ -14,9 +14,10 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, overload
 
-from torchtitan.config.derived import groups_per_batch, source_name, sources_of, weights_of
-from torchtitan.config.evaluations import sets_of, tasks_of
+from torchtitan.config.evaluations import eval_configs, task_configs
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.optimizer_step import groups_per_batch
+from torchtitan.config.source_configs import source_configs, source_name, source_weights
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor_pool import InferencePool
@@ -147,20 +148,20 @@ class Rollouts:
         self.pool, self.rewards, self._backends = pool, rewards, backends
         self.tasks = [
             SourceTask(source_config, pool, rewards, tokenizer, epoch, backends.get(name, EpisodeBackend()))
-            for name, source_config in sources_of(config)
+            for name, source_config in source_configs(config)
         ]
         """One for each source, in their order"""
         self.sets = self.tasks
-        """What is evaluated, in the order of sets_of()"""
+        """What is evaluated, in the order of eval_configs()"""
         if config.eval.enable and config.eval.set:
             self.sets = [
                 SourceTask(
                     set_config, pool, rewards, tokenizer, epoch, backends.get(source_name(set_config), EpisodeBackend())
                 )
-                for _, set_config in sets_of(config)
+                for _, set_config in eval_configs(config)
             ]
         scheduler = SourceScheduler(
-            weights_of(config, [len(task.rows) for task in self.tasks]), groups_per_batch(config)
+            source_weights(config, [len(task.rows) for task in self.tasks]), groups_per_batch(config)
         )
         sources = [
             SourceFlow(task.config, task.groups, task.stream(), scheduler, number, len(self.tasks), events)
@@ -254,7 +255,7 @@ def make_backends(
     share its processes. tokenizer: its chat template shows how tool calls are written."""
     backends: dict[str, EpisodeBackend] = {}
     made: dict[str, EpisodeBackend] = {}
-    sources = list(tasks_of(config).items())
+    sources = list(task_configs(config).items())
     for name, source_config in sources:
         key = source_config.environment.key(source_config.rollout.stop_token_ids)
         if not key:

@@ -10,15 +10,11 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from torchtitan.config.derived import (
-    learns_from_rewards,
-    reward_labels,
-    reward_weights,
-    sleeps_between_batches,
-    source_name,
-    teacher_of,
-)
+from torchtitan.config.engine_use import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reward_names import learns_from_rewards, reward_labels, reward_weights
+from torchtitan.config.source_configs import source_name
+from torchtitan.config.teachers import teacher_id
 from torchtitan.errors import UserError, load_function
 from torchtitan.rollout.data.prompt_stream import PromptStream
 from torchtitan.rollout.data.source_scheduler import SourceScheduler
@@ -57,7 +53,7 @@ class SourceFlow:
         sources: int,
         events: EventLog | None,
     ):
-        """config: the run's as it is for this source (sources_of), which is number `number` of its `sources`."""
+        """config: the run's as it is for this source (source_configs), which is number `number` of its `sources`."""
         self.name = name = source_name(config)
         self.config, self.groups, self.stream = config, groups, stream
         self._number, self._sources = number, sources
@@ -241,7 +237,7 @@ def has_no_advantage(group: Group, config: JobConfig) -> bool:
     With reinforce_pp they are zero except for the token mean over the batch, so the group alone carries no signal.
     """
     advantage = config.grpo.advantage
-    taught = config.job.stage == "distill" and teacher_of(config) is not None
+    taught = config.job.stage == "distill" and teacher_id(config) is not None
     if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or taught:
         return False  # every sample gets a signal from the batch, the user's function or the teacher
     parts = [[sample.reward for sample in group.samples]]

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.config.derived import reward_weights
-from torchtitan.config.evaluations import tasks_of
+from torchtitan.config.evaluations import task_configs
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reward_names import reward_weights
 from torchtitan.rollout.conversation.thoughts import last_text, read_turn
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.types import Prompt, Trajectory
@@ -66,7 +66,7 @@ class RewardPool:
 
         Raises UserError if rewards.sandbox.isolate = true is not possible here."""
         rewards = config.rewards
-        self._sources = tasks_of(config)
+        self._sources = task_configs(config)
         named: list[str] = []
         environments: set[str] = set()
         for source_config in self._sources.values():

@@ -28,7 +28,8 @@ class Ipc(Transport):
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        from torchtitan.config.derived import shares_devices, trains_on_gpu
+        from torchtitan.config.engine_use import shares_devices
+        from torchtitan.config.gpu_defaults import trains_on_gpu
 
         spec = config.inference.spec
         started = spec.on_gpus and not spec.in_ranks and not config.inference.servers

@@ -33,7 +33,8 @@ class Nccl(Transport):
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        from torchtitan.config.derived import has_engines, is_colocated, shares_devices, stages_on_device, trains_on_gpu
+        from torchtitan.config.engine_use import has_engines, is_colocated, shares_devices, stages_on_device
+        from torchtitan.config.gpu_defaults import trains_on_gpu
 
         key = "weight_sync.transport"
         if trains_on_gpu() and has_engines(config) and not is_colocated(config) and not stages_on_device(config):

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy
 import torch
 
-from torchtitan.config.derived import is_colocated
+from torchtitan.config.engine_use import is_colocated
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import option_name
 from torchtitan.distributed import device

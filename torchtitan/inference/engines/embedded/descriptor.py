@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from torchtitan.config.derived import started_actors, verification
+from torchtitan.config.engine_use import started_actors, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.engines.descriptor import EngineDescriptor, Features, TeacherScores

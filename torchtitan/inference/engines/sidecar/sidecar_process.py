@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from torchtitan.config.derived import shares_devices, sleeps_between_batches, verification, world_size
+from torchtitan.config.engine_use import shares_devices, sleeps_between_batches, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import UserError
@@ -45,6 +45,7 @@ from torchtitan.inference.types import Capabilities, Completion, EngineCall, Gen
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import applied_bytes
 from torchtitan.utils.machine import is_loopback
+from torchtitan.utils.ranks import world_size
 from torchtitan.utils.reader_process import Pieces
 
 # Both engines use this name.

@@ -5,37 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
-from torchtitan.config.derived import allocator_settings, nodes, reward_labels, slurm_urls
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.slurm import nodes, slurm_urls
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import load_config
-
-
-def test_rewards_are_called_by_their_own_names_where_these_are_unique() -> None:
-    config = JobConfig()
-    config.rewards.functions = ["accuracy", "own_9067cb83d8bb:verified", "mine:length", "yours:length", "x:accuracy"]
-    assert list(reward_labels(config).values()) == ["accuracy", "verified", "mine:length", "yours:length", "x:accuracy"]
-
-
-@pytest.mark.parametrize(
-    ("backend", "transport", "level", "offload", "expected"),
-    [
-        ("vllm", "tcp", 0, False, "expandable_segments:True,pinned_max_cached_size_mb:1"),
-        ("vllm", "nccl", 0, "optimizer", "expandable_segments:True,pinned_max_cached_size_mb:1"),
-        ("vllm", "tcp", 1, True, "expandable_segments:True"),
-        ("vllm", "ipc", 2, False, "pinned_max_cached_size_mb:1"),
-        ("colocated", "tcp", 2, False, "pinned_max_cached_size_mb:1"),
-        ("colocated", "tcp", 1, False, ""),
-    ],
-)
-def test_ranks_set_up_allocators_for_what_shares_their_memory(
-    backend: str, transport: str, level: int, offload: bool | str, expected: str
-) -> None:
-    config = JobConfig()
-    config.inference.backend, config.weight_sync.transport = backend, transport
-    config.inference.engine.sleep_level = level
-    config.training.enable_cpu_offload = offload  # type: ignore[assignment]
-    assert allocator_settings(config) == expected
 
 
 def test_servers_elsewhere_need_a_registry_that_they_reach(write_config: WriteConfig) -> None:
