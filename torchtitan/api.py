@@ -250,6 +250,7 @@ def train(
     group_filter: str | Callable[..., Any] | None = None,
     sampler: str | Callable[..., Any] | None = None,
     sources: Iterable[Source] | None = None,
+    **tables: Mapping[str, Any],
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal. Call it in the main thread.
 
@@ -260,7 +261,7 @@ def train(
     Args:
         config: a TOML file (or the name of a shipped one, such as "debug_cpu"), a dict of its tables or of
             values by `table.key`, or a JobConfig; a checkpoint directory here is the model, with the defaults.
-        overrides: values by `table.key`, such as {"training.steps": 3}.
+        overrides: values by `table.key`, such as {"training.steps": 3}, and tables, such as {"training": {"steps": 3}}.
         model: for model.hf_assets_path: a Hugging Face checkpoint directory, or the folder of a run.
         rewards: for rewards.functions: names, or functions in TRL's call convention, run by worker processes.
         dataset: for rollout.dataset: its name, rows (dicts of columns), or a function that returns them.
@@ -270,6 +271,9 @@ def train(
             .group_filter: a name, or a function, run by this process (docs/adding_an_objective.md).
         sampler: for rollout.sampler: a name, or a function (docs/sources.md).
         sources: for [[source]], the tasks of a run of several (docs/sources.md); the other arguments hold for all.
+        tables: further overrides, each a table as in `config`, such as
+            weight_sync={"transport": "disk", "disk": {"delta": True}}. [model], [rewards] and [environment] are not
+            given so, but in `overrides`.
 
     Raises:
         UserError: a mistake in the configuration (ConfigError, which lists all of them), or what stopped the run early.
@@ -280,10 +284,10 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train() must be called in the main thread: only that thread gets stop signals")
     is_model = isinstance(config, (str, os.PathLike)) and Path(config, "config.json").is_file()
-    draft = draft_of({} if is_model else config, overrides or {})
+    draft = draft_of({} if is_model else config, {**(overrides or {}), **tables})
     if model is not None or is_model:
         draft.set("model.hf_assets_path", str(config if model is None else model), "model")
-    folder = Path(draft.build()[0].job.dump_folder).resolve() / FOLDER
+    folder = Path(draft.value("job.dump_folder")).resolve() / FOLDER
     if rewards is not None:
         draft.set("rewards.functions", names_of(_several(rewards), folder, "reward function"), "rewards")
     if environment is not None:

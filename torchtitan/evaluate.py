@@ -136,7 +136,7 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
     if is_student:
         draft.sources = [_without(source, _is_of_teacher) for source in draft.sources]
-    folder = Path(draft.build()[0].job.dump_folder)
+    folder = Path(draft.value("job.dump_folder"))
     # What the command line says is said for all sets.
     given = {key for key in EVAL_KEYS if draft.written.get(f"eval.{key}", ("",))[0] == PLACE}
 

@@ -154,14 +154,9 @@ class Draft:
             contents[table][key] = value
         tables: dict[str, Any] = {}
         # A table's own tables come after it, and are part of its values.
-        for table, kind in reversed(table_types().items()):
-            values = contents[table]
-            try:
-                content = kind(**values)
-            except ValidationError as error:
-                wrong = {str(mistake["loc"][0]): mistake for mistake in error.errors()}
-                problems += [self._wrong_value(f"{table}.{key}", mistake) for key, mistake in wrong.items()]
-                content = kind(**{key: value for key, value in values.items() if key not in wrong})
+        for table in reversed(table_types()):
+            content, wrong_values = self._build_table(table, contents[table])
+            problems += wrong_values
             above, _, name = table.rpartition(".")
             (contents[above] if above else tables)[name] = content
         config = JobConfig(**tables)
@@ -174,6 +169,23 @@ class Draft:
             built = self._build_inner(EvalSet, SETS, called, given, problems)
             config.eval.set += [eval_set.given() for eval_set in built]
         return config, problems
+
+    def value(self, name: str) -> Any:
+        """The value of `table.key`, or its default if it is missing or wrong, before anything else is known."""
+        table, _, key = name.rpartition(".")
+        given = {key: self.values[name]} if name in self.values else {}
+        content, _ = self._build_table(table, given)
+        return getattr(content, key)
+
+    def _build_table(self, table: str, values: dict[str, Any]) -> tuple[Any, list[Problem]]:
+        """A table with these values of its keys, without the wrong ones, and what is wrong with those."""
+        kind = table_types()[table]
+        try:
+            return kind(**values), []
+        except ValidationError as error:
+            wrong = {str(mistake["loc"][0]): mistake for mistake in error.errors()}
+        problems = [self._wrong_value(f"{table}.{key}", mistake) for key, mistake in wrong.items()]
+        return kind(**{key: value for key, value in values.items() if key not in wrong}), problems
 
     def _without_effect(self, config: JobConfig) -> Iterator[Problem]:
         """Options of a kind that is not chosen. A file may have them, for the day on which it is; who types one now

@@ -17,6 +17,7 @@ from tests.policies import make_debug_checkpoint
 from torchtitan import train
 from torchtitan.api import names_of, write_rows
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reading import Draft, Problem
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.grpo_train import Run
 from torchtitan.preflight.validate import draft_of
@@ -226,3 +227,38 @@ def test_a_model_is_a_directory_or_the_hint_how_to_get_one(tmp_path: Path, monke
     assert [config.model.hf_assets_path for config in started] == [str(model)] * 2
     with pytest.raises(UserError, match="hf download HuggingFaceTB/SmolLM2-135M --local-dir"):
         train(model="HuggingFaceTB/SmolLM2-135M", overrides=small, dataset=rows)
+
+
+def test_tables_as_arguments_of_train_are_nested_overrides_and_the_configuration_is_built_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[JobConfig] = []
+    builds: list[Draft] = []
+    build = Draft.build
+
+    def run(config: JobConfig) -> Run:
+        started.append(config)
+        return Run(tmp_path, 0, 0)
+
+    def counted_build(draft: Draft) -> tuple[JobConfig, list[Problem]]:
+        builds.append(draft)
+        return build(draft)
+
+    monkeypatch.setattr("torchtitan.api.run_job", run)
+    monkeypatch.setattr(Draft, "build", counted_build)
+    monkeypatch.chdir(tmp_path)
+    make_debug_checkpoint(tmp_path / "model")
+    small = {"training.seq_len": 32, "rollout.max_completion_tokens": 4}
+    train(
+        tmp_path / "model",
+        small,
+        inference={"num_actors": 1},
+        weight_sync={"transport": "disk", "disk": {"delta": True}},
+    )
+    (config,) = started
+    assert config.weight_sync.transport == "disk" and config.weight_sync.table.delta
+    assert config.inference.num_actors == 1 and len(builds) == 1
+    with pytest.raises(ConfigError, match="unknown key inferense"):
+        train(tmp_path / "model", small, inferense={"num_actors": 1})
+    with pytest.raises(ConfigError, match=r"inference\.vllm\.memory_gb = 2 has no effect"):
+        train(tmp_path / "model", small, inference={"vllm": {"memory_gb": 2}})
