@@ -234,6 +234,10 @@ def half(number: float) -> str:
     return str(number / 2)
 
 
+async def async_calls(text: str) -> list[tuple[str, Any]]:
+    return [("half", {"number": text})]
+
+
 def decimal_calls(text: str) -> list[tuple[str, Any]]:
     return [("half", {"number": Decimal(text)})]
 

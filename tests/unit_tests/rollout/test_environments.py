@@ -410,6 +410,11 @@ def test_arguments_of_a_parser_that_json_cannot_hold_are_told_to_the_policy(tmp_
     assert json.loads(reply.messages[0]["content"]) == {"error": WRONG} and (reply.calls, reply.errors) == ([], 1)
 
 
+def test_parser_that_is_an_async_function_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="async_calls': it must not be an async function"):
+        run(tmp_path, work_of_one, tools=("half",), parser=f"{HERE}:async_calls")
+
+
 @pytest.mark.parametrize(
     ("factory", "tools", "word"),
     [

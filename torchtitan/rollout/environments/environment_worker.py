@@ -34,7 +34,7 @@ import pydantic
 
 from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.conversation.tool_formats.format import Call, IdentifiedCall, UnreadableCall
-from torchtitan.rollout.conversation.tool_formats.own import OwnFormat
+from torchtitan.rollout.conversation.tool_formats.own import OwnFormat, load_parser
 from torchtitan.rollout.conversation.tool_formats.registry import FORMATS
 from torchtitan.rollout.workers.inside import run, without_stop_iteration
 
@@ -148,7 +148,7 @@ class Program:
             raise UserError(f"environment {factory!r}: it has step(action), so it cannot have tools beside it")
 
         self._schemas = [tool.schema for tool in self.tools.values()]
-        self._format = FORMATS.get(parser) or OwnFormat(parser, load_object(parser, "tool parser"))
+        self._format = FORMATS.get(parser) or OwnFormat(parser, load_parser(parser))
 
     def read_calls(self, marked: str) -> list[Call]:
         """Return the calls of tools in a turn's text. Raises ValueError or RecursionError for text that is none."""

@@ -18,8 +18,8 @@ import sys
 import time
 from typing import Any
 
-from torchtitan.errors import UserError, load_object
-from torchtitan.rollout.conversation.tool_formats.own import ParserUnavailable
+from torchtitan.errors import UserError
+from torchtitan.rollout.conversation.tool_formats.own import SETTING, ParserUnavailable, load_parser
 from torchtitan.utils.socket_child import SocketChild
 
 LENGTH = struct.Struct("!Q")
@@ -28,7 +28,6 @@ PROCESSOR_S, ALTOGETHER_S = 5.0, 60.0
 START_S = 60.0
 MEMORY_BYTES, MAX_FRAME_BYTES = 2 << 30, 1 << 24
 MAX_REASON_CHARACTERS = 2000
-SETTING = "environment.tool_parser"
 
 
 class ParserProcess:
@@ -131,7 +130,7 @@ def _serve(name: str, connection: socket.socket) -> None:
     """Load the parser, and answer texts until the gateway has gone."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     try:
-        parser = load_object(name, SETTING)
+        parser = load_parser(name)
     except UserError as error:
         _send(connection, _encoded({"error": str(error)}))
         return

@@ -5,12 +5,24 @@ It runs in a process of its own: that of its environment, or one that the gatewa
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.conversation.thoughts import Part, Turn, read_turn
 from torchtitan.rollout.conversation.tool_formats.format import Call, Schemas, ToolFormat, UnreadableCall, make_call
+
+SETTING = "environment.tool_parser"
+
+
+def load_parser(name: str) -> Callable[[str], Iterable[Any]]:
+    """Load a parser, `package.module:function`. Raises UserError if there is none, or if it is async."""
+    parser = load_object(name, SETTING)
+    if inspect.iscoroutinefunction(parser):
+        raise UserError(f"{SETTING} {name!r}: it must not be an async function")
+    return parser
 
 
 class ParserUnavailable(Exception):
