@@ -203,11 +203,12 @@ class Draft:
         place = f"{self.written[table_key][0]}: {called}"
         allowed: tuple[str, ...] = SOURCE_KEYS if kind is Source else SET_KEYS
         found: list[Problem] = []
-        own, parts = {}, Draft()
+        fields: dict[str, Any] = {}
+        parts = Draft()
         for key, value in flat(given, table_types()):
             short = key.removeprefix("eval.") if kind is EvalSet else key
             if key in fields_of(kind):
-                own[key] = value
+                fields[key] = value
             elif is_among(key, allowed):
                 parts.set(key, value, place)
             elif key in known_keys():
@@ -221,16 +222,16 @@ class Draft:
         found += wrong_values
         values = {key: value_at(config, key) for key in parts.values}
         try:
-            built = kind(**own, values=values)
+            built = kind(**fields, values=values)
         except ValidationError as error:
             for mistake in error.errors():
                 key = str(mistake["loc"][0])
-                if key not in own:
+                if key not in fields:
                     found.append(Problem(key, f"{place}: {key} is missing"))
                     continue
                 type_text = f"{key} takes {describe_type(fields_of(kind)[key].annotation)}"
                 why = mistake["msg"] if mistake["type"] == RULE else type_text
-                found.append(Problem(key, f"{place}: {key} = {show(own[key])} is not allowed: {why}"))
+                found.append(Problem(key, f"{place}: {key} = {show(fields[key])} is not allowed: {why}"))
         problems += [Problem(f"{table_key}.{problem.key}", problem.text) for problem in found]
         return [] if found else [built]
 

@@ -37,8 +37,8 @@ class Task:
 
     def given(self) -> dict[str, Any]:
         """Return what the table sets: its own keys, and `table.key` of others."""
-        own = {key: value for key, value in vars(self).items() if key != "values" and value not in (None, "")}
-        return own | self.values
+        fields = {key: value for key, value in vars(self).items() if key != "values" and value not in (None, "")}
+        return fields | self.values
 
 
 @dataclass(config=TABLE)

@@ -19,8 +19,8 @@ if __name__ == "__main__":
 
 from torchtitan.errors import another_package
 
-if said := another_package():
-    sys.exit(said)
+if problem := another_package():
+    sys.exit(problem)
 
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError

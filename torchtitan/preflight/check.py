@@ -95,7 +95,8 @@ def may_take(name: str, parameter: str) -> bool:
         return True
     tree = ast.walk(ast.parse(Path(str(spec.origin)).read_bytes()))
     found = [node.args for node in tree if isinstance(node, ast.FunctionDef) and node.name == function]
-    return not found or any(one.arg == parameter for given in found for one in (*given.args, *given.kwonlyargs))
+    names = {argument.arg for arguments in found for argument in (*arguments.args, *arguments.kwonlyargs)}
+    return not found or parameter in names
 
 
 def _find_module(name: str) -> ModuleSpec | None:

@@ -29,7 +29,7 @@ def check_checkpoint(check: Check) -> None:
     """Check the directories of model.hf_assets_path, of teachers and of adapters, as far as they exist."""
     config = check.config
     given = [(KEY, config.model.hf_assets_path), ("lora.adapter_path", config.lora.adapter_path)]
-    teachers = {own.distill.teacher for _, own in source_configs(config)}
+    teachers = {source_config.distill.teacher for _, source_config in source_configs(config)}
     given += [("distill.teacher", path) for path in sorted(teachers)]
     for key, path in given:
         if path and (problem := _broken(Path(path))):
@@ -47,8 +47,8 @@ def check_checkpoint(check: Check) -> None:
 def _check_tool_formats(check: Check) -> None:
     """Refuse a chat template that writes calls of tools in a form that nothing here reads. (The tools of a class are
     known once it is loaded, so rollouts.py looks at those.)"""
-    for _, own in source_configs(check.config):
-        environment = own.environment
+    for _, source_config in source_configs(check.config):
+        environment = source_config.environment
         if not environment.agent and not environment.tools:
             continue
         try:
@@ -84,7 +84,9 @@ def _check_tokens(check: Check, vocabulary: int) -> None:
             "vocabulary, and no other token ends a completion: correct tokenizer_config.json or set "
             "rollout.stop_token_ids",
         )
-    template = _written(tokenizer) if any(map(_uses_template, (own for _, own in source_configs(config)))) else []
+    template = (
+        _written(tokenizer) if any(_uses_template(source_config) for _, source_config in source_configs(config)) else []
+    )
     for what, tokens in (("tokenizer ends completions with", tokenizer.eos_token_ids), ("template writes", template)):
         if outside := [token for token in tokens if token >= vocabulary]:
             shown = f"number {outside[0]} ({tokenizer.decode(outside[:1], skip_special=False)!r})"
@@ -92,11 +94,11 @@ def _check_tokens(check: Check, vocabulary: int) -> None:
             check.say(KEY, f"{KEY} = {show(config.model.hf_assets_path)}: {text}")
     if not check.planning or check.problems or tokenizer.vocab_size <= vocabulary:
         return  # a start reads the data itself
-    for _, own in source_configs(config):
-        local = own.rollout.dataset in BUILT_IN or Path(own.rollout.dataset).expanduser().is_file()
-        if local and not own.environment.is_used:
-            maker = (DemonstrationMaker if own.job.stage == "sft" else PromptMaker)(own, tokenizer)
-            refuse_surplus_tokens(load_datasets(own)[0], maker, vocabulary)
+    for _, source_config in source_configs(config):
+        local = source_config.rollout.dataset in BUILT_IN or Path(source_config.rollout.dataset).expanduser().is_file()
+        if local and not source_config.environment.is_used:
+            maker = (DemonstrationMaker if source_config.job.stage == "sft" else PromptMaker)(source_config, tokenizer)
+            refuse_surplus_tokens(load_datasets(source_config)[0], maker, vocabulary)
 
 
 def _uses_template(config: JobConfig) -> bool:
@@ -146,7 +148,7 @@ def untrained_parts(config: JobConfig) -> str:
 
 
 def _ends(config: JobConfig, tokenizer: Tokenizer) -> list[int]:
-    stops = [token for _, own in source_configs(config) for token in own.rollout.stop_token_ids]
+    stops = [token for _, source_config in source_configs(config) for token in source_config.rollout.stop_token_ids]
     return [*tokenizer.eos_token_ids, *stops]
 
 

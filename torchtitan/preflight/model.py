@@ -151,8 +151,8 @@ def _check_foreign(check: Check, args: ForeignArgs) -> None:
     # With transformers 5, PEFT takes these names for those of experts and loses the adapters of such layers.
     shapes, lora = args.projection_shapes(), check.config.lora
     lost = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.target_modules and name in shapes]
-    told = f"PEFT has no adapters of these beside the experts of {args.family}: leave out {', '.join(lost)}"
-    check.refuse("lora.target_modules", lora.rank and lost and "experts" in args.module_parameters(), told)
+    text = f"PEFT has no adapters of these beside the experts of {args.family}: leave out {', '.join(lost)}"
+    check.refuse("lora.target_modules", lora.rank and lost and "experts" in args.module_parameters(), text)
 
 
 def _check_shape(check: Check, args: ModelArgs) -> None:
@@ -242,8 +242,8 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
         text = "PEFT adapts gate_proj and up_proj of experts as one: name both or neither"
         check.refuse("lora.target_modules", ("gate_proj" in adapted) != ("up_proj" in adapted), text)
         check.refuse("lora.dropout", adapted and lora.dropout > 0, "must be 0 with adapters of experts, as in PEFT")
-        whole = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.modules_to_save]
-        check.refuse("lora.modules_to_save", whole, f"experts are not trained whole: leave out {', '.join(whole)}")
+        in_full = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.modules_to_save]
+        check.refuse("lora.modules_to_save", in_full, f"experts are not trained whole: leave out {', '.join(in_full)}")
         check.refuse("lora.base_bits", lora.base_bits == 4, "must be 16: experts are not quantised")
 
 
@@ -332,8 +332,8 @@ def _check_teacher(check: Check, config: JobConfig) -> None:
             return
     if not served:
         _check_teacher_shape(check, config)
-    own = Path(config.model.hf_assets_path) / "tokenizer.json"
-    if own.is_file() and (difference := _difference(own, directory / "tokenizer.json")):
+    tokenizer = Path(config.model.hf_assets_path) / "tokenizer.json"
+    if tokenizer.is_file() and (difference := _difference(tokenizer, directory / "tokenizer.json")):
         text = f"its tokenizer differs from that of model.hf_assets_path ({difference}): its log-probs mean nothing"
         check.refuse(TEACHER, True, text)
 
@@ -341,12 +341,14 @@ def _check_teacher(check: Check, config: JobConfig) -> None:
 def _check_teacher_shape(check: Check, config: JobConfig) -> None:
     try:
         args = read_teacher_shape(config)
-        own = read_shape(config) if compares_vocabulary(config) else None
+        policy_args = read_shape(config) if compares_vocabulary(config) else None
     except UserError as error:
         check.say(TEACHER, str(error))
         return
-    if own is not None and own.vocab_size != args.vocab_size:
-        text = f"has {args.vocab_size} logits and the policy {own.vocab_size}: needs distill.divergence = sampled"
+    if policy_args is not None and policy_args.vocab_size != args.vocab_size:
+        text = (
+            f"has {args.vocab_size} logits and the policy {policy_args.vocab_size}: needs distill.divergence = sampled"
+        )
         check.refuse(TEACHER, True, text)
     text = f"training.seq_len must be at most its max_position_embeddings = {args.max_position_embeddings}"
     check.refuse(TEACHER, config.training.seq_len > args.max_position_embeddings, text)
@@ -367,17 +369,18 @@ def _check_teacher_shape(check: Check, config: JobConfig) -> None:
     check.refuse(TEACHER, count % experts, text)
 
 
-def _difference(own: Path, other: Path) -> str:
+def _difference(policy_file: Path, teacher_file: Path) -> str:
     """Describe how two tokenizers' vocabularies differ; empty if every token has the same id in both."""
-    if own.read_bytes() == other.read_bytes():
+    if policy_file.read_bytes() == teacher_file.read_bytes():
         return ""
     try:
-        mine, theirs = _vocabulary(own), _vocabulary(other)
+        policy_tokens, teacher_tokens = _vocabulary(policy_file), _vocabulary(teacher_file)
     except (ValueError, KeyError, TypeError) as error:
         return f"a tokenizer.json cannot be read: {error!r}"
-    for token in [*mine, *theirs]:
-        if mine.get(token) != theirs.get(token):
-            return f"{token!r} is {theirs.get(token, 'not in it')} there and {mine.get(token, 'not in it')} here"
+    for token in [*policy_tokens, *teacher_tokens]:
+        if policy_tokens.get(token) != teacher_tokens.get(token):
+            there, here = teacher_tokens.get(token, "not in it"), policy_tokens.get(token, "not in it")
+            return f"{token!r} is {there} there and {here} here"
     return ""
 
 

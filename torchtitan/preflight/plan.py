@@ -139,7 +139,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         untrained_parts(config),
     )
     lines = [
-        *(f"WARNING: {said}" for said in warnings if said),
+        *(f"WARNING: {warning}" for warning in warnings if warning),
         f"device: {_device(config)}",
         *[f"auto: {chosen}"] * bool(chosen),
         f"ranks: {ranks}",

@@ -70,8 +70,8 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     matrices = sum(by_token.values()) - of_experts
     head = args.vocab_size * args.hidden_size
     head_products = 2 * trained + updated + scored
-    whole = model_flops(args, [length], 0, Passes(trained, scored))
-    attended = (whole - length * model_flops(args, [1], 0, Passes(trained, scored))) / length
+    flops = model_flops(args, [length], 0, Passes(trained, scored))
+    attended = (flops - length * model_flops(args, [1], 0, Passes(trained, scored))) / length
     width = BYTES[config.training.mixed_precision_param]
     forward, backward, exchanged = _elements_per_token(args, parallelism.expert_parallel_degree)
     elementwise = share * layers * width * (forward * forwards + backward * trained)

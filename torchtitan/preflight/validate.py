@@ -70,7 +70,7 @@ def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
     if isinstance(config, JobConfig):
         # Not asdict: an attribute that is not a key is a typo, and must be refused like any other.
         draft.add({table: _as_table(getattr(config, table)) for table in table_types() if "." not in table}, "config")
-        draft.set_sources([one.given() for one in config.source], "config")
+        draft.set_sources([source.given() for source in config.source], "config")
     elif isinstance(config, Mapping):
         draft.add(config, "config")
     else:
@@ -118,14 +118,15 @@ def ready(draft: Draft) -> JobConfig:
     """
     config = validated(draft)
     if local_rank() == 0:
-        for kind, said in (
+        for kind, text in (
             ("auto", draft.chosen),
             ("warning", tight_memory(config, world_size())),
             ("warning", few_descriptors(config)),
             ("warning", unusual_tokens(config)),
             ("warning", untrained_parts(config)),
         ):
-            print(*[f"{kind}: {said}\n"] * bool(said), end="", file=sys.stderr, flush=True)
+            if text:
+                print(f"{kind}: {text}", file=sys.stderr, flush=True)
     return config
 
 
@@ -138,18 +139,20 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     check = Check(config, world_size(), planning, wrong)
     check_sources(check)
     check_checkpoint(check)
-    found = [(name, _validate_source(own, planning, wrong)) for name, own in source_configs(config)]
+    found = [(name, _validate_source(source_config, planning, wrong)) for name, source_config in source_configs(config)]
     # What all sources share is said once, and without their names.
     common = set[str].intersection(*({problem.text for problem in problems} for _, problems in found))
     check.problems += [problem for problem in found[0][1] if problem.text in common]
     for name, problems in found:
-        check.problems += [Problem(one.key, f"source {name}: {one.text}") for one in problems if one.text not in common]
-    said = {problem.text for _, problems in found for problem in problems}
-    for name, own in eval_configs(config) if config.eval.set else []:
-        problems = _validate_source(own, planning, wrong, SET_RULES)
-        check.problems += [
-            Problem(one.key, f"[[eval.set]] {name}: {one.text}") for one in problems if one.text not in said
-        ]
+        for problem in problems:
+            if problem.text not in common:
+                check.problems.append(Problem(problem.key, f"source {name}: {problem.text}"))
+    texts = {problem.text for _, problems in found for problem in problems}
+    for name, set_config in eval_configs(config) if config.eval.set else []:
+        problems = _validate_source(set_config, planning, wrong, SET_RULES)
+        for problem in problems:
+            if problem.text not in texts:
+                check.problems.append(Problem(problem.key, f"[[eval.set]] {name}: {problem.text}"))
     return check.problems
 
 
@@ -288,8 +291,10 @@ def _check_rollout(check: Check) -> None:
         check.say("rollout.sampler", f"rollout.sampler: {problem}")
     without = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
-    own = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())
-    check.refuse("rollout.chat_template_kwargs", own, f"must not have {', '.join(own)}, which every call sets")
+    reserved = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())
+    check.refuse(
+        "rollout.chat_template_kwargs", reserved, f"must not have {', '.join(reserved)}, which every call sets"
+    )
 
 
 def _evaluates_training_data(config: JobConfig) -> bool:
@@ -353,7 +358,7 @@ def _check_isolation(check: Check, name: str, sandbox: Sandbox) -> None:
             find_isolation(sandbox.isolate, sandbox.network)
         except UserError as error:
             check.refuse(f"{name}.isolate", True, str(error))
-        missing = [one for one in sandbox.variables if one not in os.environ]
+        missing = [variable for variable in sandbox.variables if variable not in os.environ]
         check.refuse(f"{name}.variables", missing, f"there is no environment variable {', '.join(missing)}")
         absent = [path for path in sandbox.readable if not Path(path).expanduser().exists()]
         check.refuse(f"{name}.readable", absent, f"there is no file or folder {', '.join(absent)}")

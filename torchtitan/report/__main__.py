@@ -12,8 +12,8 @@ import sys
 
 from torchtitan.errors import another_package
 
-if said := another_package():
-    sys.exit(said)
+if problem := another_package():
+    sys.exit(problem)
 
 import argparse
 from collections.abc import Sequence

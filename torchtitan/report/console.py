@@ -155,10 +155,10 @@ def number(value: Any) -> str:
 
 def duration(seconds: float) -> str:
     """Format seconds as minutes and seconds, or hours and minutes: 2:41, 3h05."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}"
-    return f"{whole // 60}:{whole % 60:02d}"
+    rounded = round(seconds)
+    if rounded >= 3600:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}"
+    return f"{rounded // 60}:{rounded % 60:02d}"
 
 
 def seconds_left(moments: deque[tuple[int, float]], total_steps: int) -> float | None:

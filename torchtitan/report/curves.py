@@ -169,10 +169,10 @@ class Curves:
                 self.first_rewards.append(reward)
             self._curve("reward band").add(step, [reward, *_band(row)])
         for plot in PLOTS:
-            whole = row.get(plot.parts) if plot.parts else None
-            if whole is not None:
+            total = row.get(plot.parts) if plot.parts else None
+            if total is not None:
                 parts = [row.get(name) or 0.0 for name, _ in plot.keys]
-                self._curve(f"parts of {plot.parts}").add(step, [*parts, max(0.0, whole - sum(parts))])
+                self._curve(f"parts of {plot.parts}").add(step, [*parts, max(0.0, total - sum(parts))])
 
     def _add(self, step: int, name: str, value: float) -> None:
         if name not in self.summaries:

@@ -62,8 +62,8 @@ def _middle_step(path: Path) -> list[Row]:
     """Return the rows of the first step that begins in the second half of the file, or of the step that goes on
     there."""
     rows = _rows_from(path, line_start(path, path.stat().st_size // 2))
-    whole = [row for row in rows if row["step"] != rows[0]["step"]]
-    return _first_step(whole or rows)
+    later_steps = [row for row in rows if row["step"] != rows[0]["step"]]
+    return _first_step(later_steps or rows)
 
 
 def _last_step(path: Path) -> list[Row]:

@@ -215,7 +215,7 @@ def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events:
     Metadata events (ph M) name and order processes and threads. Times are in microseconds from the first event.
     https://ui.perfetto.dev and chrome://tracing open it.
     """
-    whole = sum(len(track.spans) for track in timeline.tracks)
+    all_spans = sum(len(track.spans) for track in timeline.tracks)
     if timeline.tracks:
         timeline = timeline.since(max(timeline.begin, timeline.end - 60 * minutes))
         begins = sorted((span.begin for track in timeline.tracks for span in track.spans), reverse=True)
@@ -235,7 +235,7 @@ def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events:
         events += [_instant(moment, begin) | {"pid": pid, "tid": 0} for moment in moments]
     shown = sum(len(track.spans) for track in timeline.tracks)
     extent = {"begins_at": _clock(begin), "ends_at": _clock(timeline.end)}
-    summary = {"spans_left_out": whole - shown, "window_minutes": minutes, **extent}
+    summary = {"spans_left_out": all_spans - shown, "window_minutes": minutes, **extent}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": summary}
 
 
