@@ -283,6 +283,11 @@ def train(
         raise UserError("train() runs one rank; start several with: torchrun -m torchtitan.grpo_train (run_grpo.sh)")
     if threading.current_thread() is not threading.main_thread():
         raise UserError("train() must be called in the main thread: only that thread gets stop signals")
+    if model is not None and not isinstance(model, (str, os.PathLike)):
+        raise UserError(
+            f"model: a {type(model).__name__} in memory cannot be trained, because engines and checkpoints read files: "
+            "save it and its tokenizer with save_pretrained(FOLDER), and give the folder"
+        )
     is_model = isinstance(config, (str, os.PathLike)) and Path(config, "config.json").is_file()
     draft = draft_of({} if is_model else config, {**(overrides or {}), **tables})
     if model is not None or is_model:

@@ -56,7 +56,12 @@ class Run:
     @property
     def metrics(self) -> dict[str, Any]:
         """The last value of every metric in metrics.jsonl, from steps and evaluations."""
-        return {name: value for line in read_json_lines(self.folder / "metrics.jsonl") for name, value in line.items()}
+        return {name: value for line in self.history for name, value in line.items()}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, one per step and evaluation; `pandas.DataFrame(run.history)` makes a table."""
+        return read_json_lines(self.folder / "metrics.jsonl")
 
 
 def run_job(config: JobConfig) -> Run:

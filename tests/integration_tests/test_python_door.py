@@ -44,6 +44,7 @@ def unknown(means, variances, groups, typical):
 HOOKS = {"loss": saturates, "advantage": best, "correction": short, "group_filter": whole, "sampler": unknown}
 rows = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(10, 30) for b in range(10, 30)]
 run = train("debug_cpu", SMALL, rewards=[digits, "arithmetic"], dataset=rows, **HOOKS)
+assert [row["step"] for row in run.history] == [1, 2], run.history
 print("trained", run.version, run.exit_code, run.metrics["step"])
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import torchtitan.api
-from torchtitan import Source
+from torchtitan import Source, train
 from torchtitan.config.source_configs import source_configs
 from torchtitan.errors import UserError
 from torchtitan.preflight.validate import draft_of, validated
@@ -84,3 +84,8 @@ def test_five_tasks_of_reasoning_gym_are_five_sources(tmp_path: Path, monkeypatc
 
     for right, wrong in asyncio.run(scores()):
         assert right == 1.0 and wrong is not None and wrong < 0.1
+
+
+def test_a_model_in_memory_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"a LoadedModel in memory cannot be trained, .* save_pretrained\(FOLDER\)"):
+        train("debug_cpu", model=type("LoadedModel", (), {})())
