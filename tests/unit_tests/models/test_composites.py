@@ -25,7 +25,7 @@ from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape.checkpoint_files import tensor_files
-from torchtitan.models.shape.checkpoint_shape import FLAVORS, ForeignArgs, read_args
+from torchtitan.models.shape.checkpoint_shape import FLAVORS, ForeignArgs, model_facts, read_args
 from torchtitan.models.shape.composite import text_config
 from torchtitan.preflight.checkpoint import untrained_parts
 
@@ -316,6 +316,38 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vision_token_id": 151654,
         "vision_config": {"depth": 32},
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "image_token_id": 248056,
+        "tie_word_embeddings": False,
+        "text_config": {
+            "attn_output_gate": True,
+            "dtype": "bfloat16",
+            "eos_token_id": 248044,
+            "full_attention_interval": 4,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_5_text",
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+            "vocab_size": 248320,
+        },
+        "vision_config": {"depth": 27},
+    },
 }
 
 
@@ -324,13 +356,16 @@ def test_config_of_a_published_composite_is_read_as_transformers_reads_it(family
     import transformers
 
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family]))
-    prefix = {"gemma3": "language_model.model.", "qwen2_5_vl": "model."}[family]
+    prefix = {"gemma3": "language_model.model.", "qwen2_5_vl": "model.", "qwen3_5": "model.language_model."}[family]
     save_file({f"{prefix}embed_tokens.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     args, wanted = read_args(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path).get_text_config()
     for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"):
         assert getattr(args, name) == getattr(wanted, name), name
     if family == "gemma3":
         assert args.tie_word_embeddings and args.head_dim == wanted.head_dim and args.eos_token_ids == (1, 106)
+    if family == "qwen3_5":
+        flavor = FLAVORS["qwen3_5_text"]["9B"]
+        assert model_facts(replace(args, composite=None)) == model_facts(replace(flavor, eos_token_ids=(248044,)))
     assert [bool(window) for window in args.windows or [0] * args.num_hidden_layers] == [
         kind == "sliding_attention" for kind in wanted.layer_types
     ]

@@ -262,7 +262,7 @@ _FRACTIONS = (
 )
 _SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "use_qk_norm"),
-    *("output_router_logits", "use_mtp", "seq_aux", "truncate"),
+    *("output_router_logits", "use_mtp", "mtp_use_dedicated_embeddings", "seq_aux", "truncate"),
 )
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(_FRACTIONS, ("a number", (int, float))),

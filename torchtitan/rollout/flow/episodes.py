@@ -287,7 +287,7 @@ class EpisodePlayer(Player):
             tokens = tokens + following
 
     def _trajectory(self, prompt: Prompt, played: PlayedEpisode, begin: int) -> Trajectory:
-        """Return what was played, without an outcome. begun: the number of tokens before the first turn."""
+        """Return what was played, without an outcome. begin: the number of tokens before the first turn."""
         completion: Any = played.messages
         if isinstance(prompt.text, str):
             # Template text between turns and tool results must not be mistaken for the policy's answer.
