@@ -51,7 +51,16 @@ from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, DataPath, Kind, share_command
 from torchtitan.trainer.origins import Origins
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.run_dir import Start, changed_keys, claim, locked, new_epoch, open_run_directory, whole_steps
+from torchtitan.trainer.run_dir import (
+    Start,
+    changed_keys,
+    claim,
+    locked,
+    new_epoch,
+    open_run_directory,
+    tables_of,
+    whole_steps,
+)
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
@@ -457,7 +466,7 @@ class TrainingJob:
         """Where to begin, and this start's epoch and token: made on rank 0, the same everywhere. Raises UserError."""
         facts = None
         # Ranks of several machines may have read several files.
-        for rank, tables in enumerate(gather_bytes(json.dumps(asdict(self.config)).encode()) or []):
+        for rank, tables in enumerate(gather_bytes(json.dumps(tables_of(self.config)).encode()) or []):
             for key, both in changed_keys(json.loads(tables), self.config).items():
                 if key not in PER_MACHINE_KEYS:
                     raise UserError(f"rank {rank} and rank 0 have different configurations: {key} = {both} on rank 0")

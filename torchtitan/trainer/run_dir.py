@@ -218,25 +218,30 @@ def _absolute(key: str, value: Any) -> Any:
     return os.path.abspath(value) if is_path else value
 
 
+def tables_of(config: JobConfig) -> dict[str, Any]:
+    """The tables of a configuration, as a file has them."""
+    return {**asdict(config), "source": [source.given() for source in config.source]}
+
+
 def changed_keys(before: Mapping[str, Any], config: JobConfig) -> dict[str, str]:
-    """The keys of tables that have other values in `config` -> both values; how a launch begins is none of them."""
-    now = _comparable({**asdict(config), "source": [source.given() for source in config.source]})
-    before = _comparable(before)
-    return {
-        f"{table}.{key}".lstrip("."): f"{show(value)} -> {show(now[table][key])}"
-        for table, values in before.items()
-        for key, value in values.items()
-        if f"{table}.{key}" not in OF_THE_LAUNCH and now.get(table, {}).get(key, value) != value
-    }
+    """The keys that have other values in `config` than in these tables -> both values; how a launch begins is none of
+    them."""
+    now = _by_key(tables_of(config))
+    changed: dict[str, str] = {}
+    for key, value in _by_key(before).items():
+        if key not in OF_THE_LAUNCH and now.get(key, value) != value:
+            changed[key] = f"{show(value)} -> {show(now[key])}"
+    return changed
 
 
-def _comparable(tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The tables with sources and evaluation sets by the whole names of their keys, however a file has them."""
-    sources = [dict(flat(source, table_types())) for source in tables.get("source", [])]
+def _by_key(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of tables by the whole names of their keys, also in sources and evaluation sets, however a file has
+    them."""
+    values = dict(flat(tables, table_types()))
+    values["source"] = [dict(flat(source, table_types())) for source in tables.get("source", [])]
     sets = [dict(flat(given, table_types())) for given in tables.get("eval", {}).get("set", [])]
-    short = [{key.removeprefix("eval."): value for key, value in given.items()} for given in sets]
-    others = {table: values for table, values in tables.items() if table != "source"}
-    return {**others, "eval": {**tables.get("eval", {}), "set": short}, "": {"source": sources}}
+    values["eval.set"] = [{key.removeprefix("eval."): value for key, value in given.items()} for given in sets]
+    return values
 
 
 def _link(link: Path, run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.config.job_config import JobConfig, config_to_toml, known_keys, value_at
+from torchtitan.config.job_config import JobConfig, config_to_toml, known_keys, value_at, with_values
 from torchtitan.config.reading import Draft
 from torchtitan.config.reference import documentation
 from torchtitan.config.reward_names import reward_labels
@@ -20,7 +21,7 @@ from torchtitan.config.values import read_toml
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import draft_of, validated
-from torchtitan.trainer.run_dir import changed_keys
+from torchtitan.trainer.run_dir import changed_keys, tables_of
 
 GUESS = "torchtitan.rollout.environments.builtin_environments:Guess"
 FILE = f"""
@@ -95,7 +96,9 @@ def test_sources_read_back_the_same_and_changes_are_told(tmp_path: Path) -> None
     again = draft_of(str(tmp_path / "again.toml"), {"job.config_file": str(path)}).build()[0]
     assert asdict(again) == asdict(config) == asdict(draft_of(config, {}).build()[0])
     written = read_toml(str(tmp_path / "again.toml"))[0]
-    assert changed_keys(written, config) == {}
+    assert changed_keys(written, config) == changed_keys(json.loads(json.dumps(tables_of(config))), config) == {}
+    inner = with_values(config, {"environment.sandbox.network": True})
+    assert changed_keys(written, inner) == {"environment.sandbox.network": "false -> true"}
     again.source[0].weight = 1.0
     (change,) = changed_keys(written, again).values()
     assert "weight = 2.5" in change and "weight = 1.0" in change

@@ -243,7 +243,7 @@ class Verification:
         return due and staged.proof is not None and not is_adapter_version(staged.tensors)
 
     def judge(self, staged: StagedVersion, check: Callable[[], str | None]) -> bool:
-        """Have look() do a piece of the work: it returns what is wrong with this version, nothing where all has been
+        """Have check() do a piece of the work: it returns what is wrong with this version, nothing where all has been
         found as it was sent, and None where there is more to do. Returns whether it is over."""
         started, status = time.monotonic(), self.status
         try:

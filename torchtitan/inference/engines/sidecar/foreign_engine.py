@@ -365,7 +365,9 @@ SEVERAL_ENGINES = (
     "its data-parallel workers would all be one actor, and drive each other out: start more actors instead "
     "(inference.num_actors)"
 )
-STAGES = "a version is loaded by the workers of one tensor-parallel group: use tensor_parallel_size of [inference.NAME]"
+STAGES = (
+    "a version is loaded by the workers of one tensor-parallel group: use tensor_parallel_size of the engine's table"
+)
 SPECULATION = "log-probs of tokens that a draft has proposed are not those that the policy samples with"
 IN_A_FILE = "options in a file are not looked at before the engine has started: give them one by one"
 BY_PORT = "the agent and the run reach the engine's server by HTTP at a free port of the loopback"
