@@ -65,6 +65,7 @@ STANDS_FOR = {
     r"true\|false": "true",
     r"\bnum_minibatches N\b": "num_minibatches 1",
     r"path/to/model": "outputs/latest",
+    r"\bFOLDER\b": "debug_arithmetic",
     r"--backend vllm": "--backend embedded",
     r"> docs/config\.md": "> config.md",
     r"--output docs/images/\w+\.png": "--output figure.png",
