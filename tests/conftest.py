@@ -10,6 +10,8 @@ from typing import Any
 
 # Before torch is imported: threads that spin would take the cores from what they wait for (utils/machine.py).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# No test asks the Hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch

@@ -38,6 +38,7 @@ from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import follow_commands
 from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, with_shipped
+from torchtitan.preflight.hub import download, hub_model
 from torchtitan.preflight.validate import ready
 from torchtitan.report.curves import evaluation_table
 from torchtitan.report.metrics import COMPLETIONS_FILE
@@ -82,7 +83,8 @@ def find(path: str, config_file: str = "") -> Evaluated:
 
     Raises UserError if there is nothing to evaluate, or no configuration that says on what.
     """
-    place = Path(with_shipped(path)).expanduser().resolve()
+    model = hub_model(with_shipped(path))
+    place = download(model, weights=True) if model else Path(with_shipped(path)).expanduser().resolve()
     run = next((folder for folder in (place, *place.parents[:2]) if (folder / CONFIG_FILE).is_file()), None)
     config_file = config_file or ("" if run is None else str(run / CONFIG_FILE))
     if not place.is_dir():

@@ -26,7 +26,9 @@ if problem := another_package():
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
+from torchtitan.config.job_config import value_at
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
 
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     # The ranks get their own from the launcher.
     os.environ["WORLD_SIZE"] = str(started.ranks)
     try:
-        from torchtitan.preflight.validate import validated
+        from torchtitan.preflight.hub import is_snapshot
+        from torchtitan.preflight.validate import MODEL, TEACHER, validated
 
         config = validated(draft, planning=dry_run)
         if dry_run:
@@ -62,6 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         del os.environ["WORLD_SIZE"]
     gc.enable()
+    # The ranks get the folders of models of the Hub: they need not look names up again.
+    for key in (MODEL, TEACHER):
+        folder = str(value_at(config, key))
+        if is_snapshot(Path(folder)):
+            for_ranks.append(f"--{key}={folder}")
     print(f"[run] {started.ranks} rank(s), {config.job.config_file}", file=sys.stderr, flush=True)
     return launch.main([*for_launcher, "-m", PROGRAM, *for_ranks])
 

@@ -51,7 +51,8 @@ class Model:
 
     hf_assets_path: PathText = ""
     """Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json), the folder of a run, whose last
-    export is used, or the name of a checkpoint in torchtitan/assets"""
+    export is used, a model of the Hugging Face Hub such as Qwen/Qwen3-0.6B (or with @revision), which is downloaded
+    once, or the name of a checkpoint in torchtitan/assets"""
 
 
 @dataclass(config=TABLE)
@@ -253,7 +254,7 @@ class TeacherServer:
 @dataclass(config=TABLE)
 class Distill:
     teacher: PathText = ""
-    """Hugging Face checkpoint directory of the teacher (or the folder of a run, whose last export is used), which the
+    """Hugging Face checkpoint directory of the teacher (or what else model.hf_assets_path may be), which the
     trainer's ranks hold beside the policy; with a server, only its tokenizer is read"""
 
     server: TeacherServer = field(default_factory=TeacherServer)

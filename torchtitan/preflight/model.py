@@ -30,10 +30,10 @@ from torchtitan.models.shape.checkpoint_shape import (
 from torchtitan.models.shape.exports import SHIPPED
 from torchtitan.models.shape.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.preflight.check import Check
+from torchtitan.preflight.hub import is_snapshot
 from torchtitan.preflight.memory import check_memory
 
 KEY = "model.hf_assets_path"
-HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 TEACHER = "distill.teacher"
 
 
@@ -106,12 +106,6 @@ def _missing(check: Check) -> str:
     if not directory.is_dir():
         if directory.name in SHIPPED:
             return f" is not a directory; to have the checkpoint that comes with the package, give {directory.name}"
-        if HUB_NAME.fullmatch(path) and not directory.parent.is_dir():
-            folder = f"outputs/assets/{directory.name}"
-            return (
-                f" is not a directory here; if it is a model of the Hugging Face hub, download it: "
-                f"hf download {path} --local-dir {folder}, and give {folder}"
-            )
         parent = directory.parent
         siblings = [other.name for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
         return f" is not a directory (looked in {Path.cwd()}){nearest(directory.name, siblings)}"
@@ -128,7 +122,9 @@ def _missing(check: Check) -> str:
         return f": there is no config.json in it{reason}"
     if not (directory / "tokenizer.json").is_file():
         return ": there is no tokenizer.json in it"
-    if needs_model and not any(directory.glob("*.safetensors")):
+    # A plan downloads no weights.
+    needs_weights = needs_model and not (check.planning and is_snapshot(directory))
+    if needs_weights and not any(directory.glob("*.safetensors")):
         return f": there are no *.safetensors in it{reason}"
     return ""
 

@@ -26,6 +26,7 @@ from torchtitan.models.shape.costs import (
 )
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.checkpoint import untrained_parts, unusual_tokens
+from torchtitan.preflight.hub import lacking_weights
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import OTHER_DESCRIPTORS, connections, few_descriptors, size_text, tight_memory
 from torchtitan.preflight.roofline import training_roofline
@@ -155,6 +156,10 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     memory, version = estimate_memory(config, args, ranks), version_bytes(config, args)
     lines += [
         f"model: {args.num_parameters():,} parameters",
+        *(
+            f"{key}: {size_text(lack.size)} of weights of {lack.model} are downloaded before the run starts"
+            for key, lack in lacking_weights(config).items()
+        ),
         f"bytes per weight version: {version:,} ({size_text(version)}, {config.inference.dtype})",
         *_weight_sync(config, memory, version),
         f"memory estimate per rank: {_total(config, memory)}",

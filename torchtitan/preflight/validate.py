@@ -26,6 +26,7 @@ from torchtitan.config.optimizer_step import group_size
 from torchtitan.config.reading import OVERRIDES, Draft, Problem, read_command_line
 from torchtitan.config.reward_names import learns_from_rewards
 from torchtitan.config.rollout_tables import Sandbox
+from torchtitan.config.run_folders import resumed_folder
 from torchtitan.config.slurm import expand_servers
 from torchtitan.config.source_configs import source_configs
 from torchtitan.config.values import read_toml, show
@@ -34,6 +35,7 @@ from torchtitan.models.shape.compute_type import choose_types
 from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
 from torchtitan.preflight.checkpoint import check_checkpoint, untrained_parts, unusual_tokens
+from torchtitan.preflight.hub import HubFolders
 from torchtitan.preflight.inference import check_inference, check_weight_sync
 from torchtitan.preflight.memory import few_descriptors, tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
@@ -49,7 +51,7 @@ Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
 # A cap on the importance ratio above this value does not count as a bound.
 NO_BOUND = 10.0
-TEACHER = "distill.teacher"
+MODEL, TEACHER = "model.hf_assets_path", "distill.teacher"
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
@@ -94,17 +96,24 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     """
     config, problems = draft.build()
     config.inference.servers = expand_servers(config.inference.servers)
-    config.model.hf_assets_path = newest_export(config.model.hf_assets_path)
-    config.distill.teacher = newest_export(config.distill.teacher)
+    hub = HubFolders(config)
+    config.model.hf_assets_path = newest_export(hub.find(MODEL, config.model.hf_assets_path))
+    config.distill.teacher = newest_export(hub.find(TEACHER, config.distill.teacher))
     for source in config.source:
         if TEACHER in source.values:
-            source.values[TEACHER] = newest_export(source.values[TEACHER])
+            source.values[TEACHER] = newest_export(hub.find(TEACHER, source.values[TEACHER]))
+    problems += hub.problems
     config.rollout.replay = without_links(config.rollout.replay)
     config.lora.adapter_path = without_links(config.lora.adapter_path)
     draft.chosen = choose_types(config)
     if draft.is_complete:
+        lacking = hub.lacking(config)
         # The keys that were just reported now have their defaults.
-        problems += validate(config, planning, frozenset(problem.key for problem in problems))
+        problems += validate(config, planning or bool(lacking), frozenset(problem.key for problem in problems))
+        if lacking and not problems and not planning:
+            # A mistake is said before gigabytes are downloaded, and what needs the weights is checked after that.
+            hub.download_weights(lacking)
+            problems += hub.problems or validate(config)
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return config
@@ -425,7 +434,7 @@ def _check_files(check: Check) -> None:
     dump_folder = Path(config.job.dump_folder)
     unusable = not config.job.dump_folder or (dump_folder.exists() and not dump_folder.is_dir())
     refuse("job.dump_folder", unusable, "must be a folder, or a path where one can be made")
-    replay, resume = config.rollout.replay, config.checkpoint.resume
+    replay, folder = config.rollout.replay, resumed_folder(config)
     missing = replay and not (Path(replay) / "journal.jsonl").is_file()
     refuse("rollout.replay", missing, "must be a run folder with a journal.jsonl")
     if replay and not missing:
@@ -433,8 +442,7 @@ def _check_files(check: Check) -> None:
         # The trainer would score the samples at another temperature than they were sampled with.
         other = recorded is not None and recorded != config.rollout.temperature
         refuse("rollout.temperature", other, f"must be {recorded}, as of the samples of rollout.replay = {replay}")
-    if resume:
-        folder = dump_folder / "latest" if resume == "latest" else Path(resume)
+    if folder is not None:
         checkpoints = folder / CHECKPOINTS
         if not any(checkpoints.glob("step-*")):
             what = f"there is no checkpoint in {checkpoints}"

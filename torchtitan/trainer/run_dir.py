@@ -25,18 +25,18 @@ from typing import Any
 import xxhash
 
 from torchtitan.config.job_config import JobConfig, config_to_toml, table_types, value_at, with_values
+from torchtitan.config.run_folders import LATEST, launch_link, resumed_folder
 from torchtitan.config.sources import flat
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.exports import CHECKPOINTS, EXPORT_FOLDERS, clean_exports, set_aside, steps_in
 from torchtitan.rollout.data.prompts import FILE_ENDINGS
-from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
+from torchtitan.utils.child_process import LOSS_VARIABLE
 from torchtitan.utils.files import file_checksum, sync_folder, write_file
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
 CONFIG_FILE = "config.toml"
 DATASETS = ("rollout.dataset", "eval.dataset")
 # Keys whose values may be paths from the working folder.
@@ -83,13 +83,13 @@ def open_run_directory(config: JobConfig) -> Start:
     checkpoint = config.checkpoint
     try:
         root.mkdir(parents=True, exist_ok=True)
-        launch_link = _own_link(config)
-        if launch_link is not None and launch_link.exists():
+        link = launch_link(config)
+        if link is not None and link.exists():
             lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
             if not checkpoint.enable:
                 raise UserError(f"{lost}, and without checkpoint.enable = true there is no checkpoint to resume from")
-            saved = whole_steps(launch_link / CHECKPOINTS)
-            start = Start(str(launch_link.resolve()), NEWEST if saved else None, lost)
+            saved = whole_steps(link / CHECKPOINTS)
+            start = Start(str(link.resolve()), NEWEST if saved else None, lost)
         elif checkpoint.resume:
             start = Start(str(find_resumed(config)), checkpoint.load_step)
         else:
@@ -117,8 +117,8 @@ def claim(config: JobConfig, run_dir: str | Path) -> dict[str, str]:
 def _take(config: JobConfig, run_dir: Path) -> dict[str, str]:
     """Write the configuration, and the link by which ranks find the folder that this launch starts again."""
     changed = _write_config(run_dir, config)
-    if (launch_link := _own_link(config)) is not None:
-        _link(launch_link, run_dir)
+    if (link := launch_link(config)) is not None:
+        _link(link, run_dir)
     return changed
 
 
@@ -139,8 +139,8 @@ def locked(run_dir: Path) -> Iterator[None]:
 def find_resumed(config: JobConfig) -> Path:
     """The run folder that checkpoint.resume names, if it holds the checkpoint that is to be loaded; else UserError."""
     wanted, root = config.checkpoint.resume, Path(config.job.dump_folder)
-    path = root / LATEST if wanted == LATEST else Path(wanted)
-    if not path.is_dir():
+    path = resumed_folder(config)
+    if path is None or not path.is_dir():
         raise UserError(f"checkpoint.resume = {wanted!r}: there is no folder {path}. {_candidates(root, config)}")
     path = path.resolve()
     steps = whole_steps(path / CHECKPOINTS)
@@ -164,14 +164,6 @@ def new_epoch(run_dir: str | Path) -> str:
     with JsonLines(path, durable=True) as file:
         file.write({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()})
     return epoch
-
-
-def _own_link(config: JobConfig) -> Path | None:
-    """The link to the folder of this launch: the launcher's own, or one by the name that a person gave."""
-    launch = os.environ.get(LAUNCH_VARIABLE, "")
-    if os.path.isabs(launch):
-        return Path(launch)
-    return Path(config.job.dump_folder) / f".launch-{launch}" if launch else None
 
 
 def _fresh(root: Path, name: str) -> Path:

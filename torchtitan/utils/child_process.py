@@ -66,6 +66,8 @@ SECRET_NAME = re.compile(
     r"|(^|_)(PASS|AUTH|PAT|DSN)(_|$)|_PWD(_|$)|CONNECTION_STRING",
     re.I,
 )
+# Who checks the configuration downloads models of the Hub; the processes that it starts get folders.
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 SECRET_VALUE = re.compile(r"://[^/\s@]+@")
 PARENT_CHECK_SECONDS = 1.0
 # After SIGTERM the process ends by itself within this time, or is ended.
@@ -136,14 +138,16 @@ def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] 
     """Return the environment of a process that works for this one: ours with our package importable and `threads`
     compute threads.
 
-    secrets: names of variables with keys of the user that it needs, True for all of them. Keys of the run are in
-        `extra`, or the process does not get them.
+    secrets: names of variables with keys of the user that it needs, True for all of them but the Hub's. Keys of the
+        run are in `extra`, or the process does not get them.
     """
 
     def needed(name: str, value: str) -> bool:
         if not is_secret(name, value):
             return True
-        return not name.startswith("TORCHTITAN_") if secrets is True else name in secrets
+        if secrets is True:
+            return not name.startswith("TORCHTITAN_") and name not in HUB_TOKENS
+        return name in secrets
 
     environment = {
         name: value

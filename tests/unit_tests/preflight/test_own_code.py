@@ -225,7 +225,7 @@ def test_a_model_is_a_directory_or_the_hint_how_to_get_one(tmp_path: Path, monke
     train(model=model, overrides=small, dataset=rows)
     train(str(model), small, dataset=rows)
     assert [config.model.hf_assets_path for config in started] == [str(model)] * 2
-    with pytest.raises(UserError, match="hf download HuggingFaceTB/SmolLM2-135M --local-dir"):
+    with pytest.raises(UserError, match="hf download HuggingFaceTB/SmolLM2-135M"):
         train(model="HuggingFaceTB/SmolLM2-135M", overrides=small, dataset=rows)
 
 

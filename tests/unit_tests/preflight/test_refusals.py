@@ -164,7 +164,7 @@ oops | 'oops' does not belong to any
 --job.dump_folder job.toml | job.dump_folder = "job.toml" | must be a folder
 --job.name a/b | job.name = "a/b" | letters
 --model.hf_assets_path chekpoint | chekpoint | nearest: checkpoint
---model.hf_assets_path HuggingFaceTB/SmolLM2-135M | hf download HuggingFaceTB/SmolLM2-135M --local-dir
+--model.hf_assets_path HuggingFaceTB/SmolLM2-135M | hf download HuggingFaceTB/SmolLM2-135M
 --model.hf_assets_path '' | model.hf_assets_path = "" | config.json
 --model.name llama3 | model.name = "llama3" | qwen3 | auto
 --model.flavor 0.6 | model.flavor = "0.6" | nearest: 0.6B
