@@ -25,7 +25,7 @@ from torchtitan.config.teachers import teacher_directories
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import INDEX_FILE
-from torchtitan.models.shape.exports import ASSET_FILES, TEMPLATES_FOLDER
+from torchtitan.models.shape.exports import ASSET_FILES, SHIPPED, TEMPLATES_FOLDER
 from torchtitan.preflight.memory import size_text
 
 MAIN = "main"
@@ -56,7 +56,7 @@ def hub_model(path: str) -> HubModel | None:
     """Return the model of the Hub that `path` names; None for an empty path and for one of this machine.
 
     owner/model names one where there is no folder `owner`, owner/model@revision always, and so does the folder of a
-    snapshot that has gone from the cache. What exists here is never one.
+    snapshot that has gone from the cache. What exists here is never one, nor is a checkpoint of the package.
     """
     if not path or Path(path).exists():
         return None
@@ -64,7 +64,7 @@ def hub_model(path: str) -> HubModel | None:
         owner, name, commit = snapshot.groups()
         return HubModel(f"{owner}/{name}", commit)
     named = _NAME.fullmatch(path)
-    if named is None or path.startswith("."):
+    if named is None or path.startswith(".") or Path(path).name in SHIPPED:
         return None
     name, revision = named.groups()
     if revision is None and Path(path).parent.is_dir():
