@@ -185,6 +185,8 @@ def test_processes_that_start_together_download_every_file_once(hub: HubServer) 
         thread.join(PATIENCE_S)
     fetched = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
     assert len(fetched) == len(SMALL) + 1
+    # The others found it in the cache, and asked for nothing.
+    assert len([path for _, path, _ in hub.requests if "/tree/" in path]) == 1
 
 
 def test_ranks_get_the_folder_that_the_launcher_has_downloaded(
