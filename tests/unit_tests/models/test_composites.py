@@ -180,6 +180,15 @@ def test_files_without_text_are_linked_and_others_copied_in_pieces(
     assert (tmp_path / "export" / "preprocessor_config.json").is_file()
 
 
+def test_a_composite_without_weights_has_a_shape_and_is_not_loaded(tmp_path: Path) -> None:
+    directory = make_composite(tmp_path / "composite", "qwen3_5")
+    args = read_args(directory)
+    (directory / "model.safetensors").unlink()
+    assert read_args(directory) == args
+    with pytest.raises(UserError, match=r"no \*.safetensors files there"):
+        load_policy(directory)
+
+
 def test_an_export_is_refused_if_the_files_of_its_composite_are_gone_or_others(tmp_path: Path) -> None:
     directory, other = make_composite(tmp_path / "one", "gemma3"), make_composite(tmp_path / "other", "qwen3_5")
     policy = load_policy(directory)

@@ -77,10 +77,14 @@ class Composite:
 
 def read_text(directory: Path, config: dict[str, Any]) -> tuple[dict[str, Any], Composite | None]:
     """Return the text model's part of a checkpoint's config.json, and where it is in the files: all of it and None for
-    a checkpoint of text alone. Raises UserError for files that are missing or broken, or hold no text model."""
+    a checkpoint of text alone. Raises UserError for files that are broken, or hold no text model."""
     text = text_config(config)
     if text is config:
         return config, None
+    if not any(directory.glob("*.safetensors")):
+        # A plan needs no weights, and whoever loads them says that they are missing.
+        composite = Composite(str(config.get("model_type")), MODULE_STACK, HEAD, config=json.dumps(config))
+        return text | {"tie_word_embeddings": _is_tied(config, False)}, composite
     files = tensor_files(directory)
     stack = next((prefix for prefix in STACK_PREFIXES if prefix + EMBEDDING in files), None)
     if stack is None:
