@@ -285,7 +285,7 @@ def test_nine_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -
     config.model.name, config.model.flavor = "qwen3", "debug"
     args = find_flavor("qwen3", "debug")
     monkeypatch.setattr(
-        "torchtitan.models.parallelize.find_flavor", lambda *_: _with(args, num_hidden_layers=9, vocab_size=256)
+        "torchtitan.models.parallelize.read_shape", lambda *_: _with(args, num_hidden_layers=9, vocab_size=256)
     )
     dims = ParallelDims(1, 1, 1, world_size=1)
     packs = [[30, 17, 2], [9] * 4, [64], [5, 80, 41, 33, 2, 7]]
