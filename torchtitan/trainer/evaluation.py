@@ -7,7 +7,6 @@ is evaluated. Others are redone; if that is impossible, the evaluation is missin
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import hashlib
 import itertools
 import logging
@@ -35,8 +34,7 @@ PASSING_REWARD = 1.0
 # Figures of which several sets have the sum, not the mean.
 COUNTS = ("eval/prompts", "eval/samples", "eval/failed", "eval/lost", "eval/unscored", "eval/redone")
 # Failures of actors and reward workers that end an evaluation; any other exception is a defect of the program.
-# The three timeouts are one class from Python 3.11 on.
-FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
+FAILURES = (UserError, OSError, TimeoutError)
 
 
 class Evaluator:

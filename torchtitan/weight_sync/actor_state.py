@@ -51,9 +51,6 @@ class ActorState(enum.StrEnum):
     GIVEN_UP = "given_up"
     """It is out for good"""
 
-    def __str__(self) -> str:
-        return self.value
-
 
 # What an actor says of itself; the others are for those who watch it.
 REPORTED = (

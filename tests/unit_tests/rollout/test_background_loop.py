@@ -47,7 +47,7 @@ def test_a_timeout_raised_by_the_function_is_passed_on(loop: BackgroundLoop) -> 
     async def impatient() -> None:
         await asyncio.wait_for(asyncio.sleep(60.0), 0.01)
 
-    with pytest.raises(asyncio.TimeoutError):
+    with pytest.raises(TimeoutError):
         loop.call(impatient)
 
 

@@ -248,7 +248,7 @@ class InferencePool:
         self._asleep = True
         self._idle.clear()
         self._dispatch()
-        with contextlib.suppress(asyncio.TimeoutError):
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), inference.drain_timeout_s)
         timeout_s = inference.sleep_timeout_s
         await asyncio.gather(*(actor.sleep(inference.engine.sleep_level, timeout_s) for actor in self._actors))

@@ -165,7 +165,7 @@ class ActorServer(abc.ABC):
         """
         self._leaves, deadline = True, time.monotonic() + timeout_s
         while (has_joined() or self._in_progress) and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(asyncio.TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._released.wait(), min(left, POLL_SECONDS))
                 return
 

@@ -221,7 +221,7 @@ class Guest:
         while not stopped.is_set():
             if self.failure:
                 raise UserError(f"{self.failure} (--join-for)")
-            with contextlib.suppress(asyncio.TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), LOOK_S)
         await server.leave(self._leave_within_s, lambda: self._client.connected)
         self._runtime.post(self._client.leave)

@@ -207,7 +207,7 @@ class Rollouts:
     def _end(self) -> None:
         try:
             self.loop.call(self._close, timeout_s=CLOSE_TIMEOUT_S)
-        except (UserError, concurrent.futures.TimeoutError):
+        except (UserError, TimeoutError):
             logger.warning("rollouts did not stop within %g s; what is left ends with this process", CLOSE_TIMEOUT_S)
         finally:
             self.loop.close()
@@ -304,7 +304,7 @@ class BackgroundLoop:
         future = self.submit(function, *arguments)
         try:
             return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        except TimeoutError:
             if future.done():
                 raise  # the function itself raised it
             raise UserError(

@@ -43,7 +43,7 @@ class Refused(Exception):
 
 # Of an attempt; the last four are answers of another form.
 FAILURES = (
-    *(asyncio.TimeoutError, aiohttp.ClientError, Refused),
+    *(TimeoutError, aiohttp.ClientError, Refused),
     *(AttributeError, LookupError, TypeError, ValueError),
 )
 
