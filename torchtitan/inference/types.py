@@ -311,13 +311,6 @@ class Branch:
                 places += range(begin, end)
         return places
 
-    @property
-    def observed_at(self) -> list[int]:
-        """The place of every token that was given behind a sampled one: what tools and environments wrote."""
-        begin = len(self.segments[0].token_ids)
-        sampled = set(self.sampled_at)
-        return [place for place in range(begin, len(self)) if place not in sampled]
-
     def __len__(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
 

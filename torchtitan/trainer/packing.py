@@ -13,7 +13,7 @@ import torch
 
 from torchtitan.errors import UserError
 from torchtitan.grpo.objectives import Objective
-from torchtitan.inference.types import Branch, branch_routes
+from torchtitan.inference.types import Branch, Given, branch_routes
 from torchtitan.models.head.logit_tiles import KeptTokens
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.shape.mixture_args import MISSING
@@ -55,10 +55,15 @@ def _routes(branch: Branch, args: ModelArgs) -> np.ndarray:
     return routes.reshape(tokens, layers, per_token)
 
 
+def token_array(branch: Branch) -> np.ndarray:
+    """int64 [tokens]: all tokens of a branch, given and sampled."""
+    return np.concatenate([np.array(segment.token_ids, np.int64) for segment in branch.segments])
+
+
 def identities(branch: Branch, replayed: ModelArgs | None) -> np.ndarray:
     """uint64 [tokens - 1]: equal numbers, behind equal ones, are tokens that the policy computes alike. With routing
     replay a token's experts are a part of it, as a 64-bit multilinear hash (Carter & Wegman 1979)."""
-    found = np.array(branch.token_ids[:-1], np.uint64)
+    found = token_array(branch)[:-1].view(np.uint64)
     if replayed is not None:
         routes = _routes(branch, replayed).reshape(len(found), -1).astype(np.uint64)
         factors = np.random.default_rng(0).integers(2**64, size=routes.shape[1], dtype=np.uint64)
@@ -69,8 +74,10 @@ def identities(branch: Branch, replayed: ModelArgs | None) -> np.ndarray:
 def teachers_tokens(branch: Branch) -> np.ndarray:
     """uint64 [tokens]: the inputs of a teacher that reads a hint in place of the branch's prompt, if it has one."""
     prompt, hint = len(branch.segments[0].token_ids), branch.sampled[0].hint_ids if branch.sampled else None
-    token_ids = branch.token_ids
-    return np.array((token_ids[:prompt] if hint is None else hint) + token_ids[prompt:-1], np.uint64)
+    token_ids = token_array(branch)[:-1]
+    if hint is not None:
+        token_ids = np.concatenate((np.array(hint, np.int64), token_ids[prompt:]))
+    return token_ids.view(np.uint64)
 
 
 def balanced_bins(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
@@ -196,7 +203,14 @@ class MicroBatch:
 
 def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
     """How many of a sample's tokens enter the loss: all sampled ones, or none."""
-    return 0 if mask_truncated and sample.finish_reason == "length" else len(sample.completion_ids)
+    if mask_truncated and sample.finish_reason == "length":
+        return 0
+    return sum(map(sampled_tokens, sample.branches))
+
+
+def sampled_tokens(branch: Branch) -> int:
+    """How many tokens of a branch were sampled."""
+    return sum(len(completion.token_ids) for completion in branch.sampled)
 
 
 def turn_advantages(sample: Sample, branch: Branch) -> list[float]:
@@ -230,50 +244,55 @@ def pack(
     names of those whose log-probs are judged.
     """
     number_of = {name: number for number, name in enumerate(actors)}
-    identified = [identities(branch, replayed) for _, branch in rows]
+    tokens_of = [token_array(branch) for _, branch in rows]
+    if replayed is None:
+        identified = [tokens[:-1].view(np.uint64) for tokens in tokens_of]
+    else:
+        identified = [identities(branch, replayed) for _, branch in rows]
     runs = merge(identified) if merged else keep_apart(identified)
-    targets: list[int] = []
-    active: list[int] = []
-    sequence: list[int] = []
-    advantages: list[float] = []
-    behaviour: list[float] = []
-    token_weights: list[float] = []
-    same: list[bool] = []
-    sampled_by: list[int] = []
-    kept_ids: list[list[int]] = []
+    # Arrays of whole completions: a step trains some 100,000 tokens, and the GPU waits meanwhile.
+    columns = _Columns()
     trained: list[Branch] = []
-    taught: list[float] = []
-    observed: list[int] = []
-    observed_targets: list[int] = []
+    kept_ids: list[list[int]] = []
+    truncated = any(completion.kept_token_ids for _, branch in rows for completion in branch.sampled)
     for number, ((sample, branch), weight) in enumerate(zip(rows, weights, strict=True)):
-        token_ids, places = branch.token_ids, branch.sampled_at
-        if not trained_tokens(sample, mask_truncated) or not places:
+        if not trained_tokens(sample, mask_truncated) or not sampled_tokens(branch):
             continue
         trained.append(branch)
-        active += runs.places[number][np.array(places) - 1].tolist()
-        targets += [token_ids[place] for place in places]
-        if observation_weight and (observed_at := branch.observed_at):
-            observed += runs.places[number][np.array(observed_at) - 1].tolist()
-            observed_targets += [token_ids[place] for place in observed_at]
-        for completion, advantage in zip(branch.sampled, turn_advantages(sample, branch), strict=True):
-            advantages += [advantage] * len(completion.token_ids)
-            kept_ids += completion.kept_token_ids or [[]] * len(completion.token_ids)
-            behaviour += completion.log_probs
-            taught += completion.teacher_log_probs or []
-        sequence += [number] * len(places)
-        token_weights += [weight] * len(places)
         # Tokens that follow those of an older version may have been sampled with its KV cache.
         of_version = all(span.version == version for span in sample.spans)
-        same += [of_version] * len(places)
-        for completion in branch.sampled:
-            known = of_version and completion.asked_at is not None and completion.asked_at >= version
-            judged = number_of.get(completion.actor, len(actors)) if known else len(actors)
-            sampled_by += [judged] * len(completion.token_ids)
-    inputs = [len(branch) - 1 for _, branch in rows]
+        advantages = iter(turn_advantages(sample, branch))
+        end = 0
+        for place, segment in enumerate(branch.segments):
+            begin, end = end, end + len(segment.token_ids)
+            predicted, predicting = tokens_of[number][begin:end], runs.places[number][max(begin - 1, 0) : end - 1]
+            if isinstance(segment, Given):
+                if place and observation_weight:
+                    columns.observed.append(predicting)
+                    columns.observed_targets.append(predicted)
+                continue
+            count = end - begin
+            known = of_version and segment.asked_at is not None and segment.asked_at >= version
+            actor = number_of.get(segment.actor, len(actors)) if known else len(actors)
+            columns.active.append(predicting)
+            columns.targets.append(predicted)
+            columns.behaviour.append(np.array(segment.log_probs, np.float32))
+            columns.taught.append(np.array(segment.teacher_log_probs or (), np.float32))
+            for column, value in (
+                (columns.sequence, np.int64(number)),
+                (columns.advantages, np.float32(next(advantages))),
+                (columns.weights, np.float32(weight)),
+                (columns.same_version, np.bool_(of_version)),
+                (columns.sampled_by, np.int64(actor)),
+            ):
+                column.append(np.full(count, value))
+            if truncated:
+                kept_ids += segment.kept_token_ids or [[]] * count
+    inputs = [len(tokens) - 1 for tokens in tokens_of]
     occurrences = np.zeros(max(sum(runs.lengths), 1), np.int64)
     for path in runs.places:
         occurrences[path] += 1
-    tokens = [token for number, first, end in runs.sources for token in rows[number][1].token_ids[first:end]]
+    tokens = [tokens_of[number][first:end] for number, first, end in runs.sources] or [np.zeros(1, np.int64)]
     routes, routed = None, (0, 0)
     if replayed is not None:
         routes = packed_routes([branch for _, branch in rows], replayed)
@@ -281,32 +300,56 @@ def pack(
         of_rows = routes.split(inputs or [1])
         routes = torch.cat([of_rows[number][first:end] for number, first, end in runs.sources or [(0, 0, 1)]])
         routes = routes.to(device)
-    integers = functools.partial(torch.tensor, dtype=torch.int64, device=device)
-    floats = functools.partial(torch.tensor, dtype=torch.float32, device=device)
+    joined = functools.partial(_joined, device)
+    observed = joined(columns.observed, np.int64)
+    taught = joined(columns.taught, np.float32)
     return MicroBatch(
         routes=routes,
         routed=routed,
         occurrences=torch.from_numpy(occurrences).to(device),
         num_sequences=max(len(rows), 1),
         inputs=sum(inputs),
-        teacher_log_probs=floats(taught) if taught else None,
-        token_ids=integers(tokens or [0]),
-        targets=integers(targets),
+        teacher_log_probs=taught if len(taught) else None,
+        token_ids=joined(tokens, np.int64),
+        targets=joined(columns.targets, np.int64),
         layout=PackedLayout(runs.lengths or [1], device, runs.parents or [-1]),
-        active=integers(active),
-        sequence=integers(sequence),
-        advantages=floats(advantages),
-        behaviour_log_probs=floats(behaviour),
-        weights=floats(token_weights),
-        same_version=torch.tensor(same, dtype=torch.bool, device=device),
-        actors=integers(sampled_by),
-        observed=integers(observed),
-        observed_targets=integers(observed_targets),
+        active=joined(columns.active, np.int64),
+        sequence=joined(columns.sequence, np.int64),
+        advantages=joined(columns.advantages, np.float32),
+        behaviour_log_probs=joined(columns.behaviour, np.float32),
+        weights=joined(columns.weights, np.float32),
+        same_version=joined(columns.same_version, np.bool_),
+        actors=joined(columns.sampled_by, np.int64),
+        observed=observed,
+        observed_targets=joined(columns.observed_targets, np.int64),
         observation_weight=observation_weight,
-        kept=KeptTokens.from_rows([*kept_ids, *([] for _ in observed)], device),
+        kept=KeptTokens.from_rows([*kept_ids, *([] for _ in observed)], device) if truncated else None,
         trained=trained,
         teacher=teacher,
     )
+
+
+@dataclass
+class _Columns:
+    """What `pack` collects for the fields of MicroBatch: an array for each completion, or for what was observed behind
+    one."""
+
+    active: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
+    sequence: list[np.ndarray] = field(default_factory=list)
+    advantages: list[np.ndarray] = field(default_factory=list)
+    behaviour: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
+    same_version: list[np.ndarray] = field(default_factory=list)
+    sampled_by: list[np.ndarray] = field(default_factory=list)
+    taught: list[np.ndarray] = field(default_factory=list)
+    observed: list[np.ndarray] = field(default_factory=list)
+    observed_targets: list[np.ndarray] = field(default_factory=list)
+
+
+def _joined(device: torch.device, arrays: list[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
+    joined = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+    return torch.from_numpy(joined.astype(dtype, copy=False)).to(device)
 
 
 def micro_batches(
@@ -348,8 +391,10 @@ def micro_batches(
         for branch in sample.branches:
             rows.append((sample, branch))
             weights.append(weight)
-            active.append(len(branch.sampled_at) if count else 0)
-            observed.append(len(branch.observed_at) if active[-1] else 0)
+            sampled = sampled_tokens(branch)
+            active.append(sampled if count else 0)
+            given_behind = len(branch) - sampled - len(branch.segments[0].token_ids)
+            observed.append(given_behind if active[-1] else 0)
             taught.append(teacher)
     # Tokens that the head computes something for.
     headed = active
