@@ -530,7 +530,7 @@ def test_an_engine_in_the_ranks_answers_through_its_pool(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", SERVERS)
 def test_an_engine_with_actors_has_no_part_in_the_ranks(name: str, tmp_path: Path) -> None:
     engine: EngineDescriptor = load_engine(name)
-    with engine.open_in_rank(config_of(name), None, tmp_path) as replica:  # type: ignore[arg-type]
+    with engine.open_in_rank(config_of(name), tmp_path) as replica:
         assert replica is None
     assert engine.open_pool(config_of(name), "e1", 1) is None
     assert isinstance(engine.make_client("http://127.0.0.1:1", TOKEN), ActorClient)

@@ -21,7 +21,6 @@ from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.validate import load_config
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.weight_path import open_weight_path
 
 # Here, and so once for all ranks: it takes most of an engine's start.
@@ -49,10 +48,9 @@ class Colocated:
         self.dims = ParallelDims.from_config(self.config.parallelism, device.world_size(), device.rank())
         device.seed_everything(3)
         self.policy = build_policy(self.config, self.dims)
-        optimizer = build_optimizer(self.policy, self.config.optimizer)
         before = draws_to_come()
         SET_THREADS(THREADS)
-        self._opened = open_replica(self.config, optimizer, Path(folder))
+        self._opened = open_replica(self.config, Path(folder))
         replica = self._opened.__enter__()
         assert replica is not None
         self.replica: Replica = replica

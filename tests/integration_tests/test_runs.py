@@ -249,7 +249,7 @@ def test_actors_sleep_while_the_trainer_trains(debug_checkpoint: Path, processes
     devices freed together, and every step waits for all actors that have joined."""
     run = start(
         processes, debug_checkpoint, tmp_path, ENDLESS, "--grpo.async_weight_update", "false", "--eval.interval", "2",
-        "--inference.embedded.sleep_level", "2", "--parallelism.tensor_parallel_degree", "2", ranks=2,
+        "--inference.sleep_level", "2", "--parallelism.tensor_parallel_degree", "2", ranks=2,
     )  # fmt: skip
 
     def versions(row: dict[str, Any]) -> set[int | None]:

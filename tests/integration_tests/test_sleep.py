@@ -46,7 +46,7 @@ class SleepingRun(Run):
 @contextlib.contextmanager
 def sleeping(config: JobConfig, policy: Decoder, run_dir: Path, level: int = 1) -> Iterator[SleepingRun]:
     config.grpo.async_weight_update = False
-    config.inference.engine.sleep_level = level
+    config.inference.sleep_level = level
     # A group that is redone or waits for its reward may be of the version before; here it is dropped then.
     config.rollout.max_staleness = 0
     config.inference.drain_timeout_s, config.inference.sleep_timeout_s = 30.0, 30.0

@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.values import TABLE, Count, EngineOptions, NotNegative, PathText, Range
-
-SleepLevel = Annotated[int, Range(0, 2)]
+from torchtitan.config.values import TABLE, Count, EngineOptions, NotNegative, PathText
 
 
 class EngineTable:
@@ -22,8 +20,6 @@ class EngineTable:
     python: str = ""
     tensor_parallel_size: int = 1
     memory_gb: float = 0.0
-    sleep_level: int = 0
-    offload_optimizer: bool = False
     route: str = "auto"
     exact: bool = False
 
@@ -41,11 +37,6 @@ class PassedOptions(EngineTable):
 
     memory_gb: NotNegative = 0.0
     """KV cache of one actor, in GiB; 0 derives it from the available memory"""
-
-    sleep_level: SleepLevel = 0
-    """While the trainer trains, the engines free their KV cache and their weights, which 1 keeps in host memory and 2
-    drops; 0 frees nothing. Servers that the run starts then use the ranks' GPUs (and need grpo.async_weight_update =
-    false)"""
 
 
 @dataclass(config=TABLE)

@@ -28,7 +28,7 @@ def is_colocated(config: JobConfig) -> bool:
 def shares_devices(config: JobConfig) -> bool:
     """Whether the servers that the run starts have the ranks' own GPUs, in turns with the trainer."""
     spec, inference = config.inference.spec, config.inference
-    takes_turns = spec.on_gpus and not spec.in_ranks and inference.engine.sleep_level > 0
+    takes_turns = spec.on_gpus and not spec.in_ranks and inference.sleep_level > 0
     return takes_turns and not inference.servers and has_engines(config)
 
 
@@ -44,7 +44,7 @@ def stages_on_device(config: JobConfig) -> bool:
 
 def sleeps_between_batches(config: JobConfig) -> bool:
     """Whether actors that are processes of their own sleep while the trainer trains."""
-    return has_engines(config) and not config.inference.spec.in_ranks and config.inference.engine.sleep_level > 0
+    return has_engines(config) and not config.inference.spec.in_ranks and config.inference.sleep_level > 0
 
 
 def verification(config: JobConfig) -> str:
@@ -65,6 +65,6 @@ def allocator_settings(config: JobConfig) -> str:
         settings.append("expandable_segments:True")
     # Pinned blocks of more than 1 MiB then have the size that was asked for, not the next power of two, and go back to
     # the system when they are freed. FSDP2's offload and vLLM's sleep of level 1 take new ones all the time.
-    if config.training.enable_cpu_offload is not True and not (colocated and config.inference.engine.sleep_level == 1):
+    if config.training.enable_cpu_offload is not True and not (colocated and config.inference.sleep_level == 1):
         settings.append("pinned_max_cached_size_mb:1")
     return ",".join(settings)

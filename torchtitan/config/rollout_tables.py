@@ -323,6 +323,11 @@ class Inference:
     """Apply new weights while requests run (in_flight; tokens are tagged with their version), or after running requests
     have finished (drain)"""
 
+    sleep_level: Annotated[int, Range(0, 2)] = 0
+    """While the trainer trains, the engines free their KV cache and their weights, which 1 keeps in host memory and 2
+    drops; 0 frees nothing. Servers that the run starts then use the ranks' GPUs. All but a colocated engine need
+    grpo.async_weight_update = false"""
+
     drain_timeout_s: Positive = 5.0
     """How long running requests may take to finish: with update_mode = drain before the weights are applied in flight
     all the same, with sleep_level before their actor sleeps; if they do not finish, it stays awake"""

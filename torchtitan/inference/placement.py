@@ -166,19 +166,15 @@ def check_fits(config: JobConfig, memory: EngineMemory) -> None:
     if memory.kv_cache < memory.kv_one_sequence:
         raise UserError(
             "the engine does not fit beside the trainer: no room for one sequence of training.seq_len = "
-            f"{config.training.seq_len} in its KV cache. Raise tensor_parallel_size or sleep_level of "
-            f"[inference.{config.inference.backend}], and set offload_optimizer for a colocated one (--dry-run shows "
-            "the memory plan)"
+            f"{config.training.seq_len} in its KV cache. Raise {config.inference.engine_key('tensor_parallel_size')} "
+            "or inference.sleep_level, or set training.enable_cpu_offload (--dry-run shows the memory plan)"
         )
 
 
 def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
     """Bytes that the trainer keeps on its device while the engine's KV cache is there."""
-    parts = (
-        {"parameters", "reference", "optimizer", "slots"} if config.inference.engine.sleep_level else set(vars(memory))
-    )
-    parts -= parts_on_host(config) | ({"optimizer"} if config.inference.engine.offload_optimizer else set())
-    return sum(getattr(memory, part) for part in parts)
+    kept = {"parameters", "reference", "optimizer", "slots"} if config.inference.sleep_level else set(vars(memory))
+    return sum(getattr(memory, part) for part in kept - parts_on_host(config))
 
 
 def device_bytes_of_driver() -> int | None:

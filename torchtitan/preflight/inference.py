@@ -38,8 +38,8 @@ def check_inference(check: Check) -> None:
         check.say(inference.engine_key("args"), f"{inference.engine_key('args')}: {text}")
     samples_in_training = config.grpo.async_weight_update and not config.inference.spec.in_ranks
     text = f"needs grpo.async_weight_update = false (or {checks.engines_in_ranks()}): else actors sample meanwhile"
-    if inference.engine.sleep_level and samples_in_training:
-        refuse(inference.engine_key("sleep_level"), True, text)
+    if inference.sleep_level and samples_in_training:
+        refuse("inference.sleep_level", True, text)
     for key, text in load_transport(config.weight_sync.transport).problems(config, lambda: engine_python(config)):
         refuse(key, True, text)
 
@@ -78,8 +78,8 @@ def _check_discover(check: Check) -> None:
     config, text = check.config, ""
     if config.inference.spec.in_ranks or not has_engines(config):
         text = "needs an engine with actors, and rollouts"
-    elif config.inference.engine.sleep_level:
-        text = f"needs {config.inference.engine_key('sleep_level')} = 0: an actor may come while the others sleep"
+    elif config.inference.sleep_level:
+        text = "needs inference.sleep_level = 0: an actor may come while the others sleep"
     elif not check.planning and not os.environ.get(TOKEN_VARIABLE):
         text = f"needs {TOKEN_VARIABLE} in the environment, the token that actors join with"
     check.refuse("inference.discover", bool(text), text)
@@ -114,7 +114,7 @@ def check_weight_sync(check: Check) -> None:
     elif sleeps_between_batches(config):
         # Falling asleep and waking have their own time, and the last quarter is for the next command.
         longest = 0.75 * limit - config.inference.sleep_timeout_s
-        text = f"must be less than {longest:g} with {config.inference.engine_key('sleep_level')}, by "
+        text = f"must be less than {longest:g} with inference.sleep_level, by "
         text += f"comm.train_timeout_seconds = {limit}: other ranks wait in a collective meanwhile"
         refuse("weight_sync.blocking_timeout_s", sync.blocking_timeout_s >= longest, text)
         refuse("inference.drain_timeout_s", config.inference.drain_timeout_s >= longest, text)

@@ -278,7 +278,7 @@ def _check_sft(check: Check) -> None:
         ("entropy_coefficient", grpo.entropy_coefficient > 0, "0"),
     ):
         refuse(f"grpo.{key}", asked, f"must be {off} {stage}")
-    shared = config.inference.spec.in_ranks or config.inference.engine.sleep_level > 0
+    shared = config.inference.spec.in_ranks or config.inference.sleep_level > 0
     text = "needs actors that do not sleep: training steps do not wait for them"
     refuse("sft.sample", config.sft.sample and shared, text)
     refuse("sft.sample", config.sft.sample and not config.eval.enable, "needs eval.enable = true")

@@ -234,12 +234,12 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     """Describe the memory of an engine that shares the trainer's device, in both halves of a step."""
     device_bytes = device_bytes_of_driver()
     planned = device_bytes or PLANNED_DEVICE
-    engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.engine.sleep_level else None)
+    engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.sleep_level else None)
     assert engine is not None
     inference = config.inference
     beside = beside_generation(config, memory)
-    on_host = inference.engine.offload_optimizer or "optimizer" in parts_on_host(config)
-    training = on_device(config, memory) + engine.stays + (0 if inference.engine.sleep_level else engine.total)
+    on_host = "optimizer" in parts_on_host(config)
+    training = on_device(config, memory) + engine.stays + (0 if inference.sleep_level else engine.total)
     generating = beside + engine.stays + engine.total
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
     fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, there is no room for one sequence"
@@ -247,7 +247,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     cut = (
         "" if engine.kv_cache == engine.kv_wanted else f" of {size_text(engine.kv_wanted)} for inference.max_sequences"
     )
-    level = inference.engine.sleep_level
+    level = inference.sleep_level
     asleep = {0: "", 1: f", {size_text(engine.weights)} of weights in host memory meanwhile", 2: ""}
     return [
         f"{'colocated engine per rank' if is_colocated(config) else 'engine per GPU'}: {size_text(engine.total)}{fits}",

@@ -364,9 +364,7 @@ class TrainingJob:
         restored = self._build_trainer(start, None if data is None else data.tokenizer)
         every = config.metrics.profile_freq
         self._profiler = self._closing.enter_context(profile(every, self.run_dir, rank, self.version))
-        self.replica = self._closing.enter_context(
-            engine_of(config).open_in_rank(config, self.trainer.optimizer, self.run_dir)
-        )
+        self.replica = self._closing.enter_context(engine_of(config).open_in_rank(config, self.run_dir))
         path = open_weight_path(config, self.trainer.policy, epoch, token, self.run_dir, self.replica)
         self.weights = self._closing.enter_context(path)
         self.sync = self.weights if isinstance(self.weights, WeightSync) else None

@@ -38,6 +38,6 @@ def test_ranks_set_up_allocators_for_what_shares_their_memory(
 ) -> None:
     config = JobConfig()
     config.inference.backend, config.weight_sync.transport = backend, transport
-    config.inference.engine.sleep_level = level
+    config.inference.sleep_level = level
     config.training.enable_cpu_offload = offload  # type: ignore[assignment]
     assert allocator_settings(config) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import re
 import weakref
@@ -16,7 +15,6 @@ import torch
 from tests.distributed_launcher import run_distributed
 from tests.patience import until
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed import device
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.colocated import vllm_engine
@@ -85,37 +83,6 @@ def test_sharded_optimizer_state_is_moved_too() -> None:
     assert all(map(all, run_distributed("tests.unit_tests.inference.test_colocated_memory:offload_sharded", 2)))
 
 
-def test_a_resumed_optimizer_is_away_before_the_engine_is_built(
-    config: JobConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.AdamW([weight])
-    weight.sum().backward()
-    optimizer.step()
-    moments = [weakref.ref(state) for state in optimizer.state[weight].values() if state.numel() > 1]
-    left = []
-
-    class Engine:
-        def __init__(self, *_arguments: object, **_named: object):
-            left.append([one() for one in moments])
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(vllm_engine, "VllmEngine", Engine)
-    monkeypatch.setattr(device, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(device, "ensure_process_group", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(total_memory=80 * GIB))
-    config.inference.engine.offload_optimizer, config.inference.engine.sleep_level = True, 1
-    with vllm_engine.open_replica(config, optimizer, tmp_path) as replica:
-        assert left == [[None, None]] and replica is not None
-        replica._sleeps = False
-        replica.release_memory()
-    on_host = list(replica._offload._on_host.values())
-    again = [state for state in optimizer.state[weight].values() if state.numel() > 1]
-    assert len(again) == len(on_host) == 2 and not any(map(operator.is_, again, on_host))
-
-
 # Memory and arguments
 
 QWEN_7B = ModelArgs(
@@ -171,13 +138,14 @@ def config(monkeypatch: pytest.MonkeyPatch) -> JobConfig:
 
 
 def test_plan_shows_both_halves_of_a_step(config: JobConfig) -> None:
-    config.inference.engine.sleep_level, config.inference.engine.offload_optimizer = 1, True
+    config.inference.sleep_level, config.training.enable_cpu_offload = 1, "optimizer"
     memory = estimate_memory(config, QWEN_7B, 8)
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters, ranks=8)
     text = describe_plan(config, 8)
     assert "actors: 2 × colocated (tensor parallel 4, bfloat16) on the ranks" in text
     assert f"gpu_memory_utilization: {engine.utilization(80 * GIB):.3f} on this machine's GPU of 80 GiB" in text
-    assert f"while training: {(memory.total + engine.overhead) / GIB:.2f} GiB, the engine asleep" in text
+    training = (memory.total - memory.optimizer + engine.overhead) / GIB
+    assert f"while training: {training:.2f} GiB, the engine asleep" in text
     generating = (memory.parameters + engine.total + engine.overhead) / GIB
     assert f"while generating: {generating:.2f} GiB, the optimizer's state in host memory" in text
     assert "slots per rank" not in text
@@ -186,7 +154,7 @@ def test_plan_shows_both_halves_of_a_step(config: JobConfig) -> None:
 @pytest.mark.parametrize("sleep_level", [0, 1])
 def test_plan_leaves_room_for_a_reference(config: JobConfig, monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
-    config.inference.engine.sleep_level = sleep_level
+    config.inference.sleep_level = sleep_level
 
     def planned() -> tuple[float, float, str]:
         text = describe_plan(config, 8)
@@ -211,7 +179,7 @@ def test_plan_counts_servers_that_sleep_like_colocated_engines(config: JobConfig
     config.inference.backend, config.inference.num_actors = "vllm", 2
     config.inference.engine.tensor_parallel_size = 4
     assert "engine per GPU" not in describe_plan(config, 8)
-    config.inference.engine.sleep_level, config.grpo.async_weight_update = 2, False
+    config.inference.sleep_level, config.grpo.async_weight_update = 2, False
     memory = estimate_memory(config, QWEN_7B, 8)
     kept = memory.parameters + memory.optimizer
     engine = engine_memory(config, QWEN_7B, 80 * GIB, kept, ranks=8)
@@ -227,7 +195,7 @@ def test_slots_and_staging_on_the_gpu_leave_less_for_the_kv_cache(
 ) -> None:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
     config.inference.backend, config.inference.num_actors = "vllm", 8
-    config.inference.engine.sleep_level, config.grpo.async_weight_update, config.inference.max_sequences = 2, False, 256
+    config.inference.sleep_level, config.grpo.async_weight_update, config.inference.max_sequences = 2, False, 256
     planned = {}
     for config.weight_sync.transport in ("tcp", "ipc"):
         planned[config.weight_sync.transport] = colocated_memory(config, 8, 80 * GIB)
@@ -242,7 +210,7 @@ def test_slots_and_staging_on_the_gpu_leave_less_for_the_kv_cache(
     # Training does not fit with this much beside it, and that is said.
     assert float(halves[0]) > 80 and "DOES NOT FIT, the GPU has 80.00 GiB" in halves[1] and float(halves[2]) < 80
     # On a GPU of its own, an engine leaves room for the version that arrives.
-    config.inference.engine.sleep_level, config.grpo.async_weight_update = 0, True
+    config.inference.sleep_level, config.grpo.async_weight_update = 0, True
     config.weight_sync.transport = "nccl"
     assert 0.5 < own_share(config, 80 * GIB) < 1 - version / (80 * GIB) and own_share(config, 400 * GIB) == 0.92
     share = own_share(config, 80 * GIB)
@@ -278,14 +246,14 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     config.inference.backend = "vllm"
     config.inference.engine.tensor_parallel_size = 4
     assert share_beside_trainer(config) == 0
-    config.inference.engine.sleep_level, config.grpo.async_weight_update = 1, False
+    config.inference.sleep_level, config.grpo.async_weight_update = 1, False
     memory = estimate_memory(config, QWEN_7B, 8)
     kept = memory.parameters + memory.optimizer
     engine = engine_memory(config, QWEN_7B, 80 * GIB, kept, ranks=8)
     assert share_beside_trainer(config) == engine.utilization(80 * GIB)
     # SGLang's fraction leaves activations and graphs out.
     config.inference.backend = "sglang"
-    config.inference.engine.tensor_parallel_size, config.inference.engine.sleep_level = 4, 1
+    config.inference.engine.tensor_parallel_size, config.inference.sleep_level = 4, 1
     left = share_beside_trainer(config) * 80 * GIB - engine.weights - engine.kv_cache
     assert 0 <= left < 0.001 * 80 * GIB
     config.inference.backend = "vllm"

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
-from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.inference.engines.replicas.replica import Replica, SampleRefused
 from torchtitan.inference.engines.replicas.replica_pool import ReplicaAnswer, Round, decode_answers, encode_answers
@@ -134,21 +133,19 @@ def test_no_token_with_other_weights_than_the_order_names() -> None:
 
 
 def test_memory_goes_back_and_forth() -> None:
-    """Weights wake for a version, the KV cache only when the optimizer's state has left."""
-    made, engine = replica(sleeps=True, offload=cast(OptimizerOffload, (moves := Moves())))
-    moves.calls = engine.calls
+    """Weights wake for a version, the KV cache only for its first tokens."""
+    made, engine = replica(sleeps=True)
     made.run(Round(LABEL, 1, [[]]))
-    assert engine.calls == ["away"]
-    engine.calls.clear()
+    assert engine.calls == []
     made.release_memory()
     made.release_memory()
-    assert engine.calls == ["sleep", "back", "back"]
+    assert engine.calls == ["sleep"]
     engine.calls.clear()
     made.load([], LABEL)
     assert engine.calls == ["wake weights", "load"]
     engine.calls.clear()
     made.run(Round(LABEL, 1, [[]]))
-    assert engine.calls == ["away", "wake kv_cache"]
+    assert engine.calls == ["wake kv_cache"]
 
 
 def hang_in_first_sleep() -> None:
@@ -166,16 +163,6 @@ def test_an_engine_that_does_not_fall_asleep_ends_its_rank_with_a_message() -> N
     assert ended.returncode == EXIT_RETRYABLE
     assert "did not fall asleep within 1 s (comm.init_timeout_seconds): this rank ends" in ended.stderr
     assert "in release_memory" in ended.stderr
-
-
-class Moves:
-    calls: list[str]
-
-    def away(self) -> None:
-        self.calls.append("away")
-
-    def back(self) -> None:
-        self.calls.append("back")
 
 
 def test_weights_that_sleep_has_dropped_do_not_generate() -> None:

@@ -68,7 +68,7 @@ def test_engines_get_the_gpus_that_ranks_leave_or_those_of_ranks_that_they_take_
     config = JobConfig()
     config.inference.backend = "vllm"
     assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["2", "3"]
-    config.inference.engine.sleep_level, config.grpo.async_weight_update = 1, False
+    config.inference.sleep_level, config.grpo.async_weight_update = 1, False
     assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(4)] == ["0", "1", "2", "3"]
     config.inference.engine.tensor_parallel_size = 2
     assert engine_devices(config, 1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
@@ -76,7 +76,7 @@ def test_engines_get_the_gpus_that_ranks_leave_or_those_of_ranks_that_they_take_
         engine_devices(config, 2)
     # Ranks on the CPU leave all, and engines without GPUs get none.
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
-    config.inference.engine.sleep_level = 0
+    config.inference.sleep_level = 0
     assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     config.inference.backend = "embedded"
     assert engine_devices(config, 0) == {}
@@ -157,7 +157,7 @@ def test_ipc_needs_engines_that_see_the_ranks_gpus(monkeypatch: pytest.MonkeyPat
     config.inference.backend, config.weight_sync.transport = "sglang", "ipc"
     for device, apart in (("cuda", True), ("cpu", True), ("cuda", False)):
         monkeypatch.setenv("TORCHTITAN_DEVICE", device)
-        config.inference.engine.sleep_level, config.grpo.async_weight_update = (0, True) if apart else (1, False)
+        config.inference.sleep_level, config.grpo.async_weight_update = (0, True) if apart else (1, False)
         check = Check(config, 1, planning=True)
         check_inference(check)
         assert any("see only their own GPUs" in one.text for one in check.problems) is (device == "cuda" and apart)

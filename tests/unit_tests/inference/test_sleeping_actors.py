@@ -107,7 +107,7 @@ class Sleeper(Liar):
 
 def make_config(**inference: Any) -> JobConfig:
     config = parity_config()
-    config.grpo.async_weight_update, config.inference.engine.sleep_level = False, 1
+    config.grpo.async_weight_update, config.inference.sleep_level = False, 1
     config.inference.sleep_timeout_s = config.inference.drain_timeout_s = 20.0
     vars(config.inference).update(inference)
     return config

@@ -67,8 +67,8 @@ oops | 'oops' does not belong to any
 --inference.vllm.tensor_parallel_size 2 | inference.vllm.tensor_parallel_size = 2 has no effect | is "embedded"
 --inference.backend sglang --inference.vllm.args.seed 1 | inference.vllm.args = {seed = 1} has no effect | is "sglang"
 --inference.embedded.python x | --inference.embedded.python is not a known key | nearest: inference.
---inference.embedded.sleep_level 1 | inference.embedded.sleep_level = 1 | needs grpo.async_weight_update = false
---inference.embedded.sleep_level 3 | inference.embedded.sleep_level = 3 | 0 to 2
+--inference.sleep_level 1 | inference.sleep_level = 1 | needs grpo.async_weight_update = false
+--inference.sleep_level 3 | inference.sleep_level = 3 | 0 to 2
 --inference.backend sglang --inference.sglang.route direct | --inference.sglang.route | inference.vllm.route
 --inference.backend sglang --inference.update_mode drain | update_mode = "drain" | cannot drain running requests
 --inference.backend vllm --inference.vllm.route agent --weight_sync.verify digest | verify = "digest" | use probe
@@ -81,8 +81,6 @@ oops | 'oops' does not belong to any
 --inference.discover | discover = true | TORCHTITAN_ACTOR_TOKEN
 --inference.backend colocated --inference.discover | discover = true | an engine with actors
 --inference.backend colocated --inference.servers http://127.0.0.1:1 | inference.servers | must be empty
---inference.backend colocated --inference.colocated.offload_optimizer --training.enable_cpu_offload \
-    | offload_optimizer = true | already
 --inference.vllm.args x | --inference.vllm.args.NAME VALUE
 --rollout.chat_template_kwargs.tools '[]' | chat_template_kwargs | must not have tools
 --inference.servers http://localhost:1 http://localhost:1 | named only once
@@ -366,14 +364,14 @@ def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.Monkey
 
 
 def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [*write_config(), "--inference.backend=colocated", "--inference.colocated.sleep_level=2"]
+    words = [*write_config(), "--inference.backend=colocated", "--inference.sleep_level=2"]
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
-    assert load_config(words).inference.engine.sleep_level == 2
+    assert load_config(words).inference.sleep_level == 2
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="sleep_level = 2 .* without an NVIDIA GPU"):
         load_config(words)
     # Plans are made on any machine.
-    assert load_config([*words, "--dry-run"]).inference.engine.sleep_level == 2
+    assert load_config([*words, "--dry-run"]).inference.sleep_level == 2
 
 
 def test_servers_sleep_only_where_every_step_waits_for_them(
@@ -381,13 +379,13 @@ def test_servers_sleep_only_where_every_step_waits_for_them(
 ) -> None:
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
     waiting = [*write_config(), "--grpo.async_weight_update=false"]
-    words = [*write_config(), "--inference.embedded.sleep_level=1"]
+    words = [*write_config(), "--inference.sleep_level=1"]
     blocking = [*words, "--grpo.async_weight_update=false"]
-    assert load_config(blocking).inference.engine.sleep_level == 1
+    assert load_config(blocking).inference.sleep_level == 1
     with pytest.raises(ConfigError, match="sleep_level = 1 .*async_weight_update = false"):
         load_config(words)
     for backend in ("vllm", "sglang"):
-        foreign = [*waiting, f"--inference.backend={backend}", f"--inference.{backend}.sleep_level=1"]
+        foreign = [*waiting, f"--inference.backend={backend}", "--inference.sleep_level=1"]
         with pytest.raises(ConfigError, match="sleep_level = 1 .*without an NVIDIA GPU"):
             load_config(foreign)
         # Servers that run already may have GPUs on machines of their own.
@@ -398,13 +396,13 @@ def test_servers_sleep_only_where_every_step_waits_for_them(
             load_config([*foreign, "--weight_sync.transport=nccl"])
         monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: False)
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
-    adapters = [*blocking, "--inference.embedded.sleep_level=2", "--lora.rank=4"]
+    adapters = [*blocking, "--inference.sleep_level=2", "--lora.rank=4"]
     with pytest.raises(ConfigError, match="sleep_level = 2 .*at most 1 with lora.rank"):
         load_config(adapters)
     monkeypatch.setenv("WORLD_SIZE", "2")
     load_config(blocking)
     with pytest.raises(
-        ConfigError, match="blocking_timeout_s = 70.0 .*must be less than 70 with inference.embedded.sleep_level"
+        ConfigError, match="blocking_timeout_s = 70.0 .*must be less than 70 with inference.sleep_level"
     ):
         load_config([*blocking, "--weight_sync.blocking_timeout_s=70"])
 

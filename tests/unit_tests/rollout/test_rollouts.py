@@ -410,7 +410,7 @@ def test_a_group_that_is_redone_asks_for_the_same_random_numbers() -> None:
 def test_actors_that_sleep_between_batches_generate_nothing_ahead() -> None:
     actors = FakeActors()
     config = make_config(max_staleness=2)
-    config.grpo.async_weight_update, config.inference.engine.sleep_level = False, 1
+    config.grpo.async_weight_update, config.inference.sleep_level = False, 1
     with running(config, actors) as rollouts:
         wait_until_quiet(actors)
         assert len(actors.served) == BATCH_GROUPS

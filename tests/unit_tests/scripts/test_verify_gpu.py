@@ -199,7 +199,7 @@ def test_figures_of_a_run_are_held_against_the_plan(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("scripts.verify_figures.device_bytes_of_driver", lambda: 80 * 2**30)
     config = JobConfig()
     config.model.name, config.model.flavor, config.inference.backend = "qwen3", "0.6B", "colocated"
-    config.inference.dtype, config.inference.engine.sleep_level = "bfloat16", 2
+    config.inference.dtype, config.inference.sleep_level = "bfloat16", 2
     (tmp_path / "config.toml").write_text(config_to_toml(config))
     step = {"step": 3, "memory/device_peak_gib": 20.0, "memory/device_reserved_gib": 25.0, "mfu": 0.3}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n" + json.dumps({"eval/x": 1}) + "\n")

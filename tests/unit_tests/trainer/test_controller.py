@@ -206,7 +206,7 @@ def test_actors_sleep_before_a_batch_and_wake_around_its_version(
     tmp_path: Path, sleep_level: int, skipped: bool
 ) -> None:
     config = JobConfig()
-    config.grpo.async_weight_update, config.inference.engine.sleep_level = False, sleep_level
+    config.grpo.async_weight_update, config.inference.sleep_level = False, sleep_level
     parts = Everything()
     controller = make(tmp_path, parts, config)
     parts.batch = Batch(0, [])

@@ -28,8 +28,8 @@ def missing(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, reason) of what this machine lacks to start the configuration's engine."""
     inference, engine = config.inference, engine_of(config)
     no_gpu = engine.spec.on_gpus and not inference.servers and not has_gpu()
-    if inference.engine.sleep_level and no_gpu:
-        yield inference.engine_key("sleep_level"), ON_CPU
+    if inference.sleep_level and no_gpu:
+        yield "inference.sleep_level", ON_CPU
     if config.grpo.routing_replay and has_engines(config) and no_gpu and not engine.features.reports_experts_on_cpu:
         text = f"needs a GPU with inference.backend = {engine.spec.name}: its CPU build cannot report the experts of "
         yield "grpo.routing_replay", text + "its tokens"
@@ -73,6 +73,8 @@ def _update_problems(config: JobConfig, engine: EngineDescriptor) -> Iterator[tu
         yield "inference.update_mode", text
     if inference.in_flight_kv not in features.in_flight_kv:
         yield "inference.in_flight_kv", f"must be {' or '.join(features.in_flight_kv)} with {name}"
+    if inference.sleep_level and not features.sleeps:
+        yield "inference.sleep_level", f"must be 0: {name} does not sleep"
     if config.grpo.routing_replay and has_engines(config) and not features.reports_experts:
         yield "grpo.routing_replay", _without_experts(engine)
 

@@ -22,8 +22,6 @@ from torchtitan.inference.types import Completion, EngineCall, GenerateRequest, 
 from torchtitan.utils.child_process import Starter
 
 if TYPE_CHECKING:
-    import torch
-
     from torchtitan.inference.engines.replicas.replica import Replica
     from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 
@@ -47,6 +45,8 @@ class Features:
     """What inference.in_flight_kv may be"""
     update_modes: tuple[str, ...] = ("in_flight", "drain")
     """What inference.update_mode may be"""
+    sleeps: bool = False
+    """Whether it frees memory while the trainer trains (inference.sleep_level)"""
     reports_experts: bool = False
     """Whether it says which experts each token had (grpo.routing_replay)"""
     reports_experts_on_cpu: bool = True
@@ -121,11 +121,8 @@ class EngineDescriptor:
 
     # Running in the trainer's ranks
 
-    def open_in_rank(
-        self, config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path
-    ) -> AbstractContextManager[Replica | None]:
-        """Open this rank's part of the engine (collective); None where the engine has actors. Raises
-        UserError."""
+    def open_in_rank(self, config: JobConfig, run_dir: Path) -> AbstractContextManager[Replica | None]:
+        """Open this rank's part of the engine (collective); None where the engine has actors. Raises UserError."""
         return contextlib.nullcontext()
 
     def open_pool(self, config: JobConfig, epoch: str, ranks: int) -> ReplicaPool | None:

@@ -243,7 +243,7 @@ class InferencePool:
         """Have the actors give their memory back, as its sleep_level says. Nothing is sent to them before
         wake("kv_cache"); what runs gets inference.drain_timeout_s to finish. Events say who stays awake."""
         inference = self._config.inference
-        if not inference.engine.sleep_level:
+        if not inference.sleep_level:
             return
         self._asleep = True
         self._idle.clear()
@@ -251,7 +251,7 @@ class InferencePool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), inference.drain_timeout_s)
         timeout_s = inference.sleep_timeout_s
-        await asyncio.gather(*(actor.sleep(inference.engine.sleep_level, timeout_s) for actor in self._actors))
+        await asyncio.gather(*(actor.sleep(inference.sleep_level, timeout_s) for actor in self._actors))
 
     async def wake(self, tag: Tag) -> None:
         """Have the actors take this part of their memory again, and those that wake before it; with the last one

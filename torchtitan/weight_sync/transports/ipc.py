@@ -38,7 +38,7 @@ class Ipc(Transport):
             yield (
                 "weight_sync.transport",
                 "engines that the run starts see only their own GPUs and cannot open the memory of the ranks' GPUs: "
-                "use tcp, or the engine's sleep_level (engines share the ranks' GPUs), or servers that see all GPUs "
+                "use tcp, or inference.sleep_level (engines share the ranks' GPUs), or servers that see all GPUs "
                 "(inference.servers)",
             )
 

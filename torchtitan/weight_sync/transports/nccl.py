@@ -47,7 +47,7 @@ class Nccl(Transport):
             yield key, text
         if shares_devices(config):
             text = "NCCL allows one member of a communicator per GPU"
-            yield key, f"must be {off_device()} or ipc with the engine's sleep_level: {text}"
+            yield key, f"must be {off_device()} or ipc with inference.sleep_level: {text}"
 
     def sending(self, runtime: Any, slots: Any, *about: Any) -> dict[str, Any]:
         from torchtitan.distributed.checksum import memory_tensor

@@ -14,8 +14,6 @@ from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 from torchtitan.inference.engines.vllm.engine import ENGINE
 
 if TYPE_CHECKING:
-    import torch
-
     from torchtitan.inference.engines.replicas.replica import Replica
 
 
@@ -23,6 +21,7 @@ class Colocated(EngineDescriptor):
     """vLLM in the trainer's own processes."""
 
     features = Features(
+        sleeps=True,
         any_family=False,
     )
     documentation: ClassVar[dict[str, str]] = {
@@ -43,16 +42,11 @@ class Colocated(EngineDescriptor):
         if ranks % inference.engine.tensor_parallel_size:
             text = f"must divide the {ranks} rank{'s' if ranks > 1 else ''} (NGPU)"
             yield inference.engine_key("tensor_parallel_size"), text
-        if inference.engine.offload_optimizer and config.training.enable_cpu_offload:
-            text = "training.enable_cpu_offload keeps the optimizer's state in host memory already"
-            yield inference.engine_key("offload_optimizer"), text
 
-    def open_in_rank(
-        self, config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path
-    ) -> AbstractContextManager[Replica | None]:
+    def open_in_rank(self, config: JobConfig, run_dir: Path) -> AbstractContextManager[Replica | None]:
         from torchtitan.inference.engines.colocated.vllm_engine import open_replica
 
-        return open_replica(config, optimizer, run_dir)
+        return open_replica(config, run_dir)
 
     def open_pool(self, config: JobConfig, epoch: str, ranks: int) -> ReplicaPool:
         return ReplicaPool(config, epoch, ranks // config.inference.engine.tensor_parallel_size)

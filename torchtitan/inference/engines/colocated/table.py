@@ -11,6 +11,3 @@ from torchtitan.config.values import TABLE
 @dataclass(config=TABLE)
 class Table(PassedOptions):
     """What vLLM in the trainer's processes has."""
-
-    offload_optimizer: bool = False
-    """The optimizer's state is in host memory while the engine generates"""

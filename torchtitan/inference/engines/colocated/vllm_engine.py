@@ -24,7 +24,6 @@ from torchtitan.config.engine_use import is_colocated
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import option_name
 from torchtitan.distributed import device
-from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.replicas.replica import Replica, SampleRefused
 from torchtitan.inference.engines.sidecar.foreign_engine import FINISHED, read_spans
@@ -266,7 +265,7 @@ def _log_into(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path) -> Iterator[Replica | None]:
+def open_replica(config: JobConfig, run_dir: Path) -> Iterator[Replica | None]:
     """Open this rank's part of the colocated engines (collective); None if actors are separate processes.
 
     Raises:
@@ -281,24 +280,14 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     total = torch.cuda.get_device_properties(device.device()).total_memory if on_gpu else None
     memory = colocated_memory(config, device.world_size(), total)
     check_fits(config, memory)
-    offload = OptimizerOffload(optimizer) if inference.engine.offload_optimizer and on_gpu else None
-    if offload is not None:
-        # Where a run resumes, there is a state already, and the engine would find less memory than it was promised.
-        offload.away()
     with own_sockets():
         engine = VllmEngine(
             engine_arguments(config, memory, total),
             log_file=run_dir / "logs" / f"vllm-{rank}.log",
-            sleep_level=inference.engine.sleep_level,
+            sleep_level=inference.sleep_level,
             keep_kv=inference.in_flight_kv == "keep",
         )
-        if inference.engine.offload_optimizer and not on_gpu:
-            logger.warning(
-                "inference.colocated.offload_optimizer does nothing on a CPU: the optimizer's state is in host memory"
-            )
-        replica = Replica(
-            engine, rank, inference.engine.tensor_parallel_size, inference.engine.sleep_level > 0, offload, config.comm
-        )
+        replica = Replica(engine, rank, inference.engine.tensor_parallel_size, inference.sleep_level > 0, config.comm)
         if rank == 0:
             logger.info("vLLM is up beside the trainer, %.2f GiB of KV cache per rank planned", memory.kv_cache / GIB)
         try:
@@ -341,7 +330,7 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         arguments["gpu_memory_utilization"] = memory.utilization(device_bytes)
         if inference.dtype != "float32":
             arguments["hf_overrides"] = dict(EXACT_HEAD)
-        arguments["enable_sleep_mode"] = inference.engine.sleep_level > 0
+        arguments["enable_sleep_mode"] = inference.sleep_level > 0
     for key, value in inference.engine.args.items():
         _set(arguments, option_name(key).replace("-", "_"), value)
     return arguments

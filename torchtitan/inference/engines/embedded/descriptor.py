@@ -31,6 +31,7 @@ class Embedded(EngineDescriptor):
     """Part of this package, for first experiments on a CPU."""
 
     features = Features(
+        sleeps=True,
         reports_experts=True,
         trainers_layers=True,
         any_family=False,
@@ -46,9 +47,9 @@ class Embedded(EngineDescriptor):
     }
 
     def problems(self, config: JobConfig, ranks: int) -> Iterator[tuple[str, str]]:
-        if config.inference.engine.sleep_level == 2 and config.lora.rank:
+        if config.inference.sleep_level == 2 and config.lora.rank:
             text = "must be at most 1 with lora.rank > 0: 2 would drop the base weights, which are never sent"
-            yield config.inference.engine_key("sleep_level"), text
+            yield "inference.sleep_level", text
 
     def digest_problem(self, config: JobConfig) -> str:
         if config.lora.rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.engine_tables import EngineTable, SleepLevel
+from torchtitan.config.engine_tables import EngineTable
 from torchtitan.config.values import TABLE
 
 
@@ -14,7 +14,3 @@ class Table(EngineTable):
 
     exact: bool = False
     """Rescore each completion with the trainer's own forward (slower): no mismatch if a single version sampled it"""
-
-    sleep_level: SleepLevel = 0
-    """With grpo.async_weight_update = false: while the trainer trains, actors free their KV cache, with 2 their weights
-    too; 0 frees nothing"""

@@ -2,7 +2,7 @@
 
 Ranks r, r + 1, … of a tensor-parallel group hold one replica of the model; the groups are data parallel. Trainer and
 engine take turns with the memory: before training on a batch, the engine goes to sleep; a new version wakes its
-weights; the first engine step after that wakes the rest, once the optimizer's state is offloaded.
+weights; the first engine step after that wakes the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed.collectives import gather_bytes
-from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.errors import EXIT_RETRYABLE
 from torchtitan.inference.engines.replicas.replica_pool import (
     ReplicaAnswer,
@@ -99,7 +98,6 @@ class Replica:
         rank: int,
         tensor_parallel_size: int,
         sleeps: bool = False,
-        offload: OptimizerOffload | None = None,
         comm: Comm | None = None,
     ):
         """comm: of the run, whose deadlines sleep and waking have."""
@@ -108,7 +106,6 @@ class Replica:
         self._engine = engine
         self._leads = rank % tensor_parallel_size == 0
         self._sleeps = sleeps
-        self._offload = offload
         self._asleep: list[Tag] = []
         self._comm = comm or Comm()
         self._has_done: set[str] = set()
@@ -140,20 +137,16 @@ class Replica:
         self._engine.load(weights, label)
 
     def release_memory(self) -> None:
-        """Prepare for training: the engine gives back its memory, and the optimizer's state returns."""
+        """Prepare for training: the engine gives back its memory."""
         if self._sleeps and not self._asleep:
             with self._deadline("fall asleep"):
                 self._engine.sleep()
             self._asleep = list(TAGS)
-        if self._offload is not None:
-            self._offload.back()
 
     def close(self) -> None:
         self._engine.close()
 
     def _wake_for_generation(self) -> None:
-        if self._offload is not None:
-            self._offload.away()
         if self._asleep and torch.cuda.is_available():
             # The allocator still holds what training has freed, but the engine takes its memory from the device.
             torch.cuda.empty_cache()

@@ -21,6 +21,7 @@ class SGLangServer(ServedEngine):
     features = Features(
         # Its pause either stops immediately or drops running requests.
         update_modes=("in_flight",),
+        sleeps=True,
         reports_experts=True,
     )
     documentation: ClassVar[dict[str, str]] = {

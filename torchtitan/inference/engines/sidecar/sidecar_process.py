@@ -92,7 +92,7 @@ def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     return [
         "--route", route,
         "--tensor-parallel-size", str(inference.engine.tensor_parallel_size),
-        "--sleep-level", str(inference.engine.sleep_level if sleeps_between_batches(config) else 0),
+        "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
         "--update-timeout", str((sync.apply_deadline(size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
         # These transports move a version from device to device.

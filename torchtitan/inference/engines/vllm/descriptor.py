@@ -33,6 +33,7 @@ class VLLMServer(ServedEngine):
 
     foreign = ENGINE
     features = Features(
+        sleeps=True,
         reports_experts=True,
         reports_experts_on_cpu=False,
     )
