@@ -1,12 +1,15 @@
 """Mutation testing: break one thing in a module, and see whether the tests notice. No file is changed.
 
-    python scripts/mutate.py --count 200 torchtitan/weight_sync/*/*.py -- tests/unit_tests/weight_sync
+    python scripts/mutate.py --sample 200 torchtitan/weight_sync/*/*.py -- tests/unit_tests/weight_sync
 
 First all tests run once, unbroken: they have to pass, and it is noted which functions each of them enters. Each mutant
 is a process of its own that gets the broken module where it imports it, as do all processes that it starts, and runs
 pytest -x over the tests that enter the broken function, the quickest first, then over those that start processes.
 Mutants are drawn evenly from the modules, by --seed; what only people read (log lines, texts of errors, annotations) is
 left alone. The last line is the share that died; survivors are printed with their line.
+
+With --state FILE, the outcome of each mutant is written down at once, and the same command goes on where it was
+stopped. The file belongs to one draw from unchanged modules; tests may change meanwhile, for the mutants that remain.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -273,6 +277,27 @@ def end_what_was_started(folder: str) -> None:
                 process.kill()
 
 
+class State:
+    """What a run has found so far, in a file where it has one."""
+
+    def __init__(self, path: Path | None, draw: str):
+        """draw: stands for the mutants and the tests. Raises ValueError if the file is of another draw."""
+        self._path = path
+        self.found: dict[str, Any] = {"draw": draw, "entered": None, "outcomes": []}
+        if path is not None and path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["draw"] != draw:
+                raise ValueError(f"{path} is of other modules, mutants or tests: name another file, or delete it")
+            self.found = found
+
+    def write(self) -> None:
+        """Replace the file, so that a run that is killed meanwhile leaves the one before."""
+        if self._path is not None:
+            temporary = self._path.with_name(f"{self._path.name}.tmp")
+            temporary.write_text(json.dumps(self.found), encoding="utf-8")
+            temporary.replace(self._path)
+
+
 def _is_own(module: ModuleType) -> bool:
     path = Path(getattr(module, "__file__", None) or "/").resolve()
     is_here = Path.cwd() in path.parents and "site-packages" not in path.parts and path.is_file()
@@ -283,21 +308,29 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("modules", nargs="+", type=Path)
-    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--sample", type=int, default=150, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, help="a file to go on from")
     parser.add_argument("--only", default="", help="only mutants whose description holds this")
     separator = sys.argv.index("--")
     options, tests = parser.parse_args(sys.argv[1:separator]), sys.argv[separator + 1 :]
     rng = random.Random(options.seed)
     drawn: list[Mutant] = []
     for number, path in enumerate(options.modules):
-        share = (options.count * (number + 1)) // len(options.modules) - (options.count * number) // len(
+        share = (options.sample * (number + 1)) // len(options.modules) - (options.sample * number) // len(
             options.modules
         )
         found = [one for one in mutants_of(path) if options.only in f"{one.path}:{one.line} {one.what}"]
         drawn += rng.sample(found, min(share, len(found)))
     # A run that is stopped has then drawn evenly, too.
     rng.shuffle(drawn)
+    named = [f"{mutant.path}:{mutant.line}  {mutant.what}" for mutant in drawn]
+    sources = [path.read_text(encoding="utf-8") for path in options.modules]
+    try:
+        state = State(options.state, hashlib.sha256(repr((sources, named, tests)).encode()).hexdigest())
+    except ValueError as error:
+        print(error)
+        return 2
     import pytest
 
     # This checkout's modules, wherever else they are installed.
@@ -309,16 +342,19 @@ def main() -> int:
     if pytest.main(["--collect-only", "-q", "--no-summary", "-p", "no:cacheprovider", *tests]):
         return 2
     again = users(".".join(options.modules[0].parts[:-1]))
-    entered = run_unbroken({mutant.path for mutant in drawn}, tests, again)
+    entered = state.found["entered"] = state.found["entered"] or run_unbroken(
+        {mutant.path for mutant in drawn}, tests, again
+    )
     if entered is None:
         print("the tests do not pass as they are")
         return 2
+    state.write()
 
-    alive = 0
-    for number, mutant in enumerate(drawn, start=1):
-        began, chosen, place = time.monotonic(), dict[str, tuple[bool, float]](), str(mutant.path)
+    outcomes = state.found["outcomes"]
+    for number in range(len(outcomes), len(drawn)):
+        mutant, began, chosen = drawn[number], time.monotonic(), dict[str, tuple[bool, float]]()
         for name, (seconds, starts, functions) in entered.items():
-            enters = any(path == place and first <= mutant.line <= last for path, first, last in functions)
+            enters = any(path == str(mutant.path) and first <= mutant.line <= last for path, first, last in functions)
             if enters or starts:
                 chosen[name] = not enters, seconds
         nodes = sorted(chosen, key=lambda name: chosen[name])
@@ -327,9 +363,15 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             survived = not nodes or survives(mutant, nodes, again, most, folder)
             end_what_was_started(folder)
-        alive += survived
-        what, text = "SURVIVED" if survived else "dead", f"{mutant.path}:{mutant.line}  {mutant.what}"
-        print(f"{number}/{len(drawn)} {what} {time.monotonic() - began:.1f} s, {len(nodes)} tests  {text}", flush=True)
+        outcomes.append(survived)
+        state.write()
+        what = "SURVIVED" if survived else "dead"
+        seconds = time.monotonic() - began
+        print(f"{number + 1}/{len(drawn)} {what} {seconds:.1f} s, {len(nodes)} tests  {named[number]}", flush=True)
+    for survived, name in zip(outcomes, named, strict=True):
+        if survived:
+            print(f"SURVIVED {name}")
+    alive = sum(outcomes)
     print(f"{len(drawn) - alive} of {len(drawn)} dead: {1 - alive / max(len(drawn), 1):.1%}")
     return 0
 
