@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, Manifest
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, plan_rank
+from torchtitan.weight_sync.transports import stores
 from torchtitan.weight_sync.transports.disk import Catalogue, Disk, SlotFiles, read_parts
 from torchtitan.weight_sync.transports.stores import Folder as FolderStore
 from torchtitan.weight_sync.transports.stores import store_of
@@ -317,6 +319,20 @@ def test_folder_has_one_owner(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/owner: File exists"):
         FolderStore(str(tmp_path / "file")).claim("run folder 1")
+
+
+def test_claim_of_a_folder_whose_disk_hangs_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "READ_SECONDS", 0.1)
+    answers = threading.Event()
+    monkeypatch.setattr(fcntl, "flock", lambda *_: answers.wait(PATIENCE_S))
+    store = FolderStore(str(tmp_path))
+    with pytest.raises(UserError, match=rf"weight_sync\.disk\.path: .*{tmp_path.name} does not answer"):
+        store.claim("run folder 1")
+    answers.set()
+    assert store._hung is not None
+    store._hung.join(PATIENCE_S)
 
 
 def test_killed_job_owns_nothing(tmp_path: Path) -> None:

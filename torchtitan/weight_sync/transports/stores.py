@@ -148,35 +148,53 @@ class Folder(Store):
         """Lock the folder for its job until release() or the end of the process. about: says which job it is.
 
         The trainer's first rank holds it, because it outlives its shard server. Raises UserError if another job holds
-        the folder, or it cannot be written to.
+        the folder, or it cannot be written to, or not in time.
         """
         path = self._path / OWNER
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            # The file is never deleted, because a lock on a deleted file would protect nothing.
-            self._file = path.open("a+")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file.truncate(0)
-            self._file.write(f"{about}, process {os.getpid()}\n")
-            self._file.flush()
-        except BlockingIOError as error:
-            self._file.seek(0)
+            holder = self.in_time(partial(self._lock, path, about))
+        except OSError as error:
+            raise UserError(f"weight_sync.disk.path: {path}: {error.strerror or error}") from error
+        if holder:
             raise UserError(
-                f"weight_sync.disk.path: {self.url} belongs to another job that still runs "
-                f"({self._file.read(400).strip()}): two jobs in one folder would delete each other's weights"
-            ) from error
+                f"weight_sync.disk.path: {self.url} belongs to another job that still runs ({holder}): two jobs in one "
+                "folder would delete each other's weights"
+            )
+
+    def _lock(self, path: Path, about: str) -> str:
+        """Lock the file, or return what the job that holds it says of itself."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        # The file is never deleted, because a lock on a deleted file would protect nothing.
+        self._file = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            return self._file.read(400).strip() or "it has not said which"
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise UserError(f"weight_sync.disk.path: {path}: {error.strerror or error}") from error
+                raise
             logger.warning("%s cannot be locked (%s): no other job may use this folder", path, error.strerror)
+            return ""
+        self._file.truncate(0)
+        self._file.write(f"{about}, process {os.getpid()}\n")
+        self._file.flush()
+        return ""
 
     def release(self) -> None:
-        """Undo claim(). May be called twice."""
-        if not self._file.closed:
-            # Unlock explicitly, because a process forked from this one may still have the file open.
+        """Undo claim(), within a deadline. May be called twice."""
+
+        def unlock() -> None:
+            # Explicitly, because a process forked from this one may still have the file open.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
+
+        if not self._file.closed:
+            try:
+                self.in_time(unlock)
+            except OSError as error:
+                logger.warning("%s: the lock ends only with this process: %s", self._path / OWNER, error)
 
 
 class Objects(Store):
