@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.distributed import point_to_point
 from torchtitan.distributed.point_to_point import Broken, PairStore, Poller
 from torchtitan.weight_sync.transports import links
@@ -185,10 +185,22 @@ def test_no_send_is_launched_for_an_actor_that_posts_no_receive(
     assert len(launched) == 1
 
 
+def test_link_that_is_over_leaves_no_thread_behind(make_pair: Callable[..., Pair]) -> None:
+    """Actors come and go for days, each under a name of its own; the shard server stays."""
+    before = set(threading.enumerate())
+    pair = make_pair()
+    assert pair.fetch(pair.send(bytes(BUCKET))[0]) == bytes(BUCKET)
+    serving = {pair.thread}
+    pair.sender.close()
+    assert pair.receiver is not None
+    pair.receiver.close()
+    until(lambda: set(threading.enumerate()) - before == serving, why=lambda: str(threading.enumerate()))
+
+
 def test_actor_whose_machine_is_gone_without_a_word_is_not_waited_for_without_end(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its successor of the same name shares the thread that sends, and may be the only one that a trainer has."""
+    """The bucket that it was to get holds a slot meanwhile."""
     monkeypatch.setattr(links, "CREDIT_SECONDS", 0.3)
     _, sent = make_pair().send(bytes(BUCKET))
     assert sent.wait(PATIENCE_S)

@@ -67,8 +67,8 @@ def _take_entry(store: PairStore, message: Message) -> None:
 
 
 class SendingLink:
-    """The trainer's end: sends buckets to one worker of an actor. One thread per actor does the blocking work of its
-    links in order."""
+    """The trainer's end: sends buckets to one worker of an actor. A thread of its own does the blocking work in order,
+    and ends with the link."""
 
     def __init__(self, runtime: SocketRuntime, chunks: Chunks, channel: Channel, actor: str):
         self._chunks, self._channel, self._actor = chunks, channel, actor
@@ -80,7 +80,8 @@ class SendingLink:
         self._communicator: Communicator | None = None
         # The other end must know of the link before a bucket names it.
         channel.send({"type": "entry", "link": self._name, "key": "", "value": ""})
-        self._work = partial(runtime.work, f"nccl {actor}")
+        self._thread = f"nccl {actor} {self._name}"
+        self._work, self._end_work = partial(runtime.work, self._thread), partial(runtime.end_work, self._thread)
         self._work(self._connect, partial(self._over, lambda: None))
 
     def heard(self, message: Message) -> None:
@@ -116,6 +117,7 @@ class SendingLink:
         if self._communicator is not None:
             self._communicator.give_up()
         self._work(self._abort, lambda _result, _error: None)
+        self._end_work()
 
     def _over(self, sent: Callable[[], None], _result: Any, error: BaseException | None) -> None:
         if error is not None and not self._closed:

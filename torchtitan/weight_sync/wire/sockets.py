@@ -344,6 +344,11 @@ class SocketRuntime:
             self._threads[name][0].start()
         self._threads[name][1].put((function, done))
 
+    def end_work(self, name: str) -> None:
+        """The thread of this name gets no more work, and ends once it has done what it has."""
+        _thread, waiting = self._threads.pop(name)
+        waiting.put(None)
+
     def _work(self, waiting: Work) -> None:
         self._begin_thread()
         while (item := waiting.get()) is not None:
