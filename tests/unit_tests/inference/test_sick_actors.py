@@ -17,7 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import TOKEN_VARIABLE, ActorError, parse_health
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 GOOD = {
     "token_ids": [1, 2], "log_probs": [-0.5, -0.25], "finish_reason": "stop",
@@ -124,6 +124,44 @@ async def test_actor_that_says_it_serves_what_was_not_published_gets_no_requests
             assert pool.serving_version() == 0 and pool.statistics["requests_redone"] == 0
         finally:
             await pool.close()
+
+
+class StartedAnew(Answering):
+    """It serves once it is connected, until it is another process, which nobody has connected."""
+
+    connected = False
+
+    async def health(self, _request: web.Request) -> web.Response:
+        served = {"epoch": "e", "version": 0, "weights": {"state": "ready"}} if self.connected else {"weights": None}
+        state = "ready" if self.connected else "joining"
+        return web.json_response({"state": state, "serves": self.connected, **served})
+
+    async def connect(self, request: web.Request) -> web.Response:
+        self.connected = True
+        return await super().connect(request)
+
+
+@asynchronous
+async def test_server_that_starts_anew_between_two_looks_at_it_is_connected_at_once(tmp_path: Path) -> None:
+    """Not only at the deadline of its first version, inference.startup_timeout_s, ten minutes."""
+    config = JobConfig()
+    config.inference.num_actors, config.inference.discover = 0, True
+    pool = InferencePool(config, "e", "secret", tmp_path, EventLog(tmp_path / "events.jsonl"))
+    server = StartedAnew(lambda: web.json_response({"completions": [GOOD]}))
+    async with server.running() as url:
+        await pool.start()
+        try:
+            await pool.admit({"a": url})
+            await pool.connect_weights("127.0.0.1:5", {0})
+            await eventually(lambda: pool.actors == {"a": "ready"}, why=lambda: pool.actors)
+            for count in (2, 3):
+                server.connected = False
+                await eventually(lambda: server.connections == count, why=lambda: pool.actors)  # noqa: B023
+                await eventually(lambda: pool.actors == {"a": "ready"}, why=lambda: pool.actors)
+        finally:
+            await pool.close()
+    evicted = [row["reason"] for row in read_json_lines(tmp_path / "events.jsonl") if row["kind"] == "actor_evicted"]
+    assert len(evicted) == 2 and all("was started anew" in reason for reason in evicted)
 
 
 @asynchronous

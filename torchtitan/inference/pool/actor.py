@@ -344,6 +344,8 @@ class Actor:
             self._weights.connected = False
             self._set_state(ActorState.JOINING)
             self._write("actor_rejoining")
+        if self._weights.is_forgotten(health):
+            raise ActorError("restart", "it knows nothing of this run's weights any more: its server was started anew")
         reached = self._memory.reached
         health, matched = await self._memory.match(self._client, health)
         # An actor that is asleep could only refuse weights.

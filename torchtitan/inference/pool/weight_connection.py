@@ -26,6 +26,8 @@ class WeightConnection:
         self._config, self._timeout_s = config.inference, config.inference.health_timeout_s
         self._registry: str | None = None
         self.connected = False
+        self._was_there = False
+        """Whether the actor has told of this connection"""
         self._fruitless = 0
         self._waiting_since = 0.0
         """On time.monotonic(); 0.0 while nothing is awaited"""
@@ -54,17 +56,22 @@ class WeightConnection:
         """The actor has a new process, which is not connected."""
         self.connected, self._fruitless, self._waiting_since = False, 0, 0.0
 
+    def is_forgotten(self, health: ActorHealth) -> bool:
+        """Whether the actor no longer knows of a connection that it has told of: it is another process, started between
+        two looks at it."""
+        return self.connected and self._was_there and health.weights_state is None
+
     async def keep(self, client: ActorClient, health: ActorHealth, may_connect: bool) -> ActorHealth:
         """Connect the actor unless it is connected. Returns its health afterwards. Raises ActorError."""
         if self.connected and health.weights_failure is not None:
             self.connected = False
             self._write("actor_weights_lost", level=logging.WARNING, reason=health.weights_failure)
-        if self._registry is None or self.connected or not may_connect:
-            return health
-        names = self._registry, self._name, self._epoch, self._key
-        await client.connect_weights(*names, self._relay, self._timeout_s)
-        self.connected = True
-        return await client.health(self._timeout_s)
+        if self._registry is not None and not self.connected and may_connect:
+            names = self._registry, self._name, self._epoch, self._key
+            await client.connect_weights(*names, self._relay, self._timeout_s)
+            self.connected, health = True, await client.health(self._timeout_s)
+        self._was_there = health.weights_state is not None
+        return health
 
     def overdue(self, health: ActorHealth) -> str:
         """Return why an actor that serves nothing should be connected again, or "" while its weights may still come."""
