@@ -23,6 +23,7 @@ from torchtitan.models.adapter_math import is_factor
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, save_adapter
 from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.lora import base_parameters, whole_weights
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape.model_args import read_model_args
 from torchtitan.trainer.optimizer import build_optimizer
@@ -78,7 +79,10 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
     (folder / "largest").write_text(str(largest))
     if device.rank() == 0:
         save_file(muon, folder / "muon.safetensors")
-    return {"loss": total.item(), "norm": norm.item(), "reference": reference.item()}
+    names = base_parameters(policy)
+    sent, whole = dict(whole_weights(policy, names, torch.bfloat16)), dict(whole_weights(policy, names))
+    as_rounded = all(torch.equal(sent[name], whole[name].to(torch.bfloat16)) for name in whole)
+    return {"loss": total.item(), "norm": norm.item(), "reference": reference.item(), "sent as rounded": as_rounded}
 
 
 def _muon(policy: Decoder) -> dict[str, torch.Tensor]:
@@ -114,7 +118,7 @@ def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, lay
     began = {"lora.adapter_path": str(tmp_path / "start"), "grpo.kl_coefficient": 0.1}
     alone, layout = alone | began, layout | began
     expected = step(str(directory), alone, str(tmp_path / "alone"))
-    assert expected["norm"] > 0.1
+    assert expected["norm"] > 0.1 and expected["sent as rounded"]
     function, scratch = "tests.unit_tests.distributed.test_adapter_layouts:step", str(tmp_path / "two")
     results = run_distributed(function, 2, directory=str(directory), layout=layout, scratch=scratch)
     rounds = "training.dtype" in layout

@@ -181,15 +181,23 @@ def test_hinted_prompts_are_computed_once_for_a_teacher(checkpoints: list[str]) 
 
 
 def figures(checkpoints: list[str], tp: int) -> list[list[float]]:
-    """Of two batches each: an in-process teacher; the policy itself, with adapters on its head too."""
+    """Of two batches each: an in-process teacher; the policy itself, with adapters on its head too; sources with two
+    teachers, of which the second batch needs one alone."""
     device.set_threads(1, 1)
     found = []
     adapters = {"rank": 2, "target_modules": ["q_proj", "lm_head"]}
-    for config in (configured(checkpoints, "jsd"), configured([checkpoints[1], ""], "reverse_kl", "", **adapters)):
+    several = configured(checkpoints, "jsd", "")
+    several.distill.hint_column = ""
+    several.source = [Source(str(number), {"distill.teacher": path}) for number, path in enumerate(checkpoints[::-1])]
+    own = configured([checkpoints[1], ""], "reverse_kl", "", **adapters)
+    for config in (configured(checkpoints, "jsd"), own, several):
         config.parallelism.tensor_parallel_degree = tp
         trainer = Trained(config)
-        for _ in range(2):
-            metrics = trainer.train_batch(sampled(config, HINT)).metrics
+        for number in range(2):
+            batch = sampled(config, None if config is several else HINT)
+            for group, name in zip(batch.groups, itertools.cycle("01" if number == 0 else "0"), strict=False):
+                group.source = name if config is several else group.source
+            metrics = trainer.train_batch(batch).metrics
             found.append([metrics[name] or 0.0 for name in ("loss", "grad_norm", "teacher_kl")])
     return found
 
