@@ -251,6 +251,25 @@ def test_a_version_that_one_worker_finds_corrupt_is_served_by_none() -> None:
     group.close()
 
 
+def test_what_is_found_of_the_version_before_is_no_answer_to_an_order() -> None:
+    """A worker's check of what it served may end when it has been told to apply the next version."""
+    job, group = serving()
+    applied, send = group.leader.applied, group.leader._send
+
+    def and_then(message: Message) -> None:
+        send(message)
+        if message["type"] == "apply":
+            found = {"type": "poisoned", "version": message["version"] - 1, "reason": "flipped"}
+            group.leader._on_worker_message(1, group.leader._workers[1], found)
+
+    group.leader._send = and_then  # type: ignore[method-assign]
+    job.train(1)
+    group.run(2.0)
+    assert group.leader.applied == applied + 1 and job.registry.actors["a"].version == 1
+    assert not any(event == "poisoned" for _, event, _ in job.journal)
+    group.close()
+
+
 def test_memory_that_a_worker_still_applies_from_is_not_overwritten() -> None:
     """Also where the other worker is lost and back meanwhile: the actor is whole again, but not idle."""
     job, group = serving()
