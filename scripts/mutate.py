@@ -10,6 +10,8 @@ left alone. The last line is the share that died; survivors are printed with the
 
 With --state FILE, the outcome of each mutant is written down at once, and the same command goes on where it was
 stopped. The file belongs to one draw from unchanged modules; tests may change meanwhile, for the mutants that remain.
+With --among FILE, only those of a draw are tried that have survived by such a file: first all of them with the tests
+that are quick, then the survivors with those that take long.
 """
 
 from __future__ import annotations
@@ -280,13 +282,15 @@ def end_what_was_started(folder: str) -> None:
 class State:
     """What a run has found so far, in a file where it has one."""
 
-    def __init__(self, path: Path | None, draw: str):
-        """draw: stands for the mutants and the tests. Raises ValueError if the file is of another draw."""
+    def __init__(self, path: Path | None, sources: list[str], named: list[str], tests: list[str] | None):
+        """sources: of the modules; named: the mutants; tests: None for those of the file. Raises ValueError if the file
+        is of others."""
         self._path = path
-        self.found: dict[str, Any] = {"draw": draw, "entered": None, "outcomes": []}
+        draw = hashlib.sha256(repr((sources, named)).encode()).hexdigest()
+        self.found: dict[str, Any] = {"draw": draw, "tests": tests, "entered": None, "outcomes": []}
         if path is not None and path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found["draw"] != draw:
+            if found["draw"] != draw or tests not in (None, found["tests"]):
                 raise ValueError(f"{path} is of other modules, mutants or tests: name another file, or delete it")
             self.found = found
 
@@ -311,6 +315,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=150, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, help="a file to go on from")
+    parser.add_argument("--among", type=Path, help="such a file: only what has survived there")
     parser.add_argument("--only", default="", help="only mutants whose description holds this")
     separator = sys.argv.index("--")
     options, tests = parser.parse_args(sys.argv[1:separator]), sys.argv[separator + 1 :]
@@ -327,7 +332,11 @@ def main() -> int:
     named = [f"{mutant.path}:{mutant.line}  {mutant.what}" for mutant in drawn]
     sources = [path.read_text(encoding="utf-8") for path in options.modules]
     try:
-        state = State(options.state, hashlib.sha256(repr((sources, named, tests)).encode()).hexdigest())
+        if options.among is not None:
+            outcomes = State(options.among, sources, named, None).found["outcomes"]
+            kept = [number for number, survived in enumerate(outcomes) if survived]
+            drawn, named = [drawn[number] for number in kept], [named[number] for number in kept]
+        state = State(options.state, sources, named, tests)
     except ValueError as error:
         print(error)
         return 2
