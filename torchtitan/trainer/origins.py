@@ -80,7 +80,7 @@ class Origins:
         """Take over what a checkpoint says of weights whose files have not been touched since."""
         for key, directory in self._directories.items():
             files = saved.get(key, {}).get("files")
-            if files and files == _files_of(directory):
+            if files and _are_untouched(files, _files_of(directory)):
                 self._weights[directory] = saved[key]
 
     def _describe_weights(self, key: str) -> dict[str, Any]:
@@ -97,13 +97,21 @@ class Origins:
 
 
 def _files_of(directory: str) -> list[list[Any]]:
-    """Return [name, bytes, time of change, time of the entry's change in ns] of the files with weights."""
+    """Of each file with weights: name, bytes, time of change, inode, links, time of the entry's change (ns)."""
     found = []
     for path in sorted(Path(directory).glob("*.safetensors")) if directory else []:
         facts = path.stat()
-        # A copy may keep the time of its original, but not the time at which it was made.
-        found.append([path.name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns])
+        about = [facts.st_size, facts.st_mtime_ns, facts.st_ino, facts.st_nlink, facts.st_ctime_ns]
+        found.append([path.name, *about])
     return found
+
+
+def _are_untouched(before: list[list[Any]], now: list[list[Any]]) -> bool:
+    """Whether these are the same files with the same content, as far as it is known without reading them. A copy may
+    keep the time of its original, but not the time at which the entry was made. That one alone also changes where an
+    export has linked the file (untrained_files.py), as the number of links then tells."""
+    alike = len(before) == len(now) and all(old[:-2] == new[:-2] for old, new in zip(before, now, strict=True))
+    return alike and all(old[-1] == new[-1] or old[-2] != new[-2] for old, new in zip(before, now, strict=True))
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -132,6 +132,10 @@ def test_weights_are_read_once_and_known_again(root: Path, monkeypatch: pytest.M
     saved = first.describe()
     assert first.describe() == saved and len(read) == 1
     assert describe(root, CLOSE).problem(saved, root) == "" and len(read) == 1
+    # An export may link the file; who then changes it changes it for both.
+    os.link(root / "model" / "model.safetensors", root / "linked.safetensors")
+    assert describe(root, CLOSE).problem(saved, root) == "" and len(read) == 1
+    (root / "linked.safetensors").unlink()
     # A copy elsewhere is another file with the same values.
     shutil.move(root / "model", root / "moved")
     shutil.copytree(root / "moved", root / "model")
