@@ -10,7 +10,7 @@
 #   MAX_RESTARTS  how often all ranks restart from the newest checkpoint after one was lost (3)
 #   PYTHON        the interpreter; see scripts/setup_env.sh
 #   EXTRAS        additional extras of pyproject.toml: data (Hugging Face datasets, parquet), wandb, bitsandbytes
-# Arguments go to the trainer: --section.key value, --dry-run, --help. Exit code 2: the configuration is wrong.
+# Arguments go to the trainer: --table.key value, --dry-run, --help [TABLE]. Exit code 2: the configuration is wrong.
 set -euo pipefail
 
 # It asks a run for an export, and must not end what comes before the run.

@@ -30,10 +30,11 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import DISK_ERRORS, EXIT_RETRYABLE, UserError
 from torchtitan.inference.engines.registry import engine_of
-from torchtitan.preflight.plan import describe_plan
+from torchtitan.preflight.dry_run import describe_dry_run
 from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.child_process import LAUNCHER_VARIABLE, end_with_parent
 from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.logs import print_page
 from torchtitan.utils.machine import leave, sleep_between_regions, without_collector
 from torchtitan.utils.ranks import from_torchrun, world_size
 
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if dry_run:
             config = validated(draft, planning=True)
-            print(describe_plan(config, world_size(), draft.chosen))
+            print_page(describe_dry_run(draft, config, world_size()))
             return 0
         return run_job(ready(draft)).exit_code
     except UserError as error:

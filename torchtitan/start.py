@@ -31,6 +31,7 @@ from pathlib import Path
 from torchtitan.config.job_config import value_at
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
+from torchtitan.utils.logs import print_page
 
 PROGRAM = "torchtitan.grpo_train"
 
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str]) -> int:
 
         config = validated(draft, planning=dry_run)
         if dry_run:
-            from torchtitan.preflight.plan import describe_plan
+            from torchtitan.preflight.dry_run import describe_dry_run
 
-            print(describe_plan(config, started.ranks, draft.chosen))
+            print_page(describe_dry_run(draft, config, started.ranks))
             return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,6 +21,12 @@ ON_GPU: Mapping[str, Any] = {
 ENGINE_ON_GPU: Mapping[str, Any] = {"inference.dtype": "bfloat16"}
 
 
+def device_problem() -> str:
+    """What is wrong with TORCHTITAN_DEVICE; empty if nothing is."""
+    wanted = os.environ.get("TORCHTITAN_DEVICE", "")
+    return "" if wanted in ("", "cpu", "cuda") else f"TORCHTITAN_DEVICE={wanted!r}: allowed are cpu and cuda"
+
+
 def trains_on_gpu() -> bool:
     """Whether the ranks of a run that starts here have GPUs, before torch is asked; TORCHTITAN_DEVICE decides first."""
     wanted = os.environ.get("TORCHTITAN_DEVICE")

@@ -209,21 +209,29 @@ def with_values(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
     return changed
 
 
-def config_to_toml(config: JobConfig) -> str:
-    """The whole configuration as TOML that loads to the same configuration."""
+def config_to_toml(config: JobConfig, only: Mapping[str, str] | None = None) -> str:
+    """The whole configuration as TOML that loads to the same configuration.
+
+    only: leave out all keys but these; each `table.key` has the comment that stands behind it, or an empty one.
+    """
     lines: list[str] = []
     for table in table_types():
         values = {key: value_at(config, f"{table}.{key}") for key in fields_of(table_types()[table])}
         values = {key: value for key, value in values.items() if f"{table}.{key}" in known_keys()}
+        if only is not None:
+            values = {key: value for key, value in values.items() if f"{table}.{key}" in only}
         sets = values.pop("set", []) if table == "eval" else []
-        lines.append(f"[{table}]")
         # What follows a table's own table would belong to that.
         inner = {name: value for name, value in values.items() if isinstance(value, dict)}
-        lines += [f"{name} = {show(value)}" for name, value in values.items() if name not in inner]
+        if only is None or len(values) > len(inner):
+            lines.append(f"[{table}]")
+            for name, value in values.items():
+                if name not in inner:
+                    comment = only[f"{table}.{name}"] if only is not None else ""
+                    lines.append(f"{name} = {show(value)}{f'  # {comment}' if comment else ''}")
+            lines.append("")
         for name, value in inner.items():
-            lines += ["", f"[{table}.{name}]"]
-            lines += [f"{show_key(key)} = {show(item)}" for key, item in value.items()]
-        lines.append("")
+            lines += [f"[{table}.{name}]", *(f"{show_key(key)} = {show(item)}" for key, item in value.items()), ""]
         for given in sets:
             lines += [
                 "[[eval.set]]",

@@ -33,7 +33,8 @@ from torchtitan.config.values import (
     value_of_words,
     without_none,
 )
-from torchtitan.errors import nearest
+from torchtitan.errors import ConfigError, nearest
+from torchtitan.utils.logs import print_page
 
 # What editors and web pages make of two hyphens is among these.
 DASHES = "-–—"
@@ -71,6 +72,9 @@ class Draft:
     """`table.key` -> where its value comes from, and how it was written there"""
     chosen: str = ""
     """What this machine and the model have decided where a value is "auto", and why"""
+
+    shows_defaults: bool = False
+    """Whether --dry-run prints keys that were not set, too"""
 
     def refuse(self, key: str, text: str) -> None:
         """Note a mistake."""
@@ -284,14 +288,11 @@ def describe_type(kind: Any) -> str:
 def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
     """The draft of what the words say, on top of the last --job.config_file, and whether --dry-run is among them.
 
-    Understands `--table.key value…`, `--table.key=value`, `--table.flag` and `--table.no-flag`. --help prints the
-    keys of all tables that apply and exits with code 0.
+    Understands `--table.key value…`, `--table.key=value`, `--table.flag`, `--table.no-flag` and `--dry-run all`.
+    --help prints the keys of all tables that apply, or of those that stand behind it, and exits: with code 2 if there
+    is no such table.
     """
-    if {"-h", "--help"} & set(argv):
-        program = Path(sys.argv[0]).name
-        rest, _ = read_command_line([word for word in argv if word not in ("-h", "--help")])
-        print(help_text(PROGRAMS.get(program, program), rest.values))
-        raise SystemExit(0)
+    _help_if_asked(argv)
 
     def is_second_file(option: str, words: list[str]) -> bool:
         return option.replace("-", "_") == "job.config_file" and bool(words)
@@ -319,7 +320,29 @@ def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
         draft.add_file(files[-1])
     for key, words in settings:
         draft.set(key, _value(key, words), PLACE, " ".join(words) or "(no value)")
-    return draft, any(name.replace("-", "_") == "dry_run" for name, _ in options)
+    dry_runs = [words for name, words in options if name.replace("-", "_") == "dry_run"]
+    draft.shows_defaults = ["all"] in dry_runs
+    return draft, bool(dry_runs)
+
+
+def _help_if_asked(argv: Sequence[str]) -> None:
+    """Print help and exit if --help, `--help TABLE` or `--help=TABLE` is among the words."""
+    asked = [number for number, word in enumerate(argv) if word.partition("=")[0] in ("-h", "--help")]
+    if not asked:
+        return
+    begin = asked[0]
+    end = next((i for i in range(begin + 1, len(argv)) if argv[i].startswith("-")), len(argv))
+    first = argv[begin].partition("=")[2]
+    names = [*([first] if first else []), *argv[begin + 1 : end]]
+    rest = [word for word in (*argv[:begin], *argv[end:]) if word not in ("-h", "--help")]
+    program = Path(sys.argv[0]).name
+    try:
+        page = help_text(PROGRAMS.get(program, program), read_command_line(rest)[0].values, names)
+    except ValueError as error:
+        print(f"error: --help: {error}", file=sys.stderr)
+        raise SystemExit(ConfigError.exit_code) from None
+    print_page(page)
+    raise SystemExit(0)
 
 
 def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str]] | None:
@@ -334,8 +357,9 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
         return name, words
     switches_off = positive != name and positive in known_keys() and _is_switch(_kind(positive))
     if name == "dry_run" or switches_off:
-        if words:
-            draft.refuse(name, f"{PLACE}: {words[0]!r} does not belong to any --table.key: --{option} takes no value")
+        allowed = "no value, or all" if name == "dry_run" else "no value"
+        if words and not (name == "dry_run" and words == ["all"]):
+            draft.refuse(name, f"{PLACE}: {words[0]!r} does not belong to any --table.key: --{option} takes {allowed}")
         return (positive, ["false"]) if switches_off else None
     if takes_options:
         text = f"needs the name of an option, such as --{name}.NAME VALUE"

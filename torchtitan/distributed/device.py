@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from torchtitan.config.gpu_defaults import device_problem
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.addresses import choose_interface
@@ -66,9 +67,9 @@ def device() -> torch.device:
 
     Raises ConfigError if torch cannot use the GPU that is there, UserError if this rank has no GPU of its own.
     """
+    if problem := device_problem():
+        raise ConfigError([problem])
     wanted = os.environ.get("TORCHTITAN_DEVICE", "")
-    if wanted not in ("", "cpu", "cuda"):
-        raise UserError(f"TORCHTITAN_DEVICE={wanted!r}: allowed are cpu and cuda")
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -24,8 +24,10 @@ if problem := another_package():
 
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
-from torchtitan.preflight.plan import describe_plan, plan_servers
+from torchtitan.preflight.dry_run import describe_dry_run
+from torchtitan.preflight.plan import plan_servers
 from torchtitan.preflight.validate import validated
+from torchtitan.utils.logs import print_page
 from torchtitan.utils.ranks import world_size
 
 
@@ -41,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         config = validated(draft, planning=bool(gpus) or dry_run)
         if dry_run:
-            print(describe_plan(config, world_size(), draft.chosen))
+            print_page(describe_dry_run(draft, config, world_size()))
         elif gpus:
             share, options = plan_servers(config, gpus)
             print(config.inference.backend, share, *options, sep="\n")

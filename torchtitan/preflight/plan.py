@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchtitan.config.engine_use import has_engines, is_colocated, shares_devices, stages_on_device
 from torchtitan.config.gpu_defaults import trains_on_gpu
-from torchtitan.config.job_config import JobConfig, config_to_toml
+from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import group_size, warn_long_warmup, warn_no_fp32_masters
 from torchtitan.config.source_configs import longest_completion
 from torchtitan.errors import UserError
@@ -118,7 +118,7 @@ def describe_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> list[st
 
 
 def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
-    """Return the resolved configuration as TOML, followed by the plan as comments; all of it loads as a config file.
+    """Return the plan as comments of TOML.
 
     chosen: see Draft.
 
@@ -170,7 +170,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         lines += describe_step_time(config, args, ranks)
     if is_colocated(config) or shares_devices(config):
         lines += _describe_shared(config, ranks, memory)
-    return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
+    return "# Plan\n" + "\n".join(f"# {line}" for line in lines)
 
 
 def _computed(config: JobConfig, batch: int) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtitan.config.engine_use import has_engines
 from torchtitan.config.evaluations import eval_configs
+from torchtitan.config.gpu_defaults import device_problem
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe
 from torchtitan.config.optimizer_step import group_size
@@ -170,12 +171,17 @@ def _validate_source(
 ) -> list[Problem]:
     check = Check(config, world_size(), planning, wrong)
     for rules in only or (
-        check_stage, _check_parallelism, _check_batch, _check_optimizer, _check_lengths, _check_objective, check_lora,
-        _check_rollout, _check_rewards, _check_environment, check_inference, check_weight_sync,
-        _check_evaluation, _check_files, check_model,
+        check_stage, _check_device, _check_parallelism, _check_batch, _check_optimizer, _check_lengths,
+        _check_objective, check_lora, _check_rollout, _check_rewards, _check_environment, check_inference,
+        check_weight_sync, _check_evaluation, _check_files, check_model,
     ):  # fmt: skip
         rules(check)
     return check.problems
+
+
+def _check_device(check: Check) -> None:
+    if problem := device_problem():
+        check.say("", problem)
 
 
 def _check_parallelism(check: Check) -> None:
@@ -335,8 +341,8 @@ def _check_dataset(check: Check, key: str, name: str) -> None:
             check.refuse(key, True, f"no such file (looked in {Path.cwd()}){nearest(path.name, found)}")
         elif path.suffix == ".parquet" and find_spec("pyarrow") is None:
             check.refuse(key, True, "a .parquet file needs pyarrow: EXTRAS=data in front of ./run_grpo.sh installs it")
-    elif not name or path.exists() or name.startswith((".", "/", "~")):
-        check.refuse(key, True, what)
+    elif "/" not in name or path.exists() or name.startswith((".", "/", "~")):
+        check.refuse(key, True, f"{what} such as openai/gsm8k{nearest(name, BUILT_IN)}")
     elif find_spec("datasets") is None and not check.planning:
         text = f"{what}, which needs the package datasets: EXTRAS=data in front of ./run_grpo.sh installs it"
         text += nearest(name, BUILT_IN)
@@ -425,15 +431,26 @@ def _check_evaluation(check: Check) -> None:
     check.refuse("rollout.held_out_fraction", nothing_left, text)
 
 
+def _folder_problem(folder: Path) -> str:
+    """Return why files cannot be written to this folder, which may be made first; empty if they can."""
+    there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
+    if not there.is_dir():
+        return f"must be a folder, or a path where one can be made: {there} is not a folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"must be a folder that can be written: {there.absolute()} cannot"
+    return ""
+
+
 SET_RULES = (_check_rollout, _check_rewards, _check_environment, _check_evaluation)
 
 
 def _check_files(check: Check) -> None:
     """Check folders that are read or written."""
     config, refuse = check.config, check.refuse
+    refuse("job.dump_folder", not config.job.dump_folder, "must be a folder, or a path where one can be made")
     dump_folder = Path(config.job.dump_folder)
-    unusable = not config.job.dump_folder or (dump_folder.exists() and not dump_folder.is_dir())
-    refuse("job.dump_folder", unusable, "must be a folder, or a path where one can be made")
+    if problem := _folder_problem(dump_folder):
+        refuse("job.dump_folder", True, problem)
     replay, folder = config.rollout.replay, resumed_folder(config)
     missing = replay and not (Path(replay) / "journal.jsonl").is_file()
     refuse("rollout.replay", missing, "must be a run folder with a journal.jsonl")

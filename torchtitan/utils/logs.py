@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Iterable
 
 # The most characters of one text of a peer.
 LONGEST = 500
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def print_page(text: str) -> None:
+    """Print a long text. That its reader closes the pipe before the end (`| head`) is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def escaped(text: str, limit: int = LONGEST) -> str:

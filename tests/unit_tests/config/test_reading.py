@@ -17,7 +17,7 @@ from tests.unit_tests.conftest import GOOD, WriteConfig
 from torchtitan.config.job_config import JobConfig, config_to_toml, free_table, known_keys, table_types, value_at
 from torchtitan.config.other_names import OTHER_NAMES
 from torchtitan.config.reading import Draft, nearest_key, read_command_line
-from torchtitan.config.reference import documentation, markdown
+from torchtitan.config.reference import HEADINGS, documentation, markdown
 from torchtitan.config.training_tables import LOSS_TYPES
 from torchtitan.config.values import Names, Range
 from torchtitan.errors import ConfigError
@@ -51,6 +51,36 @@ def test_help_names_the_command_that_was_typed(
     with pytest.raises(SystemExit):
         read_command_line(["--help"])
     assert capsys.readouterr().out.startswith(f"usage: {named} [--dry-run]")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [
+        (["--help", "weight_sync", "--training.steps", "3"], "--weight_sync.num_slots", "--training"),
+        (["--help", "weight_sync"], "[weight_sync.disk]", "[training]"),
+        (["--help=[optimizer]"], "--optimizer.lr NUMBER", "--training"),
+        (["-h", "optimizer.lr", "grpo.delta"], "--grpo.delta NUMBER", "--optimizer.name"),
+    ],
+)
+def test_help_of_a_table_or_a_key_shows_nothing_else(
+    capsys: pytest.CaptureFixture[str], words: list[str], shown: str, hidden: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_command_line(words)
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and shown in printed and hidden not in printed
+
+
+def test_help_of_an_unknown_table_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_command_line(["--help", "optimiser"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out
+    assert "'optimiser' (nearest: optimizer); the tables are job, metrics, " in printed.err
+
+
+def test_every_table_has_a_heading() -> None:
+    assert list(HEADINGS) == [table for table in table_types() if "." not in table]
 
 
 def test_every_name_of_others_leads_to_a_key_and_is_none_itself() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import tomli
@@ -26,16 +27,38 @@ def estimate(config: JobConfig, ranks: int = 1) -> MemoryEstimate:
 
 def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = write_config()
-    assert main(["--dry_run", *arguments]) == 0
+    assert main(["--dry_run", *arguments, "--training.steps", "5"]) == 0
     printed = capsys.readouterr().out
-    # What it prints is itself the configuration; arrays of tables that it has none of are not there.
-    loaded = tomli.loads(printed) | {"source": []}
+    # The plan stands first, and then what the file and the command line say, each with its value.
+    assert printed.startswith("# Plan\n") and "\nsteps = 5  # command line\n" in printed
+    loaded = tomli.loads(printed)
+    assert loaded.pop("training") == tomli.loads(Path("job.toml").read_text())["training"] | {"steps": 5}
+    assert loaded.keys() <= tomli.loads(Path("job.toml").read_text()).keys()
+    assert main(["--dry-run", "all", *arguments]) == 0
+    # All of it is itself the configuration; arrays of tables that it has none of are not there.
+    loaded = tomli.loads(capsys.readouterr().out) | {"source": []}
     loaded["eval"]["set"] = []
     assert loaded == asdict(load_config(arguments))
     with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
     assert exit_info.value.code == 0
     assert "--weight_sync.num_slots INT" in capsys.readouterr().out
+
+
+def test_dry_run_names_keys_whose_feature_is_not_in_use(
+    write_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = "[sft]\nloss_on = 'all'\n[inference.vllm]\nmemory_gb = 1\n[eval]\nenable = false\nnum_prompts = 8\n"
+    more += "[[source]]\nname = 'sums'\n"
+    assert main([*write_config(more=more), "--dry-run", "--environment.max_turns", "3"]) == 0
+    printed = capsys.readouterr().out
+    _, _, notes = printed.partition("# Set, but without effect in this run:\n")
+    notes, _, settings = notes.partition("\n\n")
+    assert [note.partition(" = ")[0].split()[-1] for note in notes.splitlines()] == [
+        "sft.loss_on", "inference.vllm.memory_gb", "eval.num_prompts", "environment.max_turns"
+    ]  # fmt: skip
+    assert 'inference.vllm.memory_gb = 1: inference.backend is "embedded"' in notes
+    assert '[[source]]\nname = "sums"\n' in settings
 
 
 def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
@@ -123,7 +146,7 @@ def test_defaults_are_those_of_the_device_where_no_value_is_given(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = [*write_config(), "--inference.backend", engine, "--dry-run"]
+    arguments = [*write_config(), "--inference.backend", engine, "--dry-run", "all"]
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda" if on_gpu else "cpu")
     assert main(arguments) == 0
     said = capsys.readouterr().out

@@ -139,6 +139,7 @@ oops | 'oops' does not belong to any
 --eval.dataset ./e.jsonl | eval.dataset = "./e.jsonl" | no such file
 --eval.dataset arithmetic | eval.dataset | prompts of training
 --rollout.dataset checkpoint | rollout.dataset | arithmetic
+--rollout.dataset arithmetics --dry-run | rollout.dataset = "arithmetics" | nearest: arithmetic
 --inference.servers localhost | "localhost" | http://127.0.0.1:8000
 --inference.servers http://10.0.0.5:8000 | http://10.0.0.5:8000 | this machine
 --inference.servers https://node7 | "https://node7" | this machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -37,6 +38,28 @@ def test_a_checkpoint_that_lacks_something(
         load_config(arguments)
     assert len(caught.value.problems) == 1
     assert message in caught.value.problems[0]
+
+
+def test_folders_that_cannot_be_written_are_found_by_a_dry_run(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*write_config(), "--dry-run", "--job.dump_folder"]
+    with pytest.raises(ConfigError, match="job.toml is not a folder"):
+        load_config([*arguments, "job.toml/runs/mine"])
+    assert load_config([*arguments, "new/runs"])
+    # Root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != Path.cwd())
+    with pytest.raises(ConfigError, match=f"must be a folder that can be written: {Path.cwd()} cannot"):
+        load_config([*arguments, "new/runs"])
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_a_device_that_is_none_is_refused(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, dry_run: list[str]
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "gpu")
+    with pytest.raises(ConfigError, match="TORCHTITAN_DEVICE='gpu': allowed are cpu and cuda"):
+        load_config([*write_config(), *dry_run])
 
 
 def test_resume_and_replay_folders_are_found(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
