@@ -63,7 +63,7 @@ OF_A_DIRECTORY = {
 # A student is evaluated without its teacher.
 WITHOUT_TEACHER = {
     "job.stage": "grpo", "distill.teacher": "", "distill.server.url": "", "distill.add_rewards": "false",
-    "distill.divergence": "sampled", "distill.hint_column": "",
+    "distill.divergence": "sampled", "distill.hint": "",
 }  # fmt: skip
 
 

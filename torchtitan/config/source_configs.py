@@ -25,7 +25,7 @@ def config_for_source(config: JobConfig, source: Source) -> JobConfig:
     if "distill.teacher" in values:
         implied["distill.server.url"] = ""
     if values.get("distill.teacher") == "":
-        implied["distill.hint_column"] = ""
+        implied["distill.hint"] = ""
     source_config = with_values(config, implied | values)
     source_config.source = [source]
     return source_config

@@ -58,7 +58,7 @@ class Source(Task):
 SOURCE_KEYS = (
     *OF_PROMPTS, "rollout.dataset", "rollout.held_out_fraction", "rewards.functions",
     "rewards.weights", "eval.dataset", "distill.teacher", "distill.server",
-    "distill.hint_column", "distill.hint_template", "grpo.group_filter",
+    "distill.hint", "distill.hint_template", "grpo.group_filter",
 )  # fmt: skip
 """Keys of other tables, and whole tables, that a source may have"""
 

@@ -9,6 +9,10 @@ import os
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.source_configs import source_configs
 
+# Values of distill.hint that no column gives: the hint is known once the samples of a group are scored.
+SUCCESS, FEEDBACK, SUCCESS_OR_FEEDBACK = "success", "feedback", "success_or_feedback"
+HINTS_AFTER_SCORING = (SUCCESS, FEEDBACK, SUCCESS_OR_FEEDBACK)
+
 
 def compares_vocabulary(config: JobConfig) -> bool:
     """Whether the policy is compared with its teacher over the whole vocabulary, not only at the sampled tokens."""
@@ -17,22 +21,34 @@ def compares_vocabulary(config: JobConfig) -> bool:
 
 def teacher_id(source_config: JobConfig) -> str | None:
     """What the policy is compared with on the samples of a source: a server's address, a checkpoint directory, or
-    (empty) itself: as it is, with a hint; as it began, for a KL term. None: with nothing."""
+    (empty) itself: with a hint, as it is or as its moving average; as it began, for a KL term. None: with nothing."""
     if source_config.job.stage != "distill":
         return "" if source_config.job.stage == "grpo" and source_config.grpo.kl_coefficient > 0 else None
     distill = source_config.distill
     if distill.server.url or not distill.teacher:
-        return distill.server.url or ("" if distill.hint_column else None)
+        return distill.server.url or ("" if distill.hint else None)
     return os.path.realpath(distill.teacher)
 
 
+def hint_column(config: JobConfig) -> str:
+    """The column of the dataset that has the hints; empty where there are none, or they follow from the scores."""
+    return "" if config.distill.hint in HINTS_AFTER_SCORING else config.distill.hint
+
+
+def hints_after_scoring(config: JobConfig) -> bool:
+    """Whether the teacher's hints are known only once the samples of a group are scored."""
+    return config.job.stage == "distill" and config.distill.hint in HINTS_AFTER_SCORING
+
+
 def held_references(config: JobConfig) -> dict[str, JobConfig]:
-    """The second policies that the trainer holds: one to stay close to, or each teacher once. What teacher_id() says ->
-    the configuration of a source that has it."""
+    """The second policies that the trainer holds: one to stay close to, each teacher once, or the moving average of a
+    policy that teaches itself. What teacher_id() says -> the configuration of a source that has it."""
     held: dict[str, JobConfig] = {}
     for _, source_config in source_configs(config):
         name = teacher_id(source_config)
-        if name is not None and not source_config.distill.server.url and (name or source_config.job.stage == "grpo"):
+        if name is None or source_config.distill.server.url:
+            continue
+        if name or source_config.job.stage == "grpo" or source_config.grpo.reference_ema_decay > 0:
             held.setdefault(name, source_config)
     return held
 

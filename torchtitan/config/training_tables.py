@@ -266,9 +266,11 @@ class Distill:
     jsd_beta: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.5
     """The teacher's share of the mixture of jsd: towards 0 it acts like forward_kl, towards 1 like reverse_kl"""
 
-    hint_column: str = ""
-    """Column of rollout.dataset with a text that only the teacher reads, such as a worked answer. Without a teacher,
-    the policy itself is the teacher, as it is at every step (self-distillation)"""
+    hint: str = ""
+    """A text that only the teacher reads: a column of rollout.dataset, such as a worked answer, or what is known once a
+    group is scored (SDPO): success (another sample of it with a reward of at least 1), feedback (of environment or
+    rewards on the sample), or success_or_feedback. Without a teacher, the policy itself is the teacher, as it is at
+    every step, or its moving average (grpo.reference_ema_decay)"""
 
     hint_template: str = "{prompt}\n\n{hint}\n\n"
     """The prompt that the teacher reads instead; of a chat, its last message"""

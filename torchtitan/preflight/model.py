@@ -13,7 +13,13 @@ from typing import Any
 
 from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.teachers import compares_vocabulary, teacher_id
+from torchtitan.config.teachers import (
+    compares_vocabulary,
+    held_references,
+    hint_column,
+    hints_after_scoring,
+    teacher_id,
+)
 from torchtitan.config.values import show
 from torchtitan.errors import UserError, nearest
 from torchtitan.inference.engines.checks import engines_for_any_family
@@ -59,7 +65,7 @@ def check_lora(check: Check) -> None:
     text = "needs training.dtype = float32, the type of everything that is trained"
     refuse("lora.modules_to_save", lora.modules_to_save and config.training.dtype != "float32", text)
     text = "must be 0 with lora.rank > 0: the reference stays what the adapters began with"
-    follows = config.grpo.kl_coefficient > 0 and config.grpo.reference_ema_decay > 0
+    follows = "" in held_references(config) and config.grpo.reference_ema_decay > 0
     refuse("grpo.reference_ema_decay", follows, text)
     if config.parallelism.tensor_parallel_degree > 1:
         text = "with parallelism.tensor_parallel_degree > 1"
@@ -262,7 +268,7 @@ def check_stage(check: Check) -> None:
         check.refuse("distill.server.url", config.distill.server.url, text)
         check.refuse("distill.add_rewards", config.distill.add_rewards, text)
         check.refuse("distill.divergence", config.distill.divergence != "sampled", text)
-        check.refuse("distill.hint_column", config.distill.hint_column, text)
+        check.refuse("distill.hint", config.distill.hint, text)
 
 
 def _check_sft(check: Check) -> None:
@@ -293,7 +299,7 @@ def _check_distill(check: Check) -> None:
     refuse("grpo.kl_coefficient", grpo.kl_coefficient > 0, text)
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0, or nothing is distilled")
     text = "must be the teacher's checkpoint directory, also with distill.server.url; without both, "
-    text += "distill.hint_column makes the policy its own teacher"
+    text += "distill.hint makes the policy its own teacher"
     untaught = teacher_id(config) is None and not (distill.add_rewards and config.source)
     refuse(TEACHER, untaught or (distill.server.url and not distill.teacher), text)
     if compares_vocabulary(config):
@@ -301,9 +307,14 @@ def _check_distill(check: Check) -> None:
         refuse("distill.divergence", config.parallelism.context_parallel_degree > 1, text)
     else:
         text = "needs distill.divergence = forward_kl, reverse_kl or jsd: sampled has the policy's own prompt"
-        refuse("distill.hint_column", distill.hint_column, text)
-    text = "needs single-turn prompts: no [environment]"
-    refuse("distill.hint_column", distill.hint_column and config.environment.is_used, text)
+        refuse("distill.hint", distill.hint, text)
+    text = "as a column needs single-turn prompts: no [environment]; success and feedback work with one"
+    refuse("distill.hint", hint_column(config) and config.environment.is_used, text)
+    text = "needs an environment that this run starts: an agent writes its prompts itself"
+    refuse("distill.hint", hints_after_scoring(config) and config.environment.uses_gateway, text)
+    text = "follows from scores, and needs [rewards] functions or an [environment]"
+    judged = config.rewards.functions or config.environment.is_used
+    refuse("distill.hint", hints_after_scoring(config) and not judged, text)
     if distill.server.url:
         url = re.fullmatch(r"https?://[^/\s]+/?", distill.server.url)
         refuse("distill.server.url", url is None, "must be a URL such as http://127.0.0.1:8000")

@@ -25,7 +25,7 @@ class Prompt:
     prefill: str = ""
     """The beginning of the answer if it is already part of the prompt, such as the `<think>` of some chat templates"""
     hint_ids: list[int] | None = None
-    """The prompt as a teacher with a hint reads it (distill.hint_column)"""
+    """The prompt as a teacher with a hint reads it (a column that distill.hint names)"""
     row: int = -1
     """Its row, if a curriculum has drawn it"""
     from_pass: bool = False
@@ -61,6 +61,8 @@ class Trajectory:
     """The part of `reward` from each turn; empty if it is not known"""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values that reward functions logged with log_extra, by column"""
+    opening: str = ""
+    """What its environment added to the prompt"""
     turn: Turn | None = None
     """The policy's last turn, read from its tokens; None if only its text is known"""
     failed_rewards: set[str] = field(default_factory=set)
@@ -123,6 +125,11 @@ class Sample:
         turns = len(sampled_segments(self.branches))
         earned = itertools.accumulate([0.0, *(self.turn_rewards or [0.0] * turns)])
         return [self.reward - before for before, _ in zip(earned, range(turns), strict=False)]
+
+    @property
+    def is_hinted(self) -> bool:
+        """Whether a teacher reads something else than its prompt."""
+        return any(completion.hint_ids is not None for completion in sampled_segments(self.branches))
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,7 @@ from torchtitan.config.reward_names import judging_reward
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
 from torchtitan.rollout.flow.group_maker import GroupMaker, make_sample
+from torchtitan.rollout.rewards import PASSING_REWARD
 from torchtitan.rollout.types import Failure, Prompt, Sample, Trajectory
 from torchtitan.trainer.interval import interval
 from torchtitan.utils.json_lines import EventLog
@@ -29,8 +30,6 @@ Result = TypeVar("Result")
 
 # How many times completions of another version are requested again.
 MAX_ROUNDS = 4
-# A sample passes at this reward.
-PASSING_REWARD = 1.0
 # Figures of which several sets have the sum, not the mean.
 COUNTS = ("eval/prompts", "eval/samples", "eval/failed", "eval/lost", "eval/unscored", "eval/redone")
 # Failures of actors and reward workers that end an evaluation; any other exception is a defect of the program.

@@ -16,7 +16,7 @@ import torch
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reward_names import learns_from_rewards, reward_weights
 from torchtitan.config.source_configs import longest_completion, source_configs
-from torchtitan.config.teachers import compares_vocabulary, held_references, teacher_id
+from torchtitan.config.teachers import compares_vocabulary, held_references, hints_after_scoring, teacher_id
 from torchtitan.distributed.collectives import all_reduce_sum, clip_gradients_, gather_values, gradient_norm_and_votes
 from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.offload import OptimizerOffload
@@ -95,6 +95,7 @@ class PolicyTrainer:
             for name, reference_config in held_references(config).items()
         }
         self._teachers = {name: teacher_id(source_config) for name, source_config in source_configs(config)}
+        self._hints_follow = {name: hints_after_scoring(source) for name, source in source_configs(config)}
         teachers = {name: reference.policy for name, reference in self.references.items()}
         reasons = [decoder.computes_apart() for decoder in (policy, *teachers.values())]
         reason_against_merging = next(filter(None, reasons), None)
@@ -123,9 +124,8 @@ class PolicyTrainer:
         if learns_from_rewards(self.config):
             self._assign_advantages(batch)
         # AdamW would step on its momentum alone. Every rank sees all samples, and so leaves out the same minibatches.
-        masked = self.config.grpo.mask_truncated
         divided = minibatches(batch, self.config.grpo.num_minibatches)
-        divided = [part for part in divided if _has_trained_tokens(part, masked)]
+        divided = [part for part in divided if self._has_trained_tokens(part)]
         actors = self._judged_actors(batch)
         parts = [self._pack(groups, batch.version, actors) for groups in divided or [[]]]
         totals = _Totals(self.device, actors)
@@ -248,10 +248,13 @@ class PolicyTrainer:
         return sorted({completion.actor for completion in batch.completions if completion.asked_at is not None})
 
     def _pack(self, groups: list[Group], version: int, actors: Sequence[str] = ()) -> list[MicroBatch]:
-        samples, teachers = [], []
+        samples: list[Sample] = []
+        teachers: list[str | None] = []
         for group in groups:
-            samples += group.samples
-            teachers += [self._teacher(group.source)] * len(group.samples)
+            for sample in self._trained_samples(group):
+                samples.append(sample)
+                taught = sample.is_hinted or not self._needs_hints(group)
+                teachers.append(self._teacher(group.source) if taught else None)
         return micro_batches(
             samples,
             self.settings.objective,
@@ -268,6 +271,20 @@ class PolicyTrainer:
             teachers=teachers,
             actors=actors,
         )
+
+    def _trained_samples(self, group: Group) -> list[Sample]:
+        """Those that enter the loss: without rewards to learn from, a sample for which no hint was found teaches
+        nothing, and does not count in the mean either (SDPO)."""
+        if learns_from_rewards(self.config) or not self._needs_hints(group):
+            return group.samples
+        return [sample for sample in group.samples if sample.is_hinted]
+
+    def _has_trained_tokens(self, groups: Sequence[Group]) -> bool:
+        samples = itertools.chain.from_iterable(map(self._trained_samples, groups))
+        return any(trained_tokens(sample, self.config.grpo.mask_truncated) for sample in samples)
+
+    def _needs_hints(self, group: Group) -> bool:
+        return self._hints_follow.get(group.source, hints_after_scoring(self.config))
 
     def _teacher(self, source: str) -> str | None:
         if source in self._teachers:
@@ -415,11 +432,6 @@ class PolicyTrainer:
                 "The weights are those before these steps. Lower optimizer.lr, look at the rewards in "
                 'completions.jsonl, or use training.mixed_precision_param = "float32"; resume from the last checkpoint.'
             )
-
-
-def _has_trained_tokens(groups: Sequence[Group], mask_truncated: bool) -> bool:
-    samples = itertools.chain.from_iterable(group.samples for group in groups)
-    return any(trained_tokens(sample, mask_truncated) for sample in samples)
 
 
 def assign_by_turn(batch: Batch, scale_rewards: str, estimator: str) -> None:

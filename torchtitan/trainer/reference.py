@@ -22,7 +22,7 @@ def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> R
 
     A collective.
     """
-    if config.job.stage == "distill":
+    if config.job.stage == "distill" and config.distill.teacher:
         return ReferencePolicy(teacher_config(config), dims)
     if config.lora.trains_only_adapters:
         return OwnReference(policy, keeps_initial_adapters(config))

@@ -43,13 +43,15 @@ class _Operands:
 
 class Teaching:
     """The teacher of each source: one of `teachers` if the trainer holds it, the answers of distill.server, or
-    else the policy itself as it is now, with another prompt (OPSD, Zhao et al. 2026; SDFT, Shenfeld et al. 2026).
+    else the policy itself as it is now, with another prompt (OPSD, Zhao et al. 2026; SDFT, Shenfeld et al. 2026; SDPO,
+    Hübotter et al. 2026, equation 1).
 
     merged: what sequences begin with together is computed once, with the teacher's prompts, too.
     """
 
     def __init__(self, config: JobConfig, policy: Decoder, teachers: Mapping[str, Decoder], merged: bool):
         self._distill, self._temperature = config.distill, config.rollout.temperature or 1.0
+        self._policy = policy
         self._teachers: dict[str, Any] = {"": policy, **teachers}
         self._merged = merged
         for teacher in teachers.values():
@@ -84,7 +86,7 @@ class Teaching:
                 function=operands,
             )
         yield Comparison(TeacherStates(hidden, operands.weight, operands.softcap), kind, beta)
-        if name and isinstance(teacher, FSDPModule):
+        if teacher is not self._policy and isinstance(teacher, FSDPModule):
             teacher.reshard()
 
 

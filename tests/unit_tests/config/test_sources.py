@@ -174,8 +174,8 @@ def test_a_dry_run_prints_the_mix(tmp_path: Path) -> None:
 
 def test_a_source_without_a_teacher_has_none_of_the_runs_either() -> None:
     config = JobConfig()
-    config.job.stage, config.distill.teacher, config.distill.hint_column = "distill", "checkpoint", "answer"
-    itself = Source("itself", {"distill.teacher": "", "distill.hint_column": "answer"})
+    config.job.stage, config.distill.teacher, config.distill.hint = "distill", "checkpoint", "answer"
+    itself = Source("itself", {"distill.teacher": "", "distill.hint": "answer"})
     config.source = [Source("own"), Source("none", {"distill.teacher": ""}), itself]
     teachers = {name: teacher_id(own) for name, own in source_configs(config)}
     assert teachers == {"own": os.path.realpath("checkpoint"), "none": None, "itself": ""}

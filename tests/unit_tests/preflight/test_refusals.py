@@ -153,7 +153,7 @@ oops | 'oops' does not belong to any
 --job.stage distill --distill.teacher checkpoint --distill.server.url a:1 | "a:1" | must be a URL
 --distill.divergence jsd | distill.divergence = "jsd" | needs job.stage = distill
 --distill.divergence l2 | distill.divergence = "l2" | forward_kl
---job.stage distill --distill.hint_column answer | distill.hint_column = "answer" | needs distill.divergence
+--job.stage distill --distill.hint answer | distill.hint = "answer" | needs distill.divergence
 --job.stage distill --distill.teacher nowhere | distill.teacher | no config.json
 --job.stage distill --distill.teacher checkpoint --grpo.kl_coefficient 1 | grpo.kl_coefficient | place
 --job.stage sft --eval.stop_at 0.5 | eval.stop_at = 0.5 | sft.sample = true
@@ -213,8 +213,19 @@ IN_THE_FILE: dict[str, list[str]] = {
 }
 
 
+# Behind a policy that teaches itself, with a hint.
+HINTED = "--job.stage distill --distill.divergence jsd --distill.hint "
+OF_HINTS = """
+answer --environment.factory tests.unit_tests.rollout.environment_examples:Counter | distill.hint | single-turn
+success --rewards.functions [] --eval.enable false | distill.hint | scores
+success --environment.agent tests.agent_examples:play --rewards.functions [] | distill.hint | agent
+answer --lora.rank 4 --grpo.reference_ema_decay 0.9 | lora.rank
+"""
+
+
 def mistakes() -> Iterator[Any]:
-    for line in ON_THE_COMMAND_LINE.strip().splitlines():
+    of_hints = [HINTED + line for line in OF_HINTS.strip().splitlines()]
+    for line in [*ON_THE_COMMAND_LINE.strip().splitlines(), *of_hints]:
         words, *parts = (part.strip() for part in line.split(" | "))
         yield pytest.param("", shlex.split(words), parts, id=words)
     for text, parts in IN_THE_FILE.items():

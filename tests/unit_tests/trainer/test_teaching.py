@@ -54,7 +54,7 @@ def configured(checkpoints: list[str], divergence: str, teacher: str | None = No
     config = make_config("distill", checkpoints)
     config.distill.divergence, config.distill.jsd_beta, config.distill.coefficient = divergence, BETA, 0.7
     config.distill.teacher = config.distill.teacher if teacher is None else teacher
-    config.distill.hint_column = "hint" if teacher == "" else ""
+    config.distill.hint = "hint" if teacher == "" else ""
     config.rollout.temperature = 0.8
     for name, value in lora.items():
         setattr(config.lora, name, value)
@@ -72,16 +72,23 @@ def sampled(config: JobConfig, hint: list[int] | None = None) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("divergence", "teacher", "hint"),
-    [("forward_kl", None, None), ("reverse_kl", None, HINT), ("jsd", "", HINT)],
-    ids=["another policy", "another policy with a hint", "itself with a hint"],
+    ("divergence", "teacher", "hint", "column"),
+    [
+        ("forward_kl", None, None, ""),
+        ("reverse_kl", None, HINT, ""),
+        ("jsd", "", HINT, "hint"),
+        ("reverse_kl", "", HINT, "success"),
+    ],
+    ids=["another policy", "another policy with a hint", "itself with a hint", "itself with a success (SDPO)"],
 )
 def test_the_gradient_is_that_of_transformers_in_float64(
-    checkpoints: list[str], divergence: str, teacher: str | None, hint: list[int] | None
+    checkpoints: list[str], divergence: str, teacher: str | None, hint: list[int] | None, column: str
 ) -> None:
+    """A sample without a success to read is not trained, and does not count in the mean (SDPO)."""
     import transformers
 
     config = configured(checkpoints, divergence, teacher)
+    config.distill.hint = column
     trainer, batch = Trained(config), sampled(config, hint)
     metrics = trainer.train_batch(batch).metrics
     model, other = (
@@ -90,6 +97,8 @@ def test_the_gradient_is_that_of_transformers_in_float64(
     )
     total, count = torch.zeros((), dtype=torch.float64), 0
     for sample in batch.samples:
+        if column == "success" and not sample.is_hinted:
+            continue
         prompt, completion = (one.token_ids for one in sample.branches[0].segments)
         read = sample.branches[0].sampled[0].hint_ids or prompt
         p = (model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
@@ -109,12 +118,39 @@ def test_the_gradient_is_that_of_transformers_in_float64(
             )
 
 
+def test_the_moving_average_teaches_in_place_of_the_policy(checkpoints: list[str]) -> None:
+    """Without hints, the policy differs from its average only by what it has just learnt: against transformers'
+    float64, whose teacher has the average of the weights before and after the first step."""
+    import transformers
+
+    config = configured(checkpoints, "reverse_kl", "")
+    config.grpo.reference_ema_decay, config.rollout.temperature = 0.75, 1.0
+    trainer, batch = Trained(config), sampled(config)
+    assert trainer.train_batch(sampled(config, HINT)).metrics["teacher_kl"] > 1e-4
+    policy, teacher = (
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float64) for _ in range(2)
+    )
+    with torch.no_grad():
+        for name, weight in trainer.policy.named_parameters():
+            policy.get_parameter(name).copy_(weight)
+            teacher.get_parameter(name).mul_(0.75).add_(0.25 * weight.double())
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for sample in batch.samples:
+            prompt, completion = (one.token_ids for one in sample.branches[0].segments)
+            tokens, predicting = torch.tensor([prompt + completion]), slice(len(prompt) - 1, -1)
+            p, q = (model(tokens).logits[0, predicting].log_softmax(-1) for model in (policy, teacher))
+            total, count = total + float((p.exp() * (p - q)).sum()), count + len(completion)
+    assert trainer.train_batch(batch).metrics["teacher_kl"] == pytest.approx(total / count, rel=1e-3)
+    assert total / count > 1e-5
+
+
 @pytest.mark.parametrize("divergence", ["sampled", "jsd"])
 def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], divergence: str) -> None:
     """Loss and gradients are the sums of those of each source alone with its teacher, summed in float64. One source has
     none, and teaches nothing."""
     config = configured(checkpoints, divergence, "")
-    config.rollout.temperature, config.distill.hint_column = 1.0, ""
+    config.rollout.temperature, config.distill.hint = 1.0, ""
     named = {"a": checkpoints[1], "b": checkpoints[0] + "/../checkpoint", "c": "", "d": checkpoints[1]}
     config.source = [Source(name, {"distill.teacher": path}) for name, path in named.items()]
     batch = sampled(config)
@@ -182,15 +218,17 @@ def test_hinted_prompts_are_computed_once_for_a_teacher(checkpoints: list[str]) 
 
 def figures(checkpoints: list[str], tp: int) -> list[list[float]]:
     """Of two batches each: an in-process teacher; the policy itself, with adapters on its head too; sources with two
-    teachers, of which the second batch needs one alone."""
+    teachers, of which the second batch needs one alone; the policy's moving average, which reads successes."""
     device.set_threads(1, 1)
     found = []
     adapters = {"rank": 2, "target_modules": ["q_proj", "lm_head"]}
     several = configured(checkpoints, "jsd", "")
-    several.distill.hint_column = ""
+    several.distill.hint = ""
     several.source = [Source(str(number), {"distill.teacher": path}) for number, path in enumerate(checkpoints[::-1])]
     own = configured([checkpoints[1], ""], "reverse_kl", "", **adapters)
-    for config in (configured(checkpoints, "jsd"), own, several):
+    average = configured([checkpoints[1], ""], "forward_kl", "")
+    average.distill.hint, average.grpo.reference_ema_decay = "success", 0.5
+    for config in (configured(checkpoints, "jsd"), own, several, average):
         config.parallelism.tensor_parallel_degree = tp
         trainer = Trained(config)
         for number in range(2):
@@ -236,7 +274,7 @@ async def test_a_server_that_is_asked_for_all_tokens_teaches_what_ranks_do(check
 
 def test_a_hint_stands_where_the_template_says(checkpoints: list[str]) -> None:
     config = make_config("distill", checkpoints)
-    config.distill.hint_column, config.distill.hint_template = "answer", "{hint}={prompt}"
+    config.distill.hint, config.distill.hint_template = "answer", "{hint}={prompt}"
     maker = PromptMaker(config, tokenizer := Tokenizer(checkpoints[0]))
     prompt = maker.make({"prompt": "12+34=", "answer": "640"}, 0)
     assert prompt.hint_ids == tokenizer.encode_prompt("640=12+34=")

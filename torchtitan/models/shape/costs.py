@@ -155,7 +155,7 @@ def _references_bytes(config: JobConfig, args: ModelArgs, base: int) -> int:
     """Weights of all references and teachers that the ranks hold, beside a policy whose frozen ones take `base`."""
     size = 0
     for own_config in held_references(config).values():
-        if config.job.stage == "distill":
+        if config.job.stage == "distill" and own_config.distill.teacher:
             teacher = read_teacher_shape(own_config)
             size += teacher.num_parameters() * BYTES[config.training.dtype]
         elif not config.lora.trains_only_adapters:

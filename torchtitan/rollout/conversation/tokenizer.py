@@ -146,9 +146,9 @@ class Tokenizer:
         return _ids(self._tokenizer, text)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a text that begins a sequence. A beginning token (BOS) is prepended if the tokenizer
-        does so and the text does not already begin with it."""
-        ids = self.encode(text)
+        """Return the token ids of a text that begins a sequence and may have shielded parts. A beginning token (BOS) is
+        prepended if the tokenizer does so and the text does not already begin with it."""
+        ids = self.encode_shielded(text)
         return ids if ids[: len(self._text_start)] == self._text_start else self._text_start + ids
 
     def shield(self, text: str) -> str:

@@ -17,6 +17,7 @@ from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reward_names import judging_reward
 from torchtitan.config.source_configs import source_name
+from torchtitan.config.teachers import hint_column
 from torchtitan.errors import UserError, blaming, load_object
 from torchtitan.models.shape.checkpoint_files import pointer_problem
 from torchtitan.rollout.conversation.marks import plain
@@ -259,8 +260,8 @@ def _check_rows(
     wanted = {config.rollout.prompt_column: "rollout.prompt_column"}
     if NEEDS_ANSWER & functions:
         wanted[config.rewards.answer_column] = "rewards.answer_column"
-    if config.distill.hint_column and key == "rollout.dataset":
-        wanted[config.distill.hint_column] = "distill.hint_column"
+    if hint_column(config) and key == "rollout.dataset":
+        wanted[hint_column(config)] = "distill.hint"
     # A function without a reference gives no reward; another one, or an environment, may.
     needs_value = bool(functions) and functions <= NEEDS_ANSWER and not config.environment.reward_name
     for number, row in enumerate(rows, start=1):
@@ -375,7 +376,7 @@ class PromptMaker:
         self._rollout = config.rollout
         self._source = source_name(config)
         self._answer_column = config.rewards.answer_column
-        self._hint_column, self._hint_template = config.distill.hint_column, config.distill.hint_template
+        self._hint_column, self._hint_template = hint_column(config), config.distill.hint_template
         self._tokenizer = tokenizer
         self.renderer = ChatRenderer(tokenizer, config.rollout.stop_token_ids)
         self.longest = config.training.seq_len - config.rollout.max_completion_tokens
@@ -423,6 +424,18 @@ class PromptMaker:
         last = messages[-1]
         messages[-1] = {**last, "content": f"{last['content']}{self._tokenizer.shield(text)}"}
         return self._render(messages, self.tools)
+
+    def hinted(self, prompt: Prompt, opening: str, hint: str) -> list[int]:
+        """Return the tokens of a prompt as a teacher with this hint reads it. opening: what an environment added to the
+        prompt. Neither that nor the hint, which the policy may have written, can spell special tokens."""
+        content, opening = prompt.text, self._tokenizer.shield(opening)
+        if isinstance(content, str):
+            content += opening
+        elif opening:
+            last = plain_message(content[-1])
+            content = [*content[:-1], {**last, "content": f"{last['content'] or ''}{opening}"}]
+        with_hint = self._with_hint(content, self._tokenizer.shield(hint))
+        return self._tokenise(with_hint, self._tools_of(prompt.columns))
 
     def fits(self, prompt: Prompt) -> bool:
         return bool(prompt.token_ids) and self.length(prompt) <= self.longest

@@ -67,11 +67,14 @@ class Guess:
     def __init__(self) -> None:
         self.secret = self.guesses = 0
         self.low, self.high = 0, LARGEST
+        self.feedback = ""
+        """The number, once the game is over"""
 
     def reset(self, secret: int) -> str:
         """Begin a game; the observation is empty."""
         self.secret, self.guesses = secret, 0
         self.low, self.high = 0, LARGEST
+        self.feedback = ""
         return ""
 
     def step(self, action: str) -> tuple[str, float, bool]:
@@ -79,6 +82,8 @@ class Guess:
         self.guesses += 1
         digits = action.removesuffix(END_OF_GUESS)
         over = self.guesses == GUESSES
+        if over or digits == f"{self.secret:02d}":
+            self.feedback = f"{self.secret:02d}"
         if len(digits) != 2 or not digits.isascii() or not digits.isdigit():
             return "!", 0.0, over
         number = int(digits)

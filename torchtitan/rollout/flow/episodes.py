@@ -213,9 +213,10 @@ class EpisodePlayer(Player):
     ) -> Trajectory | None:
         row = {self._config.rollout.prompt_column: prompt.text, **prompt.columns}
         try:
-            tokens = self._maker.extended(prompt, await episode.reset(row))
+            opening = await episode.reset(row)
         except CallFailed as failure:
             raise EpisodeFailed(failure) from failure
+        tokens = self._maker.extended(prompt, opening)
         played = PlayedEpisode([], [], [], "length")
         try:
             await self._take_turns(prompt, played, tokens, template, group, episode, min_version)
@@ -230,7 +231,7 @@ class EpisodePlayer(Player):
         # get_reward may return something other than the sum of the steps' rewards.
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(played.rewards))
         trajectory.turn_rewards = played.rewards if adds_up and any(played.rewards) else []
-        trajectory.reward, trajectory.environment = outcome.reward, outcome.attributes
+        trajectory.reward, trajectory.environment, trajectory.opening = outcome.reward, outcome.attributes, opening
         return trajectory
 
     async def _take_turns(

@@ -20,6 +20,7 @@ from torchtitan.models.shape.checkpoint_shape import vocabulary_of
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.turns import TurnReader
 from torchtitan.rollout.flow.episodes import Engines, Player
+from torchtitan.rollout.flow.hints import Hints
 from torchtitan.rollout.rewards.reward_pool import RewardPool, Score
 from torchtitan.rollout.types import Failure, Prompt, Sample, Trajectory
 from torchtitan.utils.typed_json import WrongForm
@@ -46,14 +47,16 @@ class GroupMaker:
         tokenizer: Tokenizer,
         epoch: str,
         episodes: Player | None = None,
+        hints: Hints | None = None,
     ):
-        """episodes: plays conversations with an environment; without it, a prompt has a single turn."""
+        """episodes: plays conversations with an environment; without it, a prompt has a single turn. hints: gives a
+        teacher those that follow from the scores."""
         self._config = config
         self.pool = pool
         self.rewards = rewards
         self._tokenizer, self._turns = tokenizer, TurnReader(tokenizer)
         self._epoch = epoch
-        self.episodes = episodes
+        self.episodes, self.hints = episodes, hints
         self.single_turn = episodes is None
         self._environment = config.environment.reward_name
         self._groups = 0
@@ -178,6 +181,8 @@ def counters(makers: Sequence[GroupMaker]) -> dict[str, float]:
     for maker in makers:
         counting[id(maker.rewards)] = "reward", maker.rewards
         counting[id(maker.pool)] = "inference", maker.pool
+        if maker.hints is not None:
+            counting[id(maker.hints)] = "hint", maker.hints
         if maker.episodes is not None:
             counting |= {id(part): ("environment", part) for part in maker.episodes.counting}
     figures: dict[str, float] = defaultdict(float)

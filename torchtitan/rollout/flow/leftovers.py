@@ -22,7 +22,7 @@ KEYS = {
         "factory", "tools", "agent", "verifiers.id", "verifiers.harness", "tool_parser", "max_turns", "on_failure",
     ),
     "distill": (
-        "teacher", "server.url", "divergence", "hint_column", "hint_template", "add_rewards",
+        "teacher", "server.url", "divergence", "hint", "hint_template", "add_rewards",
     ),
 }  # fmt: skip
 

@@ -232,8 +232,10 @@ class RolloutFlow:
             groups = source.groups
             sampled = await groups.sample(prompt, groups.request(prompt), min_version)
             trajectories = [trajectory for trajectory in sampled if trajectory.branches]
-            await groups.teach(trajectories)
             scores = await groups.score(prompt, trajectories)
+            if groups.hints is not None:
+                groups.hints.give(prompt, trajectories, scores)
+            await groups.teach(trajectories)
             samples = []
             for trajectory, (reward, rewards) in zip(trajectories, scores, strict=True):
                 source.count_sample(trajectory, reward, rewards)

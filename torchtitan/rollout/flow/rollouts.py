@@ -18,6 +18,7 @@ from torchtitan.config.evaluations import eval_configs, task_configs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import groups_per_batch
 from torchtitan.config.source_configs import source_configs, source_name, source_weights
+from torchtitan.config.teachers import hints_after_scoring
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor_pool import InferencePool
@@ -32,6 +33,7 @@ from torchtitan.rollout.data.unknown_text import check_unknown_text, refuse_surp
 from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool
 from torchtitan.rollout.flow.episodes import AgentPlayer, Engines, EpisodePlayer, Player
 from torchtitan.rollout.flow.group_maker import GroupMaker
+from torchtitan.rollout.flow.hints import Hints
 from torchtitan.rollout.flow.journal import Journal
 from torchtitan.rollout.flow.rollout_flow import RolloutFlow
 from torchtitan.rollout.flow.source_flow import SourceFlow
@@ -87,7 +89,8 @@ class SourceTask:
             episodes = AgentPlayer(config, backend.gateway, backend.environments, tokenizer)
         elif backend.environments is not None:
             episodes = EpisodePlayer(config, pool, backend.environments, self.maker, tokenizer)
-        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
+        hints = Hints(config, self.maker) if hints_after_scoring(config) else None
+        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes, hints)
 
     def stream(self) -> PromptStream:
         """Return the prompts to train on."""

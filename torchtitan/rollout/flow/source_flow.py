@@ -14,7 +14,7 @@ from torchtitan.config.engine_use import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reward_names import learns_from_rewards, reward_labels, reward_weights
 from torchtitan.config.source_configs import source_name
-from torchtitan.config.teachers import teacher_id
+from torchtitan.config.teachers import SUCCESS, hints_after_scoring, teacher_id
 from torchtitan.errors import UserError, load_function
 from torchtitan.rollout.data.prompt_stream import PromptStream
 from torchtitan.rollout.data.source_scheduler import SourceScheduler
@@ -72,7 +72,8 @@ class SourceFlow:
         """For so long the trainer has waited since a group could be trained on"""
         self._without_reward = 0
         self._events, self._answer = events, config.rewards.answer_column
-        self._zeros: list[tuple[Prompt, Trajectory]] | None = [] if learns_from_rewards(config) else None
+        needs_rewards = learns_from_rewards(config) or (hints_after_scoring(config) and config.distill.hint == SUCCESS)
+        self._zeros: list[tuple[Prompt, Trajectory]] | None = [] if needs_rewards else None
         """One sample of each group so far, while no reward but 0 has been seen"""
         self.start_statistics(self.fresh_statistics())
         filter_name = config.grpo.group_filter
@@ -232,12 +233,16 @@ class SourceFlow:
 
 
 def has_no_advantage(group: Group, config: JobConfig) -> bool:
-    """Return whether every advantage of this group is zero, whatever else is in its batch.
+    """Return whether every advantage of this group is zero, whatever else is in its batch, and no teacher has a hint.
 
     With reinforce_pp they are zero except for the token mean over the batch, so the group alone carries no signal.
     """
     advantage = config.grpo.advantage
     taught = config.job.stage == "distill" and teacher_id(config) is not None
+    if hints_after_scoring(config):
+        taught = any(sample.is_hinted for sample in group.samples)
+        if not learns_from_rewards(config):
+            return not taught
     if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or taught:
         return False  # every sample gets a signal from the batch, the user's function or the teacher
     parts = [[sample.reward for sample in group.samples]]

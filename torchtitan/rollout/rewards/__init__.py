@@ -27,6 +27,9 @@ BUILTIN: dict[str, str] = {
 NEEDS_ANSWER = frozenset({"accuracy", "arithmetic", "cosine_length", "exact_match", "length"})
 """Built-in functions that compare with the reference answer (rewards.answer_column)"""
 
+PASSING_REWARD = 1.0
+"""The least reward of a sample that counts as a success"""
+
 ARGUMENTS = frozenset(
     {
         "prompts", "completions", "completion_ids", "finish_reasons", "max_completion_tokens", "prefill",
