@@ -14,7 +14,7 @@ from tests.deterministic.machine import Machine, Process, Violation
 from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from tests.unit_tests.weight_sync.job import Job, Shape
 from torchtitan.weight_sync.actor.group import Leader, WorkerPuller
-from torchtitan.weight_sync.actor.puller import Served
+from torchtitan.weight_sync.actor.puller import GIVE_UP_SECONDS, Served
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.wire.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
@@ -248,6 +248,23 @@ def test_a_version_that_one_worker_finds_corrupt_is_served_by_none() -> None:
     # It comes anew, for both.
     group.run(5.0)
     assert group.leader.applied == applied + 1 and job.registry.actors["a"].version == 0
+    group.close()
+
+
+def test_actor_waits_for_workers_that_take_longer_than_a_registry_may_be_away() -> None:
+    """It makes no call meanwhile, which is no silence of the registry's: that may be away just then."""
+    job = Job(Machine(0), SHAPE)
+    group = Group(job)
+    for worker in group.workers:
+        worker.process.kill()
+    group.run(2 * GIVE_UP_SECONDS)
+    job.registry_process.kill()
+    for worker in group.workers:
+        worker.start()
+    group.run(6.0)
+    job.train(1)
+    group.run(2.0)
+    assert not group.leader.registry.failure and group.leader.applied == 1
     group.close()
 
 

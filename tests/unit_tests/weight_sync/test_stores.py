@@ -288,6 +288,29 @@ def test_no_chain_of_deltas_has_more_bytes_than_a_version(tmp_path: Path) -> Non
     assert whole[0] == 1 and 3 < whole[1] < 15
 
 
+def test_no_delta_is_written_where_most_values_have_changed(tmp_path: Path) -> None:
+    job = Job(store_of(str(tmp_path)), whole_every=10**6)
+    job.publish(1)
+    other = memoryview(np.random.default_rng(1).bytes(SIZE))
+    assert "file" in job.files.write(2, 2, 2, other, lambda: None) and not list(tmp_path.glob("**/*.delta"))
+
+
+def test_no_more_objects_are_in_memory_than_are_uploaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "OBJECT_BYTES", 1)
+    store, taken, answers = Objects(f"memory://{uuid.uuid4().hex}"), list[int](), threading.Event()
+    put, count = store.put, 3 * stores.UPLOADS
+    monkeypatch.setattr(store, "put", lambda *about: (answers.wait(PATIENCE_S), put(*about)))
+    pieces = (taken.append(number) or bytes([number]) for number in range(count))  # type: ignore[func-returns-value]
+    writer = threading.Thread(target=store.write, args=("file", pieces))
+    writer.start()
+    until(lambda: len(taken) > stores.UPLOADS, why=lambda: str(taken))
+    writer.join(0.2)
+    assert len(taken) == stores.UPLOADS + 1
+    answers.set()
+    writer.join(PATIENCE_S)
+    assert [content_of(store, f"file/{number:05d}") for number in range(count)] == [bytes([n]) for n in range(count)]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("503 slow down"), ConnectionRefusedError(111, "503 slow down")])
 def test_an_object_store_is_tried_a_bounded_number_of_times(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "RETRY_SECONDS", 0.0)
