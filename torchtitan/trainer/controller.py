@@ -495,9 +495,10 @@ class Controller:
             )
         self._late = late
 
-    def evaluated(self, version: int, figures: Mapping[str, Figure], started_at: float) -> None:
-        """Take the loss of held-out demonstrations; figures from sampling are added to it if there are any."""
-        self._evaluations.append((started_at, time.time()))
+    def evaluated(self, version: int, figures: Mapping[str, Figure], started_at: float, seconds: float) -> None:
+        """Take the loss of held-out demonstrations, which took so many seconds; figures from sampling are added to it
+        if there are any."""
+        self._evaluations.append((started_at, started_at + seconds))
         self._loss = {"eval/version": version, "policy_version": version, **figures}
         if self.rollouts is None:
             self._evaluation_due = False

@@ -196,7 +196,7 @@ class TrainingJob:
         started, started_at = time.perf_counter(), time.time()
         figures = self.trainer.cross_entropy(batch)
         if self.controller is not None:
-            self.controller.evaluated(self.version, figures, started_at)
+            self.controller.evaluated(self.version, figures, started_at, time.perf_counter() - started)
         self._waited += time.perf_counter() - started
 
     def publish(self, result: BatchResult) -> None:
@@ -254,12 +254,12 @@ class TrainingJob:
         """Of a published version, compute what actors have to say of the probe (collective)."""
         self._recorder.add("commit" if published else "skip", started_at)
         if published and self._probe:
-            started_at = time.time()
+            started, started_at = time.perf_counter(), time.time()
             # Actors that prove their weights by themselves only sample.
             log_probs = self.trainer.score(self._probe) if verification(self.config) == "probe" else []
             following = self.trainer.next_log_probs(self._probe, sampled_behind(self._probe))
             self._recorder.add("probe", started_at)
-            self._probe_s += time.time() - started_at
+            self._probe_s += time.perf_counter() - started
             if self.controller is not None:
                 self.controller.expect(self.version, self._probe, log_probs, following)
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from torchtitan import grpo_train
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import ConfigError, UserError
+from torchtitan.rollout.types import Batch
 from torchtitan.trainer import job
 from torchtitan.trainer.job import TrainingJob, profile
 from torchtitan.trainer.signals import SignalFlags
@@ -48,6 +52,23 @@ def test_a_rank_with_other_values_than_rank_0_is_named(monkeypatch: pytest.Monke
         UserError, match=r"rank 1 and rank 0 have different configurations: optimizer.lr = 0.5 -> 1e-06 on rank 0"
     ):
         TrainingJob(JobConfig())._agree_on_start()
+
+
+def test_clock_that_is_set_anew_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two that a step's time is without: evaluations of demonstrations, and the probe."""
+    hours, told = itertools.count(step=3600.0), list[float]()
+    monkeypatch.setattr(job.time, "time", lambda: next(hours))
+    training = TrainingJob(JobConfig())
+    figures = SimpleNamespace(cross_entropy=lambda _: {}, score=lambda _: [], next_log_probs=lambda *_: [])
+    controller = SimpleNamespace(
+        evaluated=lambda _version, _figures, _began, seconds: told.append(seconds), expect=lambda *_: None
+    )
+    recorder = SimpleNamespace(add=lambda *_: None)
+    for name, value in {"trainer": figures, "controller": controller, "_recorder": recorder, "_probe": [1, 2]}.items():
+        monkeypatch.setattr(training, name, value, raising=False)
+    training.evaluate(Batch(0, []))
+    training._offered(True, 0.0)
+    assert all(0.0 <= seconds < PATIENCE_S for seconds in (*told, training._probe_s)) and len(told) == 1
 
 
 @pytest.mark.parametrize(("stepped", "after"), [(False, 300), (True, 120)])
