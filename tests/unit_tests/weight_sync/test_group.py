@@ -17,7 +17,7 @@ from torchtitan.weight_sync.actor.group import Leader, WorkerPuller
 from torchtitan.weight_sync.actor.puller import GIVE_UP_SECONDS, Served
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.wire.handshake import ACTOR, WORKER, Identity, role_key
-from torchtitan.weight_sync.wire.runtime import Channel, Message
+from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Message
 
 WORKERS = 2
 KEY = role_key(TOKEN, ACTOR, "a")
@@ -307,6 +307,16 @@ def test_memory_that_a_worker_still_applies_from_is_not_overwritten() -> None:
     group.close()
 
 
+def test_registry_that_vanishes_without_a_word_is_called_again() -> None:
+    """No connection closes where a machine or a network is lost."""
+    job, group = serving()
+    job.registry_process.forget_connections()
+    job.train(1)
+    group.run(2 * SILENCE_SECONDS)
+    assert group.leader.serving is not None and group.leader.serving.version == 1
+    group.close()
+
+
 def test_strangers_are_hung_up_on_at_the_end() -> None:
     """Also those who have not said yet who they are: their calls would wait until a deadline."""
     job, group = serving()
@@ -338,6 +348,10 @@ def test_versions_of_other_numbers_are_not_applied() -> None:
     job.train(1)
     group.run(2.0)
     assert orders == [1] and worker.holds == before
+    # Nor one for the version before, which it has no more.
+    worker.puller._on_message({"type": "apply", "version": 0})
+    group.run(1.0)
+    assert worker.holds == before
     group.close()
 
 

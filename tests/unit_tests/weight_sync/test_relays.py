@@ -11,7 +11,7 @@ from tests.deterministic.parts import BUCKET_BYTES, TOKEN
 from tests.unit_tests.weight_sync.clients import Client
 from tests.unit_tests.weight_sync.test_registry import World
 from torchtitan.weight_sync.memory.manifest import Manifest
-from torchtitan.weight_sync.registry.relays import relay_sources
+from torchtitan.weight_sync.registry.relays import REMEMBERED_SNAPSHOTS, relay_sources
 from torchtitan.weight_sync.registry.state import ActorRecord
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, role_key
 
@@ -210,3 +210,10 @@ def test_a_version_reaches_each_host_once(fanout: int) -> None:
         for _ in actors:
             above = sources.get(above, above)
         assert above not in sources, "every way leads to the trainer"
+
+
+def test_announcements_of_snapshots_that_are_long_over_are_forgotten() -> None:
+    world = Relaying("a")
+    for _ in range(3 * REMEMBERED_SNAPSHOTS):
+        world.announce()
+    assert len(world.registry._relays._announced_at) == REMEMBERED_SNAPSHOTS
